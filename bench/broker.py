@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from topics.access import Role, acls
+from topics.acl import Role, acls
 from topics.apache_kafka.secured import SecuredNode, start_secured
-from topics.broker import Broker
-from topics.embedded import start_broker
+from topics.local_broker.process import Broker
+from topics.local_broker.start import start_broker
 from topics.settings import BusSettings
 
 SERVER_JAVA = ("-Xms1g", "-Xmx1g", "-XX:+UseG1GC", "-XX:MaxGCPauseMillis=20", "-XX:InitiatingHeapOccupancyPercent=35")

@@ -44,7 +44,7 @@ from bench.history import Fleet, Recorder
 from bench.load import USUAL, Executors, Lane, Shape, closed_loop, drain, open_loop
 from bench.processes import processor_seconds
 from pipeline.routing.router import Router
-from topics.access import ADMIN, ENVIRONMENT, EXECUTOR, ROUTER, Role
+from topics.acl import ADMIN, ENVIRONMENT, EXECUTOR, ROUTER, Role
 from topics.admin import create_topics
 from topics.catalog import Partitions
 from topics.settings import BusSettings
@@ -99,11 +99,11 @@ def _replay(recorder: Recorder, ramp: int) -> tuple[int, float, float]:
     """Decisions taken, and the processor and wall seconds that they took."""
     router = Router()
     for now, event in recorder.history[:ramp]:
-        router.on(event, now)
+        router.on_event(event, now)
     before, measured = router.counters.dispatched, recorder.history[ramp:]
     wall, processor = time.perf_counter(), time.process_time()
     for now, event in measured:
-        router.on(event, now)
+        router.on_event(event, now)
         router.tick(now)
     processor, wall = time.process_time() - processor, time.perf_counter() - wall
     assert router.counters == recorder.router.counters, "a replay decides what was decided"

@@ -26,11 +26,11 @@ from bench.broker import kafka_home, scratch_broker
 from bench.check import Check, options, tell
 from bench.load import Executors, Lane, closed_loop, drain
 from bench.processes import processor_seconds
-from pipeline.routing.seat import HEARTBEAT_SECONDS, SESSION_SECONDS
+from pipeline.routing.membership import HEARTBEAT_SECONDS, SESSION_SECONDS
 from schemas.cells import CellSummary
 from topics.admin import create_topics
 from topics.catalog import SUMMARIES, Partitions
-from topics.log import read_topics
+from topics.log_reader import read_whole_topics
 from topics.settings import BusSettings
 
 CELLS = 6
@@ -69,7 +69,7 @@ class Routers:
 
     def by_cell(self) -> dict[int, str]:
         """Of each cell, the router that summed it up last."""
-        found = (each.record for each in read_topics(self._settings, [SUMMARIES]))
+        found = (each.record for each in read_whole_topics(self._settings, [SUMMARIES]))
         return {summary.cell: summary.router for summary in found if isinstance(summary, CellSummary)}
 
     def load_until(self, done: Callable[[], bool], *, flying: int = FLYING_TURNS) -> None:
@@ -102,7 +102,7 @@ class Routers:
         killed_at = time.time()
         self.load_until(lambda: "router-1" not in self.by_cell().values(), flying=200)
         first: dict[int, float] = {}
-        for each in read_topics(self._settings, [SUMMARIES]):
+        for each in read_whole_topics(self._settings, [SUMMARIES]):
             said, at = each.record, each.timestamp_seconds
             if isinstance(said, CellSummary) and said.router != "router-1" and said.cell in lost and at > killed_at:
                 first.setdefault(said.cell, at)

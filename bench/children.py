@@ -13,8 +13,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from pipeline.command.processes import stop_on_signals
 from pipeline.command.roles import look_past_imports
 from pipeline.routing.config import RouterConfig
-from pipeline.routing.loop import IDLE_SECONDS, READ_LIMIT
-from pipeline.routing.main import run_router
+from pipeline.routing.service import IDLE_SECONDS, READ_LIMIT, run_router
 from topics.catalog import DISPATCHED, LOG_GROUP, REQUESTED
 from topics.reader import Reader
 from topics.settings import BusSettings
@@ -23,7 +22,7 @@ from topics.settings import BusSettings
 def run_bare(settings: BusSettings, stop: threading.Event) -> None:
     """Consume and produce, nothing else."""
     counter = Reader(settings, "bench-bare")
-    homes, slots = counter.partitions(REQUESTED), counter.partitions(DISPATCHED)
+    homes, slots = counter.partition_count(REQUESTED), counter.partition_count(DISPATCHED)
     counter.close()
     consumer = Consumer(settings.consumer("bench-bare", LOG_GROUP))
     producer = Producer(settings.producer("bench-bare"))

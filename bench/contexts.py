@@ -20,13 +20,13 @@ import numpy as np
 from bench.check import Check
 from pipeline.routing.config import RouterConfig
 from pipeline.routing.router import Router
-from pipeline.routing.waiting import Asked
+from pipeline.routing.turn_queue import ReceivedRequest
 from schemas.arrays import pack_tokens
-from schemas.contexts import Torn, appending
-from schemas.limits import CHAIN
+from schemas.contexts import ContextMissing, context_fields
+from schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
+from schemas.limits import MAX_CHAIN
 from schemas.prompts import Sampling
 from schemas.record import Record
-from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from schemas.turns import TurnDispatch, TurnRequest
 from schemas.wire import encode, headers_of
 from topics.catalog import REQUESTED
@@ -61,7 +61,7 @@ def trajectory(
             home=0,
             environment="calculator",
             turn=turn,
-            **appending(tokens[: 4 * length], chain, known=known),
+            **context_fields(tokens[: 4 * length], chain, known_tokens=known),
             sampling=Sampling(max_tokens=256, stop_token_ids=(2,)),
             requested_at=1.7e9 + turn,
             patience_seconds=300.0,
@@ -81,7 +81,7 @@ def _bytes_at(context: int) -> Check:
     by_reference = whole = new = 0
     for offset, request in trajectory("group-1234:5", context, np.random.default_rng(0)):
         router = _router()
-        (dispatch,) = router.on(Asked.anew(request, offset), 1.0)
+        (dispatch,) = router.on_event(ReceivedRequest.from_record(request, offset), 1.0)
         assert isinstance(dispatch, TurnDispatch)
         new += len(request.appended)
         by_reference += _on_the_bus(request, encode(request)) + _on_the_bus(dispatch, encode(dispatch))
@@ -116,14 +116,14 @@ def _on_the_bus(record: Record, wire: bytes) -> int:
 
 def memory(context: int) -> Check:
     """Of the router's core, of a trajectory whose turn an executor has: with the longest chain, and halfway."""
-    longest, halfway = _held(context, CHAIN + 1, CHAIN), _held(context, TURNS, TURNS // 2)
+    longest, halfway = _held(context, MAX_CHAIN + 1, MAX_CHAIN), _held(context, TURNS, TURNS // 2)
     return Check(
         name="router_memory",
         value=round(longest),
         unit="bytes a live trajectory",
         bound=4096,
         direction="max",
-        against=f"{LIVE} trajectories of {context} tokens, each with a chain of {CHAIN} and a turn at an executor",
+        against=f"{LIVE} trajectories of {context} tokens, each with a chain of {MAX_CHAIN} and a turn at an executor",
         details={f"with_a_chain_of_{TURNS // 2}": round(halfway)},
     )
 
@@ -142,7 +142,7 @@ def _held(context: int, turns: int, turn: int) -> float:
     before = tracemalloc.get_traced_memory()[0]
     for wire, offset in wires:
         # As read from the log: bytes of their own, that nobody else holds.
-        router.on(Asked(decoder.decode(wire), bytes(bytearray(wire)), offset), 1.0)
+        router.on_event(ReceivedRequest(decoder.decode(wire), bytes(bytearray(wire)), offset), 1.0)
     assert router.outstanding == LIVE
     gc.collect()
     held = tracemalloc.get_traced_memory()[0] - before
@@ -158,14 +158,14 @@ def read_back(settings: BusSettings, context: int) -> Check:
     seconds = []
     with closing(ContextStore(settings, "bench")) as contexts:
         for offset, last in chains:
-            (dispatch,) = router.on(Asked.anew(last, offset), 1.0)
+            (dispatch,) = router.on_event(ReceivedRequest.from_record(last, offset), 1.0)
             assert isinstance(dispatch, TurnDispatch)
             began = time.perf_counter()
             assert contexts.find(dispatch) is None, "nothing is kept of it"
             while not (found := list(contexts.take_found())):
                 time.sleep(0.0005)  # the executor looks as its loop comes by, every 2 ms at most
             seconds.append(time.perf_counter() - began)
-            assert not isinstance(found[0][1], Torn), found[0][1]
+            assert not isinstance(found[0][1], ContextMissing), found[0][1]
     p99 = statistics.quantiles(seconds[1:], n=100)[98]
     prefill = context / PREFILL_TOKENS_PER_SECOND
     return Check(
@@ -232,5 +232,5 @@ def _router(turns: int = 8) -> Router:
             ttl_seconds=2.0,
             sent_at=1.0,
         )
-        router.on(beat, 1.0)
+        router.on_event(beat, 1.0)
     return router

@@ -56,7 +56,7 @@ from bench.fleet.fleet import NAME, Line, Plan
 from bench.fleet.rollout import Rollout, job_of, rollout
 from bench.legs import on_the_bus
 from pipeline.accounting.audit import audit_log
-from topics.broker import Broker
+from topics.local_broker.process import Broker
 from topics.settings import BusSettings
 from workers.users.config import SLICE
 

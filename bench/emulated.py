@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 from typing import NamedTuple
 
-from schemas.slack import ExecutorState, SlackHeartbeat, WorkerClass
+from schemas.heartbeats import ExecutorState, SlackHeartbeat, WorkerClass
 from schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnResult, VersionSpan
 from workers.executor.heartbeats import Heartbeats
 from workers.executor.inbox import Inbox, InboxAction

@@ -35,13 +35,13 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from bench.broker import scratch_broker
 from bench.check import Check, options, tell
 from bench.processes import processor_seconds
+from schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
 from schemas.prompts import Sampling
-from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
 from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
 from schemas.wire import decode, encode
 from topics.admin import create_topics
-from topics.asking import ends_of
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, LOG_GROUP, REQUESTED, Partitions, Topic
+from topics.queries import watermarks_of
 from topics.settings import BusSettings
 
 BEAT_SECONDS = 0.2
@@ -197,7 +197,7 @@ class Changers:
     def heartbeats(self) -> int:
         """Of all executors, that are on the log by now."""
         topic = self._settings.topic(HEARTBEATS)
-        return sum(ends_of(self._consumer, TopicPartition(topic, cell))[1] for cell in range(self._cells))
+        return sum(watermarks_of(self._consumer, TopicPartition(topic, cell))[1] for cell in range(self._cells))
 
     def _answer(self, dispatch: TurnDispatch) -> None:
         request = dispatch.request

@@ -11,15 +11,15 @@ from itertools import count
 from zlib import crc32
 
 from pipeline.routing.router import Decision, Router
-from pipeline.routing.waiting import Asked
+from pipeline.routing.turn_queue import ReceivedRequest
 from schemas.arrays import count as token_count
-from schemas.contexts import appending
+from schemas.contexts import context_fields
+from schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from schemas.prompts import Sampling
 from schemas.record import Record
-from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnRequest, TurnResult, VersionSpan, held_hash
 
-Event = tuple[float, Record | Asked]
+Event = tuple[float, Record | ReceivedRequest]
 """What the router hears, and when."""
 
 HEARTBEAT_SECONDS = 0.2
@@ -53,7 +53,7 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.fleet.seed)
-        self._due: list[tuple[float, int, Record | Asked | int]] = []
+        self._due: list[tuple[float, int, Record | ReceivedRequest | int]] = []
         """A worker's number stands for its next heartbeat, which says what it holds at that moment."""
         self._order = count()
         self._groups = count()
@@ -75,7 +75,7 @@ class Recorder:
             self.now, _, due = heapq.heappop(self._due)
             event = self._beat(due) if isinstance(due, int) else due
             self.history.append((self.now, event))
-            for decision in self.router.on(event, self.now):
+            for decision in self.router.on_event(event, self.now):
                 self._obey(decision)
             self._follow(event)
         self.now = until
@@ -100,7 +100,7 @@ class Recorder:
         )
         self._at(self.now + self._random.expovariate(1 / (0.9 * self.fleet.turn_seconds)), result)
 
-    def _follow(self, event: Record | Asked) -> None:
+    def _follow(self, event: Record | ReceivedRequest) -> None:
         if isinstance(event, SlackHeartbeat):
             self._at(self.now + HEARTBEAT_SECONDS, event.slot)
         elif isinstance(event, TurnResult):
@@ -142,13 +142,13 @@ class Recorder:
             home=0,
             environment="calculator",
             turn=turn,
-            **appending(self._contexts[tokens], (0,) if turn else (), known=known),
+            **context_fields(self._contexts[tokens], (0,) if turn else (), known_tokens=known),
             sampling=self._sampling,
             requested_at=at,
             patience_seconds=600.0,
         )
         self._asked[trajectory_id] = request
-        self._at(at, Asked.anew(request))
+        self._at(at, ReceivedRequest.from_record(request))
 
     def _beat(self, worker: int) -> SlackHeartbeat:
         speed = 1 + worker % 4
@@ -174,5 +174,5 @@ class Recorder:
             sent_at=self.now,
         )
 
-    def _at(self, at: float, event: Record | Asked | int) -> None:
+    def _at(self, at: float, event: Record | ReceivedRequest | int) -> None:
         heapq.heappush(self._due, (at, next(self._order), event))

@@ -33,13 +33,13 @@ from pipeline.command.demo import CONFIGURATION
 from pipeline.command.options import Common
 from pipeline.command.tasks import training_prompts
 from pipeline.replay.legs import legs_of
-from schemas.homes import home_of
+from schemas.partitioning import home_partition
 from schemas.prompts import Prompt
 from schemas.samples import Sample
 from schemas.turns import TurnTimes
 from topics.admin import create_topics
 from topics.catalog import DISPATCHED, PROMPTS, REQUESTED, SAMPLES, Partitions
-from topics.processes import end_with
+from topics.processes import die_with_parent
 from topics.reader import Reader
 from topics.records import Envelope
 from topics.settings import BusSettings
@@ -114,7 +114,9 @@ def run(settings: BusSettings, folder: Path, groups: int) -> list[TurnTimes]:
     flags = [word for each in settled for word in ("--set", each)]
     where = ["--config", str(configuration), "--bootstrap-server", settings.bootstrap]
     command = [sys.executable, "-m", "pipeline.command.main", "up", "--name", "legs", *where, *flags]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=end_with(os.getpid(), signal.SIGTERM))
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, preexec_fn=die_with_parent(os.getpid(), signal.SIGTERM)
+    )
     try:
         samples = list(played(settings, prompts, process))
         if process.wait(LEAVE_SECONDS):
@@ -134,10 +136,10 @@ def played(settings: BusSettings, prompts: Iterable[Prompt], process: subprocess
     Raises CalledProcessError once there is no run any more, TimeoutError when nothing comes for long.
     """
     with closing(Reader(settings, "bench-legs")) as reader, closing(Writer(settings, "bench-legs")) as writer:
-        homes = writer.partitions(PROMPTS)
-        reader.assign({(SAMPLES, each): OFFSET_BEGINNING for each in range(reader.partitions(SAMPLES))})
+        homes = writer.partition_count(PROMPTS)
+        reader.assign({(SAMPLES, each): OFFSET_BEGINNING for each in range(reader.partition_count(SAMPLES))})
         for prompt in prompts:
-            writer.write(PROMPTS, prompt, key=prompt.group_id, partition=home_of(prompt.group_id, homes))
+            writer.write(PROMPTS, prompt, key=prompt.group_id, partition=home_partition(prompt.group_id, homes))
             writer.flush()
             missing, heard = prompt.group_size, time.monotonic()
             while missing:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from confluent_kafka import Consumer, Message, Producer, TopicPartition
 
+from schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from schemas.prompts import Sampling
-from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
 from schemas.wire import decode, encode
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, LOG_GROUP, REQUESTED, Partitions, Topic

@@ -32,14 +32,14 @@ def main() -> None:
     gc.freeze()  # what was recorded is not the core's, nor is the time to look through it
     gc.enable()
     for now, event in history[: bounds[0]]:
-        router.on(event, now)
+        router.on_event(event, now)
     print(flush=True)
     for begin, end in pairwise(bounds):
         sys.stdin.readline()
         part, before = history[begin:end], router.counters.dispatched
         processor = time.process_time()
         for now, event in part:
-            router.on(event, now)
+            router.on_event(event, now)
             router.tick(now)
         processor = time.process_time() - processor
         print(json.dumps([router.counters.dispatched - before, processor]), flush=True)

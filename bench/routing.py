@@ -33,8 +33,8 @@ from bench.emulated import EmulatedExecutor, Engine, Finished, Machine, Work
 from bench.policies import POLICIES, Policy
 from bench.sessions import Session, Turn, Workload, demo, mooncake, reusable
 from pipeline.routing.router import Decision, Router
-from pipeline.routing.waiting import Asked
-from schemas.contexts import appending
+from pipeline.routing.turn_queue import ReceivedRequest
+from schemas.contexts import context_fields
 from schemas.prompts import Sampling
 from schemas.turns import TurnDispatch, TurnKey, TurnRequest
 
@@ -241,16 +241,18 @@ class Rose(Simulation):
             home=0,
             environment="calculator",
             turn=number,
-            **appending(bytes(4 * work.context_tokens), (0,) if goes_on else (), known=before if goes_on else 0),
+            **context_fields(
+                bytes(4 * work.context_tokens), (0,) if goes_on else (), known_tokens=before if goes_on else 0
+            ),
             sampling=self._sampling,
             requested_at=self.now,
             patience_seconds=PATIENCE_SECONDS,
         )
-        self._obey(self.router.on(Asked.anew(request), self.now))
+        self._obey(self.router.on_event(ReceivedRequest.from_record(request), self.now))
 
     def advance(self, executor: int) -> None:
         for result, finished in self.executors[executor].advance(self.now):
-            self._obey(self.router.on(result, self.now))
+            self._obey(self.router.on_event(result, self.now))
             self.answered(executor, finished)
 
     def _obey(self, decisions: Sequence[Decision]) -> None:
@@ -262,7 +264,7 @@ class Rose(Simulation):
             )
             self.look_again(decision.slot)
             if refused is not None:
-                self._obey(self.router.on(refused, self.now))
+                self._obey(self.router.on_event(refused, self.now))
 
     def _beating(self, slot: int) -> Callable[[], None]:
         def beat() -> None:
@@ -273,7 +275,7 @@ class Rose(Simulation):
         return beat
 
     def _beat(self, slot: int) -> None:
-        self._obey(self.router.on(self.executors[slot].beat(self.now), self.now))
+        self._obey(self.router.on_event(self.executors[slot].beat(self.now), self.now))
 
 
 def figures(simulation: Simulation) -> dict[str, float]:

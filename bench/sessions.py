@@ -26,7 +26,7 @@ from pipeline.command.config import load
 from pipeline.command.demo import CONFIGURATION
 from pipeline.command.options import Common
 from pipeline.command.tasks import training_prompts
-from schemas.limits import CONTEXT_TOKENS
+from schemas.limits import MAX_CONTEXT_TOKENS
 from workers.environments.calculator import Calculator
 from workers.environments.turn_format import TurnFormat
 from workers.users.traces import BLOCK_TOKENS, Arrival, read_trace
@@ -148,7 +148,7 @@ def mooncake(trace: str, machines: Sequence[Machine], *, busy: float, requests: 
     arrivals = read_trace(trace, count=requests)
     by_first: dict[int, list[Arrival]] = {}
     for arrival in arrivals:
-        if arrival.prompt_tokens <= CONTEXT_TOKENS:
+        if arrival.prompt_tokens <= MAX_CONTEXT_TOKENS:
             by_first.setdefault(arrival.blocks[0], []).append(arrival)
     private = count(-1, -1)
     sessions = [

@@ -26,7 +26,7 @@ from tests.chaos.storm import LEAST_ASKED, MOST_STALL_SECONDS, Report, blow
 from tests.chaos.storm_plan import draw
 from tests.chaos.storm_shape import Shape, leaving
 from topics.apache_kafka import start_cluster
-from topics.embedded import start_broker
+from topics.local_broker.start import start_broker
 
 NODES = 3
 LENDERS = 1

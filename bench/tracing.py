@@ -13,7 +13,7 @@ from contextlib import closing
 from bench.broker import scratch_broker
 from bench.check import Check, options, tell
 from schemas.arrays import pack_tokens
-from schemas.contexts import appending
+from schemas.contexts import context_fields
 from schemas.prompts import Sampling
 from schemas.record import Record
 from schemas.turns import TurnRequest
@@ -58,7 +58,7 @@ def request(number: int) -> TurnRequest:
         home=0,
         environment="calculator",
         turn=0,
-        **appending(CONTEXT),
+        **context_fields(CONTEXT),
         sampling=SAMPLING,
         requested_at=1.0,
         patience_seconds=60.0,
@@ -88,7 +88,7 @@ def main() -> None:
                 ways = [("blind", blind), ("off", writer)]
                 for name, way in ways[:: 1 if number % 2 else -1]:  # who comes first finds colder caches
                     taken[name].append(one_round(way, requests))
-                with tracing.traced(found.endpoint, 1.0, role="bench"):
+                with tracing.export_traces(found.endpoint, 1.0, role="bench"):
                     taken["on"].append(one_round(writer, requests))
     micros = {name: round(1e6 * statistics.median(rounds[1:]), 2) for name, rounds in taken.items()}
     spread = [1e6 * each for each in statistics.quantiles(taken["blind"][1:], n=4)]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.command.config import SHARED, section_types
-from topics.catalog import CATALOG, LETTER_BYTES, MAX_MESSAGE_BYTES, Partitions, Spread
+from topics.catalog import CATALOG, MAX_DEAD_LETTER_BYTES, MAX_MESSAGE_BYTES, Partitions, PartitionSetting
 
 CHART = Path(__file__).parent / "chart"
 
@@ -205,11 +205,11 @@ def topics() -> list[Schema]:
     return [
         {
             "name": topic.name,
-            "setting": "" if topic.spread is Spread.ONE else topic.spread.value,
-            "partitions": partitions.of(topic.spread),
+            "setting": "" if topic.partition_setting is PartitionSetting.ONE else topic.partition_setting.value,
+            "partitions": partitions.count_of(topic.partition_setting),
             "config": {
                 **topic.config,
-                "max.message.bytes": str(MAX_MESSAGE_BYTES if topic.record else LETTER_BYTES),
+                "max.message.bytes": str(MAX_MESSAGE_BYTES if topic.record else MAX_DEAD_LETTER_BYTES),
             },
         }
         for topic in CATALOG

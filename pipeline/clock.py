@@ -14,7 +14,7 @@ def steady_clock() -> Callable[[], float]:
     return lambda: began + time.monotonic()
 
 
-def told(unix_seconds: float, pattern: str = "%Y-%m-%d %H:%M:%S UTC") -> str:
+def format_utc(unix_seconds: float, pattern: str = "%Y-%m-%d %H:%M:%S UTC") -> str:
     """The moment in UTC as `strftime` writes it; the number itself where no calendar has it."""
     try:
         return datetime.fromtimestamp(unix_seconds, UTC).strftime(pattern)

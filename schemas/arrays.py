@@ -19,11 +19,11 @@ F32 = "<f4"
 ITEM_BYTES = 4
 """Bytes of one token id and of one logprob."""
 
-LEAST_LOGPROB = -87.0
+MIN_LOGPROB = -87.0
 """Of a token that was drawn: samplers draw from probabilities in float32, and of less than this none is left there.
 What engines say where they have no logprob, as -9999 or -100, is below it."""
 
-MOST_LOGPROB = 1e-3
+MAX_LOGPROB = 1e-3
 """A probability is at most 1; what is left above that is rounding."""
 
 
@@ -51,13 +51,13 @@ def unpack_logprobs(packed: bytes) -> "npt.NDArray[np.float32]":
     return _view(packed, F32)
 
 
-def impossible_logprob(logprobs: "npt.NDArray[np.floating]") -> str:
+def logprob_error(logprobs: "npt.NDArray[np.floating]") -> str:
     """Why one of these cannot be the logprob of a token that was drawn; empty if each can."""
-    possible = (logprobs >= LEAST_LOGPROB) & (logprobs <= MOST_LOGPROB)
+    possible = (logprobs >= MIN_LOGPROB) & (logprobs <= MAX_LOGPROB)
     if possible.all():
         return ""
     worst = float(logprobs[~possible][0])
-    return f"a logprob of {worst:g} is not that of a token that was drawn, which lies from {LEAST_LOGPROB:g} to 0"
+    return f"a logprob of {worst:g} is not that of a token that was drawn, which lies from {MIN_LOGPROB:g} to 0"
 
 
 def count(packed: bytes) -> int:

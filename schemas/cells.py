@@ -8,11 +8,11 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
+from schemas.heartbeats import ExecutorState, Rate
 from schemas.limits import Count, Id, Moment, Seconds, Version
 from schemas.record import Record
-from schemas.slack import ExecutorState, Rate
 
-EXECUTORS = 3_072
+MAX_EXECUTORS = 3_072
 """In one summary: as many as fit into a record whatever they are called."""
 
 Cell = Annotated[int, Meta(ge=0, lt=2**16)]
@@ -72,7 +72,7 @@ class CellSummary(Record, frozen=True, kw_only=True):
     """That the open executors together would need for what waits; 0 where nothing waits or none is open."""
     policy_version: Version
     """The newest that is served."""
-    executors: Annotated[tuple[ExecutorLine, ...], Meta(max_length=EXECUTORS)] = ()
+    executors: Annotated[tuple[ExecutorLine, ...], Meta(max_length=MAX_EXECUTORS)] = ()
     """Those that are not gone; lenders first."""
     written_at: Moment
     """Unix seconds of its router: compared with no clock."""

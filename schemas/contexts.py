@@ -1,6 +1,7 @@
 """A context put together from the requests that have appended to it.
 
-Keeps true: what is handed out has the length and the digest that its request says; all else is told as `Torn`.
+Keeps true: what is handed out has the length and the digest that its request says; all else is told as
+`ContextMissing`.
 """
 
 import hashlib
@@ -12,11 +13,11 @@ from schemas.errors import RoseError
 from schemas.turns import TurnRequest
 
 
-class Torn(RoseError):
+class ContextMissing(RoseError):
     """A context cannot be had from these requests; asked again with an anchor, it can."""
 
 
-class Appending(TypedDict):
+class ContextFields(TypedDict):
     """The fields of a request that say what its context is."""
 
     appended: bytes
@@ -25,10 +26,12 @@ class Appending(TypedDict):
     chain: tuple[int, ...]
 
 
-def appending(context: bytes, chain: tuple[int, ...] = (), *, known: int = 0) -> Appending:
-    """Of a request that goes on from those at the offsets of `chain`, which have appended the first `known` tokens."""
+def context_fields(context: bytes, chain: tuple[int, ...] = (), *, known_tokens: int = 0) -> ContextFields:
+    """Of a request that goes on from those at the offsets of `chain`, which have appended the first `known_tokens`
+    tokens.
+    """
     return {
-        "appended": context[ITEM_BYTES * known :],
+        "appended": context[ITEM_BYTES * known_tokens :],
         "context_tokens": count(context),
         "digest": context_digest(context),
         "chain": chain,
@@ -40,20 +43,24 @@ def context_digest(context: bytes) -> bytes:
     return hashlib.blake2b(context, digest_size=16).digest()
 
 
-def is_context_of(request: TurnRequest, context: bytes) -> bool:
+def matches_context(request: TurnRequest, context: bytes) -> bool:
     """Whether these packed tokens are what the request goes on from."""
     return len(context) == ITEM_BYTES * request.context_tokens and context_digest(context) == request.digest
 
 
-def context_of(request: TurnRequest, links: Mapping[int, TurnRequest]) -> bytes:
-    """Its packed tokens. `links`: by offset, the requests of its chain. Raises Torn."""
+def assemble_context(request: TurnRequest, requests: Mapping[int, TurnRequest]) -> bytes:
+    """Its packed tokens. `requests`: by offset, the requests of its chain. Raises ContextMissing."""
     parts = []
     for offset in request.chain:
-        link = links.get(offset)
+        link = requests.get(offset)
         if link is None or link.trajectory_id != request.trajectory_id:
-            raise Torn(f"the request at offset {offset}, which turn {request.turn} goes on from, is not on the log")
+            raise ContextMissing(
+                f"the request at offset {offset}, which turn {request.turn} goes on from, is not on the log"
+            )
         parts.append(link.appended)
     context = b"".join((*parts, request.appended))
-    if not is_context_of(request, context):
-        raise Torn(f"the requests that turn {request.turn} goes on from are not its {request.context_tokens} tokens")
+    if not matches_context(request, context):
+        raise ContextMissing(
+            f"the requests that turn {request.turn} goes on from are not its {request.context_tokens} tokens"
+        )
     return context

@@ -20,7 +20,7 @@ class RecordError(RoseError):
     """A record that cannot be decoded or breaks a bound; its bytes go to the dead-letter topic."""
 
 
-def said_by(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """What the error says, also one that does not let itself be told."""
     try:
         return f"{error}".encode(errors="replace").decode()
@@ -28,6 +28,6 @@ def said_by(error: BaseException) -> str:
         return "it does not let itself be told"
 
 
-def in_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """What went wrong."""
-    return f"{type(error).__name__}: {said_by(error)}"
+    return f"{type(error).__name__}: {message_of(error)}"

@@ -1,47 +1,81 @@
-"""Bounds that every record keeps, so that nothing from the wire can take memory before it is checked."""
+"""Bounds of records, so that nothing from the wire can take memory before it is checked; and bounds of settings."""
 
+from collections.abc import Mapping
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from msgspec import Meta
 
-RECORD_BYTES = 900 * 1024
+YEAR_SECONDS = 366 * 24 * 3600.0
+"""No wait that is set is longer: what adds it to a clock's time meets no overflow."""
+
+MAX_FINISH_SECONDS = 3600.0
+"""For which turns of a worker that is drained may go on."""
+
+MAX_COUNT = 10**9
+"""More than there is of anything that is counted in one process; sums and products of it stay whole."""
+
+
+def check_bounds(config: object, bounds: Mapping[str, tuple[float, float]]) -> None:
+    """Raise ValueError for the first of these fields that is not from its least value to its most: NaN never is."""
+    for name, (minimum, maximum) in bounds.items():
+        value = getattr(config, name)
+        if not minimum <= value <= maximum:
+            raise ValueError(f"{name} ({value}) must be from {minimum} to {maximum}")
+
+
+def is_http_server(url: str) -> bool:
+    """Whether it is `http://HOST[:PORT]`, or https, without a password: logs and reports show it."""
+    if not url.isprintable() or " " in url:  # urlsplit passes over tabs and ends of lines
+        return False
+    try:
+        place = urlsplit(url)
+        (place.hostname or "").encode("idna")  # as whoever looks it up does: a label has 63 characters at most
+        return (
+            place.scheme in ("http", "https") and bool(place.hostname) and place.port != 0 and "@" not in place.netloc
+        )
+    except ValueError:  # a port or host that is none
+        return False
+
+
+MAX_RECORD_BYTES = 900 * 1024
 """No record on any topic is larger; a bigger payload is cut into chunks or lives in an object store."""
 
 RECORD_OVERHEAD_BYTES = 16 * 1024
 """Room for field names and ids beside the largest payload."""
 
-CONTEXT_TOKENS = 65_536
+MAX_CONTEXT_TOKENS = 65_536
 """Tokens of the longest context: a Sample has 9 bytes for each of them (id, mask, logprob), and is one record."""
 
-GROUP_SIZE = 4_096
+MAX_GROUP_SIZE = 4_096
 """Trajectories of one prompt."""
 
-CHAIN = 64
+MAX_CHAIN = 64
 """Requests that one goes on from, its anchor the first of them: so many records are read back at most."""
 
-TURNS = 512
+MAX_TURNS = 512
 """Turns of one trajectory."""
 
-SPANS = 2_048
+MAX_SPANS = 2_048
 """Policy-version spans of one trajectory; a turn has one, and one more for each version that came while it ran."""
 
-STOPS = 16
+MAX_STOP_TOKENS = 16
 """Stop tokens of a turn."""
 
-NESTED = 64
+MAX_NESTING = 64
 """Lists and maps within one another, at most, where a record holds values of any type: how much of a stack is left to
 whoever checks, writes or reads a record must not matter."""
 
-INFO_BYTES = 64 * 1024
+MAX_INFO_BYTES = 64 * 1024
 """An environment's remarks at the end of a trajectory, encoded."""
 
-GROUP_ID_CHARACTERS = 120
+MAX_GROUP_ID_CHARACTERS = 120
 """Of a group id: `<group id>:<index>` is a trajectory's."""
 
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}\Z")]
 """A worker's, run's or model's: readable in kcat, safe in a file name."""
 
-GroupId = Annotated[str, Meta(pattern=rf"^[A-Za-z0-9._:/@#+=,~-]{{1,{GROUP_ID_CHARACTERS}}}\Z")]
+GroupId = Annotated[str, Meta(pattern=rf"^[A-Za-z0-9._:/@#+=,~-]{{1,{MAX_GROUP_ID_CHARACTERS}}}\Z")]
 """As data sets name their tasks: nothing is called by it, neither a file nor a URL."""
 
 TrajectoryId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:/@#+=,~-]{1,128}\Z")]
@@ -55,29 +89,31 @@ Version = Annotated[int, Meta(ge=-1, le=2**53)]
 Moment = Annotated[float, Meta(ge=0, le=253_402_300_799)]
 """Unix seconds, before the year 10,000: a number that every clock and calendar takes."""
 
-LARGEST_REWARD = 1e12
+MAX_REWARD = 1e12
 """A larger one, or its square, is infinite in the arithmetic of a step, which is lost then for every group in it."""
 
-Reward = Annotated[float, Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
+Reward = Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
 
 Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
 """A span of time. Whoever adds some up or divides by them meets no infinity, and nothing that is no number."""
 
-Tokens = Annotated[bytes, Meta(max_length=4 * CONTEXT_TOKENS, description="Token ids, packed as little-endian uint32.")]
+Tokens = Annotated[
+    bytes, Meta(max_length=4 * MAX_CONTEXT_TOKENS, description="Token ids, packed as little-endian uint32.")
+]
 
 Logprobs = Annotated[
     bytes,
     Meta(
-        max_length=4 * CONTEXT_TOKENS,
+        max_length=4 * MAX_CONTEXT_TOKENS,
         description="Natural logarithms of probabilities, packed as little-endian IEEE 754 float32.",
     ),
 ]
 
-Mask = Annotated[bytes, Meta(max_length=CONTEXT_TOKENS, description="One byte a token, 0 or 1.")]
+Mask = Annotated[bytes, Meta(max_length=MAX_CONTEXT_TOKENS, description="One byte a token, 0 or 1.")]
 
-TEXT_CHARACTERS = 4_096
+MAX_TEXT_CHARACTERS = 4_096
 
-Text = Annotated[str, Meta(max_length=TEXT_CHARACTERS)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS)]
 """A reason or note for people."""
 
 Digest = Annotated[

@@ -6,12 +6,12 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from schemas.limits import GROUP_SIZE, STOPS, TURNS, GroupId, Seed, Text
+from schemas.limits import MAX_GROUP_SIZE, MAX_STOP_TOKENS, MAX_TURNS, GroupId, Seed, Text
 from schemas.record import Record
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 
-LEAST_TEMPERATURE = 0.01
+MIN_TEMPERATURE = 0.01
 """Below it drawing is greedy, and a token's probability says nothing of how likely it was drawn."""
 
 
@@ -22,7 +22,7 @@ TopP = Annotated[float, Meta(gt=0, le=1)]
 
 MaxTokens = Annotated[int, Meta(ge=1, le=65_536)]
 
-StopTokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=STOPS)]
+StopTokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=MAX_STOP_TOKENS)]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,13 +52,13 @@ class PromptSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: Seed | None = None
     """Of which each turn's is made. None: the engine's own stream of randomness."""
 
-    def over(self, configured: Sampling) -> Sampling:
-        """All of it, with what is `configured` for the rest."""
-        said = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
-        return msgspec.structs.replace(configured, **said)
+    def with_defaults(self, defaults: Sampling) -> Sampling:
+        """All of it, with what is `defaults` for the rest."""
+        values = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+        return msgspec.structs.replace(defaults, **values)
 
     @classmethod
-    def all_of(cls, sampling: Sampling) -> "PromptSampling":
+    def from_sampling(cls, sampling: Sampling) -> "PromptSampling":
         """One that leaves nothing to a configuration but a seed, which has none to leave it to."""
         return cls(**{name: getattr(sampling, name) for name in cls.__struct_fields__})
 
@@ -77,12 +77,12 @@ class Prompt(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     SCHEMA: ClassVar[str] = "prompt/3"
 
-    MOST_BYTES: ClassVar[int] = Record.MOST_BYTES - 1024
+    MAX_BYTES: ClassVar[int] = Record.MAX_BYTES - 1024
     """The record of its group holds it, with its sampling in full."""
 
     group_id: GroupId
     """Unique for ever; trajectories are `<group_id>:<index>`. A second prompt of the same id is dead-lettered."""
-    group_size: Annotated[int, Meta(ge=1, le=GROUP_SIZE)]
+    group_size: Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)]
     environment: Environment
     """A built-in's name, or `package.module:Class`."""
     seed: Seed | None = None
@@ -90,7 +90,7 @@ class Prompt(Record, frozen=True, kw_only=True, omit_defaults=True):
     arguments: dict[str, Any] = {}
     """Handed to the environment's `reset`; at most 64 lists and maps within one another."""
     sampling: PromptSampling = PromptSampling()
-    max_turns: Annotated[int, Meta(ge=1, le=TURNS)] = 64
+    max_turns: Annotated[int, Meta(ge=1, le=MAX_TURNS)] = 64
     """A trajectory that is not done by then ends as it stands."""
     note: Text = ""
     """The submitter's own, such as a mark to find the prompt by: it stays with it, on the log and in dead letters."""
@@ -113,10 +113,10 @@ def group_id_of(trajectory_id: str) -> str:
     return trajectory_id.rpartition(":")[0]
 
 
-def unpriced(sampling: Sampling | PromptSampling) -> str:
+def untrainable_reason(sampling: Sampling | PromptSampling) -> str:
     """Why the loss cannot weigh tokens that are drawn like this; empty if it can."""
-    if sampling.temperature is not None and sampling.temperature < LEAST_TEMPERATURE:
-        return f"temperature {sampling.temperature:g} draws the likeliest token: give at least {LEAST_TEMPERATURE}"
+    if sampling.temperature is not None and sampling.temperature < MIN_TEMPERATURE:
+        return f"temperature {sampling.temperature:g} draws the likeliest token: give at least {MIN_TEMPERATURE}"
     if sampling.top_p is not None and sampling.top_p < 1:
         return f"top_p {sampling.top_p:g} cuts tokens off that the policy may draw: give 1"
     return ""

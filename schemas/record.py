@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import msgspec
 
-from schemas.limits import RECORD_BYTES, RECORD_OVERHEAD_BYTES
+from schemas.limits import MAX_RECORD_BYTES, RECORD_OVERHEAD_BYTES
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,5 +21,5 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     often it has grown.
     """
 
-    MOST_BYTES: ClassVar[int] = RECORD_BYTES + RECORD_OVERHEAD_BYTES
+    MAX_BYTES: ClassVar[int] = MAX_RECORD_BYTES + RECORD_OVERHEAD_BYTES
     """Of the record encoded, with what a newer writer has added to it."""

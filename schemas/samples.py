@@ -7,9 +7,9 @@ import msgspec
 from msgspec import Meta
 
 from schemas.limits import (
-    GROUP_SIZE,
-    SPANS,
-    TURNS,
+    MAX_GROUP_SIZE,
+    MAX_SPANS,
+    MAX_TURNS,
     Count,
     GroupId,
     Id,
@@ -62,7 +62,7 @@ class Ending(Enum):
     """Whoever wrote the sample did not say."""
 
 
-CUT_OFF = frozenset({Ending.MAX_TURNS, Ending.CONTEXT})
+TRUNCATED = frozenset({Ending.MAX_TURNS, Ending.CONTEXT})
 """Endings of trajectories that would have gone on: the reward is that of a part of the task."""
 
 
@@ -73,7 +73,7 @@ class Sample(Record, frozen=True, kw_only=True):
 
     trajectory_id: TrajectoryId
     group_id: GroupId
-    group_size: Annotated[int, Meta(ge=1, le=GROUP_SIZE)]
+    group_size: Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)]
     model_id: Id
     """Whose policy versions sampled it."""
     environment: Annotated[str, Meta(max_length=256)]
@@ -84,9 +84,9 @@ class Sample(Record, frozen=True, kw_only=True):
     """1 where the policy sampled the token."""
     logprobs: Logprobs
     """One a token; 0.0 where the mask is 0."""
-    spans: Annotated[tuple[VersionSpan, ...], Meta(max_length=SPANS)]
+    spans: Annotated[tuple[VersionSpan, ...], Meta(max_length=MAX_SPANS)]
     """Over `tokens`; they cover exactly the sampled ones."""
-    turns: Annotated[tuple[SampleTurn, ...], Meta(max_length=TURNS)]
+    turns: Annotated[tuple[SampleTurn, ...], Meta(max_length=MAX_TURNS)]
     reward: Reward | None
     """None when the infrastructure failed: that is no reward of 0."""
     success: bool | None = None

@@ -12,12 +12,12 @@ from typing import Annotated, ClassVar, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from schemas.arrays import ITEM_BYTES, count, impossible_logprob, unpack_logprobs
+from schemas.arrays import ITEM_BYTES, count, logprob_error, unpack_logprobs
 from schemas.limits import (
-    CHAIN,
-    CONTEXT_TOKENS,
-    SPANS,
-    TURNS,
+    MAX_CHAIN,
+    MAX_CONTEXT_TOKENS,
+    MAX_SPANS,
+    MAX_TURNS,
     Count,
     Digest,
     GroupId,
@@ -34,17 +34,17 @@ from schemas.prompts import Environment, Sampling
 from schemas.record import Record
 
 Partition = Annotated[int, Meta(ge=0, lt=2**31)]
-Turn = Annotated[int, Meta(ge=0, lt=TURNS)]
+Turn = Annotated[int, Meta(ge=0, lt=MAX_TURNS)]
 Attempt = Annotated[int, Meta(ge=0, lt=2**16)]
 
 
-CLASSES = 8
+MAX_WORKER_CLASSES = 8
 """Worker classes that a record tells apart."""
 
-DeviceSeconds = Annotated[dict[Annotated[str, Meta(max_length=32)], Seconds], Meta(max_length=CLASSES)]
+DeviceSeconds = Annotated[dict[Annotated[str, Meta(max_length=32)], Seconds], Meta(max_length=MAX_WORKER_CLASSES)]
 """By worker class."""
 
-MOST_DEVICE_SECONDS = 1e9
+MAX_DEVICE_SECONDS = 1e9
 """Of one turn in one class, some thirty years: sums of them stay within the bound of a record."""
 
 
@@ -76,7 +76,7 @@ class TurnRequest(Record, frozen=True, kw_only=True):
 
     SCHEMA: ClassVar[str] = "turn-request/5"
 
-    MOST_BYTES: ClassVar[int] = ITEM_BYTES * CONTEXT_TOKENS + 32 * 1024
+    MAX_BYTES: ClassVar[int] = ITEM_BYTES * MAX_CONTEXT_TOKENS + 32 * 1024
     """What else it says, and what a newer writer adds, leaves its dispatch room for all that may have been sampled."""
 
     trajectory_id: TrajectoryId
@@ -88,11 +88,11 @@ class TurnRequest(Record, frozen=True, kw_only=True):
     turn: Turn
     appended: Tokens
     """What was sampled since the request before and the observation that followed; of an anchor, all tokens so far."""
-    context_tokens: Annotated[int, Meta(ge=0, le=CONTEXT_TOKENS)]
+    context_tokens: Annotated[int, Meta(ge=0, le=MAX_CONTEXT_TOKENS)]
     """All tokens so far: observations and sampled tokens alike."""
     digest: Digest
     """`contexts.context_digest` of them."""
-    chain: Annotated[tuple[Count, ...], Meta(max_length=CHAIN)] = ()
+    chain: Annotated[tuple[Count, ...], Meta(max_length=MAX_CHAIN)] = ()
     """Offsets, in the home's requests, of those it goes on from: its anchor first, the request before last."""
     sampling: Sampling
     requested_at: Moment
@@ -101,17 +101,17 @@ class TurnRequest(Record, frozen=True, kw_only=True):
     """The router fails the turn once it has waited for so long and no executor has taken it up."""
 
     @property
-    def anchors(self) -> bool:
+    def is_anchor(self) -> bool:
         """Whether it carries its context whole."""
         return not self.chain
 
     @property
-    def flaw(self) -> str:
+    def validation_error(self) -> str:
         """Where it contradicts itself; empty when it does not."""
         appended = count(self.appended)
         if len(self.appended) % ITEM_BYTES or appended > self.context_tokens:
             return f"{len(self.appended)} bytes are appended to a context that has {self.context_tokens} tokens then"
-        if self.anchors and appended != self.context_tokens:
+        if self.is_anchor and appended != self.context_tokens:
             return f"an anchor of {self.context_tokens} tokens carries {appended}"
         if any(later <= earlier for earlier, later in pairwise(self.chain)):
             return "its chain goes back"
@@ -132,22 +132,22 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     tokens: Tokens
     logprobs: Logprobs
     """Of each token under the distribution that it was drawn from."""
-    spans: Annotated[tuple[VersionSpan, ...], Meta(max_length=SPANS)]
+    spans: Annotated[tuple[VersionSpan, ...], Meta(max_length=MAX_SPANS)]
     """Over `tokens`, in order, without gaps."""
     device_seconds: DeviceSeconds = {}
 
     @property
-    def flaw(self) -> str:
+    def validation_error(self) -> str:
         """Why nobody can go on from it, or learn from it; empty when it is whole."""
         sampled = count(self.tokens)
         if len(self.tokens) % ITEM_BYTES or not sampled:
             return f"{len(self.tokens)} bytes of tokens are no whole number of tokens above 0"
         if len(self.logprobs) != len(self.tokens):
             return f"{len(self.logprobs)} bytes of logprobs for {len(self.tokens)} bytes of tokens"
-        if impossible := impossible_logprob(unpack_logprobs(self.logprobs)):
+        if impossible := logprob_error(unpack_logprobs(self.logprobs)):
             return impossible
-        if any(abs(seconds) > MOST_DEVICE_SECONDS for seconds in self.device_seconds.values()):
-            return f"it took more than {MOST_DEVICE_SECONDS:g} device-seconds"
+        if any(abs(seconds) > MAX_DEVICE_SECONDS for seconds in self.device_seconds.values()):
+            return f"it took more than {MAX_DEVICE_SECONDS:g} device-seconds"
         at = 0
         for span in self.spans:
             if span.start != at or span.end <= at or span.version < 0:
@@ -173,7 +173,7 @@ class PlacementCost(msgspec.Struct, frozen=True, kw_only=True):
 
 _request = msgspec.msgpack.Decoder(TurnRequest)
 
-CLAIM_KEY = "router"
+FENCING_KEY = "router"
 """Of the tombstone by which a router claims an inbox; its offset is the claim."""
 
 
@@ -298,7 +298,7 @@ class TurnResult(Record, frozen=True, kw_only=True):
     """Of each sampled token under the distribution that it was drawn from."""
     finish_reason: Annotated[str, Meta(max_length=32)] = ""
     """`stop` or `length`; empty unless completed."""
-    spans: Annotated[tuple[VersionSpan, ...], Meta(max_length=SPANS)] = ()
+    spans: Annotated[tuple[VersionSpan, ...], Meta(max_length=MAX_SPANS)] = ()
     """Over `tokens`, in order, without gaps."""
     context_tokens: Count = 0
     """That this attempt began with: the turn's context, and what attempts before it had sampled."""

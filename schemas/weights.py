@@ -12,21 +12,21 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from schemas.limits import RECORD_BYTES, Count, Digest, Id, Moment, Version
+from schemas.limits import MAX_RECORD_BYTES, Count, Digest, Id, Moment, Version
 from schemas.record import Record
 from schemas.turns import Partition
 
-TENSORS = 2**20
+MAX_TENSORS = 2**20
 """Tensors of a model, at most: one of a trillion parameters names 69,120 of experts alone."""
 
-SLICES = 2**24
+MAX_SLICES = 2**24
 """Slices of a model, at most: of a trillion parameters there are a million, and more where ranks cut them. What they
 take of a receiver's memory is bounded by the chunks that hold them."""
 
-INDEX_CHUNKS = 256
+MAX_INDEX_CHUNKS = 256
 """Of an index, at most."""
 
-CHUNK_PARTITIONS = 4096
+MAX_CHUNK_PARTITIONS = 4096
 """Of the chunks topic, that the chunks of a version lie in, at most."""
 
 SIGNATURE_HEADER = "rose-signature"
@@ -57,7 +57,7 @@ class ChunkRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
     """Of the chunks topic; if the manifest has files, the number of one of them."""
     offset: Count
     """In the partition; in a file, in bytes."""
-    bytes: Annotated[int, Meta(ge=1, le=RECORD_BYTES)]
+    bytes: Annotated[int, Meta(ge=1, le=MAX_RECORD_BYTES)]
     """Of the chunk's payload."""
     digest: Digest
     """Of the payload."""
@@ -73,7 +73,7 @@ class FirstChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class SliceRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """One slice of a tensor: rows [row_start, row_start + rows), columns [column_start, column_start + columns)."""
 
-    tensor: Annotated[int, Meta(ge=0, lt=TENSORS)]
+    tensor: Annotated[int, Meta(ge=0, lt=MAX_TENSORS)]
     """Its place among the manifest's tensors."""
     row_start: Count
     rows: Count
@@ -93,8 +93,8 @@ class WeightIndex(msgspec.Struct, frozen=True, kw_only=True):
     One MessagePack map, cut into the payloads of the chunks that the manifest names as its `index`, in order.
     """
 
-    tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=TENSORS)]
-    slices: Annotated[tuple[SliceRef, ...], Meta(max_length=SLICES)]
+    tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=MAX_TENSORS)]
+    slices: Annotated[tuple[SliceRef, ...], Meta(max_length=MAX_SLICES)]
 
 
 class WeightChunk(Record, frozen=True, kw_only=True):
@@ -108,7 +108,7 @@ class WeightChunk(Record, frozen=True, kw_only=True):
     """`:index` in the chunks of an index."""
     part: Count
     """The chunk's place in the payload."""
-    payload: Annotated[bytes, Meta(max_length=RECORD_BYTES)]
+    payload: Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)]
 
 
 class WeightManifest(Record, frozen=True, kw_only=True):
@@ -131,16 +131,16 @@ class WeightManifest(Record, frozen=True, kw_only=True):
     """What the payloads build on, of the same run and epoch. None: nothing, the version is an anchor."""
     step: Count
     """Optimizer steps that made it; the version's number, unless the run went back."""
-    tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=TENSORS)]
-    slices: Annotated[tuple[SliceRef, ...], Meta(max_length=SLICES)]
-    index: Annotated[tuple[ChunkRef, ...], Meta(max_length=INDEX_CHUNKS)] = ()
+    tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=MAX_TENSORS)]
+    slices: Annotated[tuple[SliceRef, ...], Meta(max_length=MAX_SLICES)]
+    index: Annotated[tuple[ChunkRef, ...], Meta(max_length=MAX_INDEX_CHUNKS)] = ()
     """Chunks of the log that hold tensors and slices, in order (`WeightIndex`); empty where the two are here."""
     digest: Digest
     """Of all slices in order: of each the length of its tensor's name, row_start, rows, column_start and columns as
     little-endian u64, the name in UTF-8, and its digest."""
     files: Annotated[tuple[FileName, ...], Meta(max_length=4096)] = ()
     """Of the anchor store, if the chunks lie there and not on the log: one a rank that published."""
-    first: Annotated[tuple[FirstChunk, ...], Meta(max_length=CHUNK_PARTITIONS)] = ()
+    first: Annotated[tuple[FirstChunk, ...], Meta(max_length=MAX_CHUNK_PARTITIONS)] = ()
     """Where what it needs of the chunks topic begins, partition by partition."""
     payload_bytes: Count = 0
     """Of the chunks of all slices."""

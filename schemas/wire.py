@@ -20,19 +20,19 @@ from typing import Any, TypeVar
 import msgpack
 import msgspec
 
-from schemas.capacity import CapacityGrant
 from schemas.cells import CellSummary
-from schemas.environments import EnvSnapshot, Group, SettleRequest, TrajectoryProgress
 from schemas.errors import RecordError
-from schemas.keys import each_once
-from schemas.limits import NESTED
+from schemas.grants import CapacityGrant
+from schemas.heartbeats import SlackHeartbeat
+from schemas.limits import MAX_NESTING
+from schemas.progress import EnvSnapshot, Group, SettleRequest, TrajectoryProgress
 from schemas.prompts import Prompt, PromptSampling
 from schemas.record import Record
-from schemas.roles import RoleBegun
+from schemas.role_starts import RoleBegun
 from schemas.samples import Sample, SampleOutcome
-from schemas.slack import SlackHeartbeat
-from schemas.traces import span_of, traceparent
+from schemas.trace_context import span_of, traceparent
 from schemas.turns import TurnDispatch, TurnRequest, TurnResult
+from schemas.unique_keys import reject_duplicate_keys
 from schemas.weights import WeightChunk, WeightManifest
 
 RECORDS: tuple[type[Record], ...] = (
@@ -71,7 +71,7 @@ NAME_CHARACTERS = 64
 
 _encoder = msgspec.msgpack.Encoder()
 
-_loose: dict[type[Record], Callable[[Any], object]] = {
+_untyped_fields: dict[type[Record], Callable[[Any], object]] = {
     Prompt: lambda prompt: prompt.arguments,
     Group: lambda group: group.prompt and group.prompt.arguments,
     Sample: lambda sample: sample.info,
@@ -100,7 +100,7 @@ def encode(record: Record) -> bytes:
         wire = _encoder.encode(record)
         _check_size(record, wire)
         read = _decoders[type(record)].decode(wire)
-        _check_within(record if _asks_alike(record, read) else read)
+        _check_field_bounds(record if _same_request(record, read) else read)
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RecordError(f"no {record.SCHEMA} can be written of this: {error}") from error
     return wire
@@ -113,7 +113,7 @@ def decode(record: type[R], wire: bytes, headers: Headers = ()) -> R:
     return _decoded(record, wire)
 
 
-def read_prompt(text: bytes) -> Prompt:
+def parse_prompt_json(text: bytes) -> Prompt:
     """A prompt that somebody wrote as JSON, which may be longer than what travels of it. Raises RecordError."""
     if text[:1] != b"{":
         raise RecordError("it does not begin with {: a prompt is one JSON object")
@@ -128,17 +128,17 @@ def _decoded(record: type[R], wire: bytes) -> R:
             _check_known(wire, _names_in_json if as_json else _names_in_msgpack)
         if record is TurnRequest and wire != _encoder.encode(decoded):
             msgspec.msgpack.decode(wire)  # it goes on as it came, with what is not known of it
-            _check_levels(record, _unpack(wire))
-        _check_within(decoded)
+            _check_nesting(record, _unpack(wire))
+        _check_field_bounds(decoded)
         if record is Prompt:
-            _check_once(wire, as_json=as_json)
+            _check_duplicate_keys(wire, as_json=as_json)
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
-        why = (as_json and _half_a_pair(wire)) or error
-        raise RecordError(f"not a {record.SCHEMA}: {why}") from error
+        reason = (as_json and _lone_surrogate(wire)) or error
+        raise RecordError(f"not a {record.SCHEMA}: {reason}") from error
     return decoded
 
 
-def _half_a_pair(text: bytes) -> str:
+def _lone_surrogate(text: bytes) -> str:
     """Where JSON has an escape that stands for no character; empty if it has none."""
     half = next((found[1] for found in ESCAPES.finditer(text) if found[1]), b"").decode()
     return (
@@ -155,56 +155,56 @@ def headers_of(record: Record, trajectory_id: str | None = None) -> list[tuple[s
 
 
 def _check_size(record: Record | type[Record], wire: bytes) -> None:
-    if len(wire) > record.MOST_BYTES:
-        raise RecordError(f"{record.SCHEMA} of {len(wire)} bytes is over the limit of {record.MOST_BYTES}: cut it up")
+    if len(wire) > record.MAX_BYTES:
+        raise RecordError(f"{record.SCHEMA} of {len(wire)} bytes is over the limit of {record.MAX_BYTES}: cut it up")
 
 
-def _check_within(record: Record) -> None:
+def _check_field_bounds(record: Record) -> None:
     """What the types of its fields do not say. Raises RecordError or ValueError."""
-    if (loose := _loose.get(type(record))) is not None:
-        _check_levels(record, loose(record))
+    if (loose := _untyped_fields.get(type(record))) is not None:
+        _check_nesting(record, loose(record))
     if isinstance(record, TurnDispatch):
         record.request  # noqa: B018  (decoded here, it has no flaw that whoever holds the dispatch could meet)
 
 
-def _asks_alike(record: Record, read: Record) -> bool:
+def _same_request(record: Record, read: Record) -> bool:
     """Whether a dispatch was read as it was written: then its own request will do, which its writer looks at too."""
     if not isinstance(record, TurnDispatch) or not isinstance(read, TurnDispatch):
         return False
     return bytes(record.asked) == bytes(read.asked)
 
 
-def _check_levels(record: Record | type[Record], value: object) -> None:
+def _check_nesting(record: Record | type[Record], value: object) -> None:
     level = [value]
-    for _ in range(NESTED + 1):
+    for _ in range(MAX_NESTING + 1):
         nests = [each for each in level if isinstance(each, dict | list | tuple)]  # keys of MessagePack may be lists
         if not nests:
             return
         level = [
             inner for each in nests for inner in (chain.from_iterable(each.items()) if isinstance(each, dict) else each)
         ]
-    raise RecordError(f"{record.SCHEMA} holds more than {NESTED} lists and maps within one another")
+    raise RecordError(f"{record.SCHEMA} holds more than {MAX_NESTING} lists and maps within one another")
 
 
 def _check_known(wire: bytes, names_in: Callable[[bytes], dict[str, msgspec.Raw]]) -> None:
-    said = names_in(wire)
-    sampling = names_in(bytes(said["sampling"])) if "sampling" in said else {}
-    for names, struct in ((said, Prompt), (sampling, PromptSampling)):
+    values = names_in(wire)
+    sampling = names_in(bytes(values["sampling"])) if "sampling" in values else {}
+    for names, struct in ((values, Prompt), (sampling, PromptSampling)):
         if unknown := sorted(names.keys() - _names[struct]):
             raise RecordError(f"{struct.__name__} has no field `{unknown[0][:NAME_CHARACTERS]}`")
 
 
-def _check_once(wire: bytes, *, as_json: bool) -> None:
+def _check_duplicate_keys(wire: bytes, *, as_json: bool) -> None:
     """Raise ValueError for a map, at any level, with two values under one key."""
     if as_json:
-        json.loads(wire, object_pairs_hook=each_once)
+        json.loads(wire, object_pairs_hook=reject_duplicate_keys)
     else:
-        msgpack.unpackb(wire, strict_map_key=False, object_pairs_hook=each_once)
+        msgpack.unpackb(wire, strict_map_key=False, object_pairs_hook=reject_duplicate_keys)
 
 
 def _check_schema(record: type[Record], headers: Headers) -> None:
     for name, value in headers:
         if name == SCHEMA_HEADER:
-            said = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-            if said.partition("/")[0] != record.SCHEMA.partition("/")[0]:
-                raise RecordError(f"header {SCHEMA_HEADER} says {said}, the topic holds {record.SCHEMA}")
+            announced = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+            if announced.partition("/")[0] != record.SCHEMA.partition("/")[0]:
+                raise RecordError(f"header {SCHEMA_HEADER} says {announced}, the topic holds {record.SCHEMA}")

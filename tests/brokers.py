@@ -16,8 +16,8 @@ from confluent_kafka.admin import AdminClient
 
 from tests.waiting import WAIT_SECONDS
 from topics.apache_kafka import Cluster, start_cluster
-from topics.broker import Broker
-from topics.embedded import start_broker
+from topics.local_broker.process import Broker
+from topics.local_broker.start import start_broker
 from topics.settings import BusSettings
 
 EXTERNAL, EMBEDDED, KAFKA = "external", "embedded", "kafka"

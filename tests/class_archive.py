@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tests.brokers import KAFKA, home_of
 from topics.apache_kafka import LONE_JAVA, lone_node
-from topics.broker import free_ports
-from topics.embedded import start_broker
+from topics.local_broker.process import free_ports
+from topics.local_broker.start import start_broker
 
 OPTIONS = "JDK_JAVA_OPTIONS"
 """The variable of the `java` command that holds options for it."""

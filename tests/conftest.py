@@ -19,7 +19,7 @@ from tests.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, AnyBroker, ExternalB
 from tests.class_archive import ClassArchive
 from tests.forked import Forks
 from topics.apache_kafka import Cluster
-from topics.broker import Broker
+from topics.local_broker.process import Broker
 
 LONGEST = (
     "chaos/test_lending.py",

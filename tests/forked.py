@@ -27,7 +27,7 @@ from pathlib import Path
 
 import pytest
 
-from topics.processes import end_with
+from topics.processes import die_with_parent
 
 WANTED = (
     "workers.executor.vllm.process_env",
@@ -89,7 +89,7 @@ class Forks:
                 stdout=subprocess.DEVNULL,
                 pass_fds=(line.fileno(),),
                 env=os.environ | environment,
-                preexec_fn=end_with(os.getpid(), signal.SIGKILL),
+                preexec_fn=die_with_parent(os.getpid(), signal.SIGKILL),
             )
         self.gateway = f"popen//python={shlex.join((sys.executable, '-S', '-c', ASK, self.place))}"
         """Of execnet."""

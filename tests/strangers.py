@@ -13,17 +13,17 @@ from urllib.request import urlopen
 import msgspec
 
 from schemas.record import Record
-from schemas.turns import CLAIM_KEY
+from schemas.turns import FENCING_KEY
 from schemas.weights import SIGNATURE_HEADER
 from schemas.wire import SCHEMA_HEADER, TRACE_HEADER, encode
 from tests.golden.examples import EXAMPLES
 from topics.catalog import PROMPTS, Topic
-from topics.labels import ORIGIN, SENT_BACK
-from topics.records import Raw
+from topics.dead_letter_headers import ORIGIN, SENT_BACK
+from topics.records import RawMessage
 
 NUMBERS = [-1, 0, 1, 2, 7, 255, 4096, 65_535, 65_536, 2**31 - 1, 2**31, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1]
 FLOATS = [0.0, -0.0, -1.0, 0.5, 1e-320, 1e-9, 1e12, 1e308, -1e308, float("nan"), float("inf"), float("-inf")]
-TEXTS = ["", "g-1", "g-2", "g-1:3", "g-1:0", "g-1:4096", "executor-0", CLAIM_KEY, "\x1b[2J", "ä" * 40, "x" * 5_000]
+TEXTS = ["", "g-1", "g-2", "g-1:3", "g-1:0", "g-1:4096", "executor-0", FENCING_KEY, "\x1b[2J", "ä" * 40, "x" * 5_000]
 DEEP = (2, 40, 200, 900)
 """How deep what is nested goes: the last is about as deep as a stack."""
 
@@ -40,9 +40,9 @@ class Stranger:
         for example in examples:
             self._plain.setdefault(type(example), []).append(msgspec.msgpack.decode(encode(example)))
 
-    def message(self, topic: Topic) -> Raw:
+    def message(self, topic: Topic) -> RawMessage:
         """The next message for this topic."""
-        return Raw(self.key(), self.value(topic), self.headers(topic))
+        return RawMessage(self.key(), self.value(topic), self.headers(topic))
 
     def value(self, topic: Topic) -> bytes | None:
         ways: list[tuple[int, Callable[[Topic], bytes | None]]] = [
@@ -77,9 +77,9 @@ class Stranger:
         ]
         return (own, *(pair for pair in odd if pair[0] != SCHEMA_HEADER or self.draw.random() < 0.1))
 
-    def bomb(self) -> Raw:
+    def bomb(self) -> RawMessage:
         """One of BOMBS, to be sent compressed."""
-        return Raw(b"bomb", self.draw.choice(BOMBS))
+        return RawMessage(b"bomb", self.draw.choice(BOMBS))
 
     def _plain_of(self, topic: Topic) -> Any:
         assert topic.record is not None

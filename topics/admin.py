@@ -3,14 +3,15 @@
 Keeps true
 - Creating is idempotent; of a topic that is there it changes nothing, but adds the inboxes that are missing: a group's
   home follows from the number of homes. It returns once every topic has its leaders.
-- What `drift` finds is what the catalog asks for and the broker does not have; settings beyond the catalog's are the
-  operator's own business.
+- Durability warnings are sentences; nothing is changed. What a broker does not answer is not held against it.
+- What `find_drift` finds is what the catalog asks for and the broker does not have; settings beyond the catalog's are
+  the operator's own business.
 """
 
 import logging
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from time import monotonic
@@ -19,16 +20,110 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewPartitions, NewTopic, OffsetSpec
 
-from topics.asking import metadata_of, offset_in
-from topics.catalog import CATALOG, DISPATCHED, LETTER_BYTES, MAX_MESSAGE_BYTES, Partitions, Spread, Topic
-from topics.clients import made
-from topics.errors import BROKER_AWAY, AdvertisedElsewhere, BrokerUnreachable, BusError, NotLetIn
-from topics.settings import BusSettings
+from topics.catalog import (
+    CATALOG,
+    DAY,
+    DISPATCHED,
+    MAX_DEAD_LETTER_BYTES,
+    MAX_MESSAGE_BYTES,
+    MINUTE,
+    OUTCOME_RETENTION_SECONDS,
+    Partitions,
+    PartitionSetting,
+    Topic,
+)
+from topics.clients import new_client
+from topics.errors import (
+    AUTHORIZATION_CODES,
+    UNAVAILABLE_CODES,
+    AdvertisedElsewhere,
+    AuthenticationFailed,
+    BrokerUnreachable,
+    BusError,
+)
+from topics.queries import metadata_of, offset_in
+from topics.settings import TRANSACTION_MILLISECONDS, BusSettings
 
-_BROKEN_OFF = re.compile("transport (failure|error)|[Tt]imed out|destroyed")
+SAFE_REPLICAS = 3
+"""From so many copies on, a partition should go on and lose nothing without one of them."""
+
+
+def durability_warnings(settings: BusSettings, *, replication_factor: int = 1) -> list[str]:
+    """What to know of this broker, a sentence each; empty when there is nothing.
+
+    `replication_factor`: what the topics should have. Raises BrokerUnreachable or BusError.
+    """
+    client = connect(settings)
+    metadata = metadata_of(client)
+    broker = ConfigResource(ConfigResource.Type.BROKER, str(next(iter(metadata.brokers), 0)))
+    refused: list[str] = []
+    sentences = list(_retention_warnings(_broker_settings(client, [broker], refused).get(broker.name, {})))
+    copies = {
+        name: min(len(each.replicas) for each in metadata.topics[name].partitions.values())
+        for name in map(settings.topic, CATALOG)
+        if name in metadata.topics and metadata.topics[name].partitions
+    }
+    configs = _broker_settings(client, [ConfigResource(ConfigResource.Type.TOPIC, name) for name in copies], refused)
+    topics_of: dict[str, list[str]] = {}
+    for name, number in copies.items():
+        insync = configs.get(name, {}).get("min.insync.replicas", "")
+        for warning in _replica_warnings(number, int(insync) if insync.isdigit() else None, replication_factor):
+            topics_of.setdefault(warning, []).append(name)
+    sentences += [f"{_topic_names(names)}: {warning}" for warning, names in topics_of.items()]
+    return sentences + [f"this client has no right to {right}, so what is said there is not known" for right in refused]
+
+
+def _retention_warnings(broker: Mapping[str, str]) -> Iterator[str]:
+    kept = broker.get("offsets.retention.minutes", "")
+    needed = round(OUTCOME_RETENTION_SECONDS * 1000 / MINUTE)
+    if kept.isdigit() and int(kept) < needed:
+        days = int(kept) * MINUTE / DAY
+        yield (
+            f"offsets.retention.minutes is {kept}: a run that stands still for longer than {days:g} days forgets how "
+            f"far it has read, and meets its own prompts as strangers; {needed} is as long as outcomes are kept"
+        )
+    limit = broker.get("transaction.max.timeout.ms", "")
+    if limit.isdigit() and int(limit) < TRANSACTION_MILLISECONDS:
+        yield f"transaction.max.timeout.ms is {limit}: environment workers ask for {TRANSACTION_MILLISECONDS}"
+
+
+def _replica_warnings(copies: int, insync: int | None, required: int) -> Iterator[str]:
+    if copies < required:
+        yield f"partitions have {copies} of the {required} copies that topics.replication_factor asks for"
+    if insync is not None and insync > copies:
+        yield f"min.insync.replicas is {insync} and partitions have {copies} copies, so nothing can be written"
+    elif insync == 1 and copies >= SAFE_REPLICAS:
+        yield "min.insync.replicas is 1, so what one broker alone has acknowledged is lost with it: set 2"
+
+
+def _topic_names(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more topics"
+
+
+def _broker_settings(
+    client: AdminClient, resources: Sequence[ConfigResource], refused: list[str]
+) -> dict[str, dict[str, str]]:
+    """What the broker says of its settings, by the resource's name; nothing of those that it does not answer for.
+
+    The rights that are missing are added to `refused`.
+    """
+    found: dict[str, dict[str, str]] = {}
+    if not resources:
+        return found
+    for resource, future in client.describe_configs(list(resources), request_timeout=ADMIN_SECONDS).items():
+        try:
+            entries: Mapping[str, Any] = future.result()
+            found[resource.name] = {name: entry.value for name, entry in entries.items() if entry.value is not None}
+        except KafkaException as error:
+            if (kind := AUTHORIZATION_CODES.get(error.args[0].code())) is not None:
+                refused.append(f"DescribeConfigs on {kind}" + (f" {resource.name}" if kind == "topic" else ""))
+    return found
+
+
+_CONNECTION_LOST = re.compile("transport (failure|error)|[Tt]imed out|destroyed")
 """In librdkafka's words for a connection that ended while it was signing in."""
 
-REACH_SECONDS = 5.0
+CONNECT_SECONDS = 5.0
 """How long a broker may take to answer at all."""
 
 CONNECT_SECONDS = 2.0
@@ -50,7 +145,7 @@ _NO_LEADER_YET = (
     KafkaError.UNKNOWN_LEADER_EPOCH,
     KafkaError._NOENT,
     KafkaError._UNKNOWN_PARTITION,
-    *BROKER_AWAY,
+    *UNAVAILABLE_CODES,
 )
 """What a broker answers in the first moments of a topic or partition; librdkafka does not count them as retriable
 here."""
@@ -74,18 +169,18 @@ class Drift:
 
     topic: str
     """The name on the broker."""
-    what: str
+    subject: str
     """`topic`, `partitions`, or the name of a setting."""
-    wanted: str
-    found: str
+    expected: str
+    actual: str
     creatable: bool = False
     """Whether `create_topics` adds what is missing."""
 
     def __str__(self) -> str:
-        return f"{self.topic}: {self.what} is {self.found}, the catalog says {self.wanted}"
+        return f"{self.topic}: {self.subject} is {self.actual}, the catalog says {self.expected}"
 
 
-def reach(settings: BusSettings) -> AdminClient:
+def connect(settings: BusSettings) -> AdminClient:
     """A client of a broker that has answered, and can be reached where it says that it is.
 
     Raises BrokerUnreachable or NotLetIn within about ten seconds, or UsageError for settings that are none.
@@ -97,12 +192,12 @@ def reach(settings: BusSettings) -> AdminClient:
         **settings.client("rose-admin"),
         "error_cb": complaints.append,
     }
-    client = made(AdminClient, config, logger=quiet)
+    client = new_client(AdminClient, config, logger=quiet)
     try:
-        nodes = client.list_topics(timeout=REACH_SECONDS).brokers
+        nodes = client.list_topics(timeout=CONNECT_SECONDS).brokers
     except KafkaException as error:
         client.poll(0)
-        raise _why_not(settings.bootstrap, complaints or [error.args[0]]) from None
+        raise _connection_error(settings.bootstrap, complaints or [error.args[0]]) from None
     own = {f"{node.host}:{node.port}": (node.host, node.port) for node in nodes.values()}
     if own and not set(own) & set(settings.bootstrap.split(",")) and not any(map(_accepts, own.values())):
         raise AdvertisedElsewhere(settings.bootstrap, list(own))
@@ -118,17 +213,19 @@ def _accepts(place: tuple[str, int]) -> bool:
     return True
 
 
-def _why_not(bootstrap: str, complaints: Sequence[KafkaError]) -> NotLetIn | BrokerUnreachable:
+def _connection_error(bootstrap: str, complaints: Sequence[KafkaError]) -> AuthenticationFailed | BrokerUnreachable:
     """Why a broker was not reached, by what the client said of its attempts."""
     distrust = next(filter(_distrusts, complaints), None)  # it may have said before that it was disconnected
     foremost = complaints[0] if distrust is None else distrust
     detail = foremost.str().partition(" (after ")[0].split(": ", 1)[-1]
-    return BrokerUnreachable(bootstrap, detail) if distrust is None else NotLetIn(bootstrap, detail)
+    return BrokerUnreachable(bootstrap, detail) if distrust is None else AuthenticationFailed(bootstrap, detail)
 
 
 def _distrusts(complaint: KafkaError) -> bool:
     """Whether one does not trust the other; a connection that breaks off amid signing in has the same code."""
-    return complaint.code() in (KafkaError._AUTHENTICATION, KafkaError._SSL) and not _BROKEN_OFF.search(complaint.str())
+    return complaint.code() in (KafkaError._AUTHENTICATION, KafkaError._SSL) and not _CONNECTION_LOST.search(
+        complaint.str()
+    )
 
 
 def create_topics(settings: BusSettings, partitions: Partitions, *, replication_factor: int = 1) -> list[str]:
@@ -137,21 +234,21 @@ def create_topics(settings: BusSettings, partitions: Partitions, *, replication_
     All are asked for: the broker's list may still have what was deleted a moment ago. All topics have their leaders
     then. Raises BrokerUnreachable or BusError.
     """
-    client = reach(settings)
-    there = metadata_of(client).topics
-    wanted = [
+    client = connect(settings)
+    existing = metadata_of(client).topics
+    required = [
         NewTopic(
             settings.topic(topic),
-            num_partitions=partitions.of(topic.spread),
+            num_partitions=partitions.count_of(topic.partition_setting),
             replication_factor=replication_factor,
-            config=wanted_settings(topic),
+            config=expected_settings(topic),
         )
         for topic in CATALOG
     ]
     counts = {
-        settings.topic(topic): len(there[settings.topic(topic)].partitions)
-        if settings.topic(topic) in there
-        else partitions.of(topic.spread)
+        settings.topic(topic): len(existing[settings.topic(topic)].partitions)
+        if settings.topic(topic) in existing
+        else partitions.count_of(topic.partition_setting)
         for topic in CATALOG
     }
     inboxes = settings.topic(DISPATCHED)
@@ -159,7 +256,7 @@ def create_topics(settings: BusSettings, partitions: Partitions, *, replication_
         _add_partitions(client, inboxes, partitions.slots)
         counts[inboxes] = partitions.slots
     created = []
-    for name, future in client.create_topics(wanted, request_timeout=ADMIN_SECONDS).items():
+    for name, future in client.create_topics(required, request_timeout=ADMIN_SECONDS).items():
         try:
             future.result()
             created.append(name)
@@ -172,10 +269,10 @@ def create_topics(settings: BusSettings, partitions: Partitions, *, replication_
 
 def describe_topics(settings: BusSettings) -> list[TopicState]:
     """The catalog's topics that the broker has. Raises BrokerUnreachable or BusError."""
-    client = reach(settings)
-    there = metadata_of(client).topics
+    client = connect(settings)
+    existing = metadata_of(client).topics
     present = {
-        topic: len(there[settings.topic(topic)].partitions) for topic in CATALOG if settings.topic(topic) in there
+        topic: len(existing[settings.topic(topic)].partitions) for topic in CATALOG if settings.topic(topic) in existing
     }
     configs = _configs(client, settings, list(present))
     return [
@@ -184,35 +281,37 @@ def describe_topics(settings: BusSettings) -> list[TopicState]:
     ]
 
 
-def drift(settings: BusSettings, partitions: Partitions) -> list[Drift]:
+def find_drift(settings: BusSettings, partitions: Partitions) -> list[Drift]:
     """Where the broker differs from the catalog; empty when all is as it should be.
 
     Raises BrokerUnreachable or BusError.
     """
-    client = reach(settings)
-    there = metadata_of(client).topics
+    client = connect(settings)
+    existing = metadata_of(client).topics
     found: list[Drift] = []
     present: list[Topic] = []
     for topic in CATALOG:
         name = settings.topic(topic)
-        if name not in there:
-            found.append(Drift(name, "topic", wanted="there", found="missing", creatable=True))
+        if name not in existing:
+            found.append(Drift(name, "topic", expected="there", actual="missing", creatable=True))
             continue
         present.append(topic)
-        wanted, has = partitions.of(topic.spread), len(there[name].partitions)
-        if wanted != has:
-            inboxes = topic.spread is Spread.SLOTS and has < wanted
-            found.append(Drift(name, "partitions", wanted=str(wanted), found=str(has), creatable=inboxes))
+        expected, actual = partitions.count_of(topic.partition_setting), len(existing[name].partitions)
+        if expected != actual:
+            inboxes = topic.partition_setting is PartitionSetting.SLOTS and actual < expected
+            found.append(Drift(name, "partitions", expected=str(expected), actual=str(actual), creatable=inboxes))
     for topic, config in _configs(client, settings, present).items():
-        for setting, value in wanted_settings(topic).items():
-            if not _same(value, config.get(setting)):
-                found.append(Drift(settings.topic(topic), setting, wanted=value, found=config.get(setting, "not set")))
+        for setting, value in expected_settings(topic).items():
+            if not _is_equal(value, config.get(setting)):
+                found.append(
+                    Drift(settings.topic(topic), setting, expected=value, actual=config.get(setting, "not set"))
+                )
     return found
 
 
-def wanted_settings(topic: Topic) -> dict[str, str]:
+def expected_settings(topic: Topic) -> dict[str, str]:
     """What the broker is to have set for a topic, by Kafka's names."""
-    return {**topic.config, "max.message.bytes": str(MAX_MESSAGE_BYTES if topic.record else LETTER_BYTES)}
+    return {**topic.config, "max.message.bytes": str(MAX_MESSAGE_BYTES if topic.record else MAX_DEAD_LETTER_BYTES)}
 
 
 def _add_partitions(client: AdminClient, name: str, count: int) -> None:
@@ -224,14 +323,14 @@ def _add_partitions(client: AdminClient, name: str, count: int) -> None:
             raise BusError(f"adding partitions to {name}", error.args[0], f"Alter on topic {name}") from error
 
 
-def _same(wanted: str, found: str | None) -> bool:
+def _is_equal(expected: str, actual: str | None) -> bool:
     """Equal as a set of words (`compact,delete`) or as a number (`0.2`, `0.20`)."""
-    if found is None:
+    if actual is None:
         return False
     try:
-        return float(wanted) == float(found)
+        return float(expected) == float(actual)
     except ValueError:
-        return {word.strip() for word in wanted.split(",")} == {word.strip() for word in found.split(",")}
+        return {word.strip() for word in expected.split(",")} == {word.strip() for word in actual.split(",")}
 
 
 def _configs(client: AdminClient, settings: BusSettings, topics: Sequence[Topic]) -> dict[Topic, dict[str, str]]:
@@ -247,15 +346,15 @@ def _configs(client: AdminClient, settings: BusSettings, topics: Sequence[Topic]
         except KafkaException as error:
             right = f"DescribeConfigs on topic {resource.name}"
             raise BusError(f"describing topic {resource.name}", error.args[0], right) from error
-        configs[topic] = {key: entries[key].value for key in wanted_settings(topic) if key in entries}
+        configs[topic] = {key: entries[key].value for key in expected_settings(topic) if key in entries}
     return configs
 
 
 def _records(client: AdminClient, name: str, partitions: int) -> int:
     def ends(spec: OffsetSpec) -> int:
-        asked = {TopicPartition(name, partition): spec for partition in range(partitions)}
+        requests = {TopicPartition(name, partition): spec for partition in range(partitions)}
         try:
-            answers = client.list_offsets(asked, request_timeout=ADMIN_SECONDS)
+            answers = client.list_offsets(requests, request_timeout=ADMIN_SECONDS)
             return sum(offset_in(future) for future in answers.values())
         except KafkaException as error:
             raise BusError(f"reading the ends of {name}", error.args[0], f"Describe on topic {name}") from error

@@ -15,22 +15,22 @@ Keeps true
 from dataclasses import dataclass, field
 from enum import Enum
 
-from schemas.capacity import CapacityGrant, Voice
 from schemas.cells import CellSummary
-from schemas.environments import EnvSnapshot, Group, SettleRequest, TrajectoryProgress
-from schemas.limits import RECORD_BYTES
+from schemas.grants import CapacityGrant, GrantSource
+from schemas.heartbeats import SlackHeartbeat
+from schemas.limits import MAX_RECORD_BYTES
+from schemas.progress import EnvSnapshot, Group, SettleRequest, TrajectoryProgress
 from schemas.prompts import Prompt
 from schemas.record import Record
-from schemas.roles import RoleBegun
+from schemas.role_starts import RoleBegun
 from schemas.samples import Sample, SampleOutcome
-from schemas.slack import SlackHeartbeat
-from schemas.turns import CLAIM_KEY, TurnDispatch, TurnRequest, TurnResult
+from schemas.turns import FENCING_KEY, TurnDispatch, TurnRequest, TurnResult
 from schemas.weights import WeightChunk, WeightManifest
 
-MAX_MESSAGE_BYTES = RECORD_BYTES + 64 * 1024
+MAX_MESSAGE_BYTES = MAX_RECORD_BYTES + 64 * 1024
 """`max.message.bytes` of every topic: the largest record, its names, keys and headers. Under Kafka's 1 MiB default."""
 
-LETTER_BYTES = MAX_MESSAGE_BYTES + 16 * 1024
+MAX_DEAD_LETTER_BYTES = MAX_MESSAGE_BYTES + 16 * 1024
 """`max.message.bytes` of the dead letters: any message of another topic, and what is said of it."""
 
 MINUTE = 60_000
@@ -38,7 +38,7 @@ HOUR = 60 * MINUTE
 DAY = 24 * HOUR
 
 
-class Spread(Enum):
+class PartitionSetting(Enum):
     """Which setting gives a topic its number of partitions."""
 
     HOME = "home_partitions"
@@ -59,15 +59,15 @@ class Partitions:
     chunks: int = 4
     cells: int = 1
 
-    def of(self, spread: Spread) -> int:
+    def count_of(self, setting: PartitionSetting) -> int:
         return {
-            Spread.HOME: self.home,
-            Spread.SLOTS: self.slots,
-            Spread.SAMPLES: self.samples,
-            Spread.CHUNKS: self.chunks,
-            Spread.CELLS: self.cells,
-            Spread.ONE: 1,
-        }[spread]
+            PartitionSetting.HOME: self.home,
+            PartitionSetting.SLOTS: self.slots,
+            PartitionSetting.SAMPLES: self.samples,
+            PartitionSetting.CHUNKS: self.chunks,
+            PartitionSetting.CELLS: self.cells,
+            PartitionSetting.ONE: 1,
+        }[setting]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,9 +79,9 @@ class Topic:
     """None for a dead-letter topic: it holds other topics' bytes."""
     key: str
     """Of its records: `{field}` is what the record has there, of `[a|b]` there is one or none."""
-    spread: Spread
+    partition_setting: PartitionSetting
     config: dict[str, str] = field(default_factory=dict)
-    marks: tuple[str, ...] = ()
+    marker_keys: tuple[str, ...] = ()
     """Keys of tombstones under which no record ever lay: their places say something."""
 
     @property
@@ -89,22 +89,22 @@ class Topic:
         return f"{self.name}.dlq"
 
 
-KEPT_SECONDS = 7 * 24 * 3600.0
+RETENTION_SECONDS = 7 * 24 * 3600.0
 """What nobody needs any more is kept for so long after it was written, to look back."""
 
-OUTCOMES_KEPT_SECONDS = 30 * 24 * 3600.0
+OUTCOME_RETENTION_SECONDS = 30 * 24 * 3600.0
 """How long outcomes are kept, and with them the groups: a second prompt of a group is met by the first meanwhile."""
 
 
-_STAMPED = {"message.timestamp.type": "LogAppendTime"}
+_BROKER_TIMESTAMPS = {"message.timestamp.type": "LogAppendTime"}
 """Apache Kafka 4 refuses records that their writers stamped more than an hour ahead (`message.timestamp.after.max.ms`),
 and time-based retention would delete what a clock far behind has stamped."""
 
 
-def _kept(milliseconds: int) -> dict[str, str]:
+def _retained(milliseconds: int) -> dict[str, str]:
     # A segment is deleted whole: it must close well before its records may go.
     return {
-        **_STAMPED,
+        **_BROKER_TIMESTAMPS,
         "cleanup.policy": "delete",
         "retention.ms": str(milliseconds),
         "segment.ms": str(max(MINUTE, milliseconds // 8)),
@@ -112,7 +112,7 @@ def _kept(milliseconds: int) -> dict[str, str]:
 
 
 _UNTIL_DELETED = {
-    **_STAMPED,
+    **_BROKER_TIMESTAMPS,
     "cleanup.policy": "delete",
     "retention.ms": "-1",
     "retention.bytes": "-1",
@@ -121,51 +121,57 @@ _UNTIL_DELETED = {
 """Kept until whoever knows that it is not needed any more deletes it (`topics/retention.py`)."""
 
 
-def of_cell(cell: int, cells: int, partitions: int) -> range:
+def partitions_of_cell(cell: int, cells: int, partitions: int) -> range:
     """Which of so many homes, or inboxes, are this cell's."""
     return range(cell, partitions, cells)
 
 
 _COMPACTED = {
-    **_STAMPED,
+    **_BROKER_TIMESTAMPS,
     "cleanup.policy": "compact",
     "segment.ms": str(10 * MINUTE),
     "min.cleanable.dirty.ratio": "0.2",
 }
 
-_LETTERS = {**_kept(30 * DAY), "cleanup.policy": "compact,delete"}
+_DEAD_LETTER_CONFIG = {**_retained(30 * DAY), "cleanup.policy": "compact,delete"}
 """Dead letters have their places as keys: one that was written twice is kept once."""
 
-_GRANTED = f"{{worker}}[{'|'.join(voice.value for voice in Voice if voice.value)}]"
+_GRANT_KEY = f"{{worker}}[{'|'.join(voice.value for voice in GrantSource if voice.value)}]"
 """Without more behind the worker's name it is what the control app leases."""
 
-_VERSION = "{model_id}/{run}/{version}[/{file}]"
+_VERSION_KEY = "{model_id}/{run}/{version}[/{file}]"
 """The file is the first of an anchor's in the store."""
 
-PROMPTS = Topic("rose.prompts.submitted.v1", Prompt, "{group_id}", Spread.HOME, _UNTIL_DELETED)
-REQUESTED = Topic("rose.turns.requested.v1", TurnRequest, "{trajectory_id}", Spread.HOME, _UNTIL_DELETED)
+PROMPTS = Topic("rose.prompts.submitted.v1", Prompt, "{group_id}", PartitionSetting.HOME, _UNTIL_DELETED)
+REQUESTED = Topic("rose.turns.requested.v1", TurnRequest, "{trajectory_id}", PartitionSetting.HOME, _UNTIL_DELETED)
 DISPATCHED = Topic(
     "rose.turns.dispatched.v1",
     TurnDispatch,
     "{trajectory_id}",
-    Spread.SLOTS,
-    _kept(HOUR),
-    marks=(CLAIM_KEY, "{worker}"),
+    PartitionSetting.SLOTS,
+    _retained(HOUR),
+    marker_keys=(FENCING_KEY, "{worker}"),
 )
 """The trajectory is that of the request in it. A router marks its claim of an inbox, an executor its start there."""
-COMPLETED = Topic("rose.turns.completed.v1", TurnResult, "{trajectory_id}", Spread.HOME, _UNTIL_DELETED)
-HEARTBEATS = Topic("rose.slack.heartbeats.v1", SlackHeartbeat, "{worker}", Spread.CELLS, _kept(10 * MINUTE))
-SUMMARIES = Topic("rose.cells.summaries.v1", CellSummary, "{cell}", Spread.ONE, _kept(10 * MINUTE))
-GRANTS = Topic("rose.capacity.grants.v1", CapacityGrant, _GRANTED, Spread.ONE, _COMPACTED)
-SAMPLES = Topic("rose.samples.completed.v1", Sample, "{group_id}", Spread.SAMPLES, _UNTIL_DELETED)
-OUTCOMES = Topic("rose.samples.outcomes.v1", SampleOutcome, "{trajectory_id}", Spread.ONE, _kept(30 * DAY))
-GROUPS = Topic("rose.groups.opened.v1", Group, "{group_id}", Spread.HOME, _COMPACTED)
-PROGRESS = Topic("rose.trajectories.progress.v1", TrajectoryProgress, "{trajectory_id}", Spread.HOME, _COMPACTED)
-SNAPSHOTS = Topic("rose.env.snapshots.v1", EnvSnapshot, "{trajectory_id}", Spread.HOME, _COMPACTED)
-SETTLES = Topic("rose.settlements.requested.v1", SettleRequest, "{trajectory_id}", Spread.ONE, _COMPACTED)
-MANIFESTS = Topic("rose.weights.manifests.v1", WeightManifest, _VERSION, Spread.ONE, _COMPACTED)
-BEGUN = Topic("rose.roles.begun.v1", RoleBegun, "{role}", Spread.ONE, _kept(10 * MINUTE))
-CHUNKS = Topic("rose.weights.chunks.v1", WeightChunk, "{tensor}", Spread.CHUNKS, _UNTIL_DELETED)
+COMPLETED = Topic("rose.turns.completed.v1", TurnResult, "{trajectory_id}", PartitionSetting.HOME, _UNTIL_DELETED)
+HEARTBEATS = Topic(
+    "rose.slack.heartbeats.v1", SlackHeartbeat, "{worker}", PartitionSetting.CELLS, _retained(10 * MINUTE)
+)
+SUMMARIES = Topic("rose.cells.summaries.v1", CellSummary, "{cell}", PartitionSetting.ONE, _retained(10 * MINUTE))
+GRANTS = Topic("rose.capacity.grants.v1", CapacityGrant, _GRANT_KEY, PartitionSetting.ONE, _COMPACTED)
+SAMPLES = Topic("rose.samples.completed.v1", Sample, "{group_id}", PartitionSetting.SAMPLES, _UNTIL_DELETED)
+OUTCOMES = Topic(
+    "rose.samples.outcomes.v1", SampleOutcome, "{trajectory_id}", PartitionSetting.ONE, _retained(30 * DAY)
+)
+GROUPS = Topic("rose.groups.opened.v1", Group, "{group_id}", PartitionSetting.HOME, _COMPACTED)
+PROGRESS = Topic(
+    "rose.trajectories.progress.v1", TrajectoryProgress, "{trajectory_id}", PartitionSetting.HOME, _COMPACTED
+)
+SNAPSHOTS = Topic("rose.env.snapshots.v1", EnvSnapshot, "{trajectory_id}", PartitionSetting.HOME, _COMPACTED)
+SETTLES = Topic("rose.settlements.requested.v1", SettleRequest, "{trajectory_id}", PartitionSetting.ONE, _COMPACTED)
+MANIFESTS = Topic("rose.weights.manifests.v1", WeightManifest, _VERSION_KEY, PartitionSetting.ONE, _COMPACTED)
+ROLE_STARTS = Topic("rose.roles.begun.v1", RoleBegun, "{role}", PartitionSetting.ONE, _retained(10 * MINUTE))
+CHUNKS = Topic("rose.weights.chunks.v1", WeightChunk, "{tensor}", PartitionSetting.CHUNKS, _UNTIL_DELETED)
 
 RECORD_TOPICS: tuple[Topic, ...] = (
     PROMPTS,
@@ -183,15 +189,16 @@ RECORD_TOPICS: tuple[Topic, ...] = (
     SETTLES,
     MANIFESTS,
     CHUNKS,
-    BEGUN,
+    ROLE_STARTS,
 )
 
 DEAD_LETTERS: tuple[Topic, ...] = tuple(
-    Topic(topic.dead_letters, None, "{topic}/{partition}/{offset}", Spread.ONE, _LETTERS) for topic in RECORD_TOPICS
+    Topic(topic.dead_letters, None, "{topic}/{partition}/{offset}", PartitionSetting.ONE, _DEAD_LETTER_CONFIG)
+    for topic in RECORD_TOPICS
 )
 """Their keys are made of what their headers say."""
 
-LETTERED = tuple(topic for topic in RECORD_TOPICS if topic is not BEGUN)
+DEAD_LETTER_SOURCES = tuple(topic for topic in RECORD_TOPICS if topic is not ROLE_STARTS)
 """Topics whose dead letters are looked at. Nobody buries what lies in BEGUN, and a log of 0.2.0 has neither."""
 
 ENVIRONMENT_GROUP = "environment"
@@ -203,16 +210,16 @@ CONTROL_GROUP = "control"
 ROUTER_GROUP = "router"
 """The consumer group of the routers, under which their low water is committed."""
 
-TRAINER_NAMES = "trainer-"
+TRAINER_PREFIX = "trainer-"
 """What the consumer groups and transactional ids of trainers begin with, before the model's."""
 
 LOG_GROUP = "log"
 """Named by whoever reads partitions by hand: it joins nothing and commits nothing, but a client must name a group."""
 
-ENVIRONMENT_WRITERS = "environment."
+ENVIRONMENT_TRANSACTIONAL_PREFIX = "environment."
 """What the transactional ids of environment workers begin with, before the worker's name."""
 
-LETTERS_WRITER = "letters"
+DEAD_LETTERS_TRANSACTIONAL_ID = "letters"
 """The transactional id under which dead letters are sent back."""
 
 CATALOG: tuple[Topic, ...] = RECORD_TOPICS + DEAD_LETTERS

@@ -10,7 +10,7 @@ from schemas.errors import UsageError
 Client = TypeVar("Client")
 
 
-def made(kind: Callable[..., Client], config: Mapping[str, object], **more: Any) -> Client:
+def new_client(kind: Callable[..., Client], config: Mapping[str, object], **more: Any) -> Client:
     """A client of this kind. Raises UsageError for settings that it refuses."""
     try:
         return kind(dict(config), **more)

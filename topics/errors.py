@@ -32,7 +32,7 @@ class AdvertisedElsewhere(BrokerUnreachable):
         )
 
 
-class NotLetIn(RoseError):
+class AuthenticationFailed(RoseError):
     """The broker does not take this client for whom it says that it is, or the client does not trust the broker."""
 
     def __init__(self, bootstrap: str, detail: str) -> None:
@@ -69,7 +69,7 @@ class PartitionMissing(TopicMissing):
         )
 
 
-REFUSED_RIGHTS = {
+AUTHORIZATION_CODES = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED: "topic",
     KafkaError.GROUP_AUTHORIZATION_FAILED: "group",
     KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "transactional id",
@@ -77,17 +77,17 @@ REFUSED_RIGHTS = {
 }
 """What a broker says to who has no right to do something, by what it is done to."""
 
-LASTING = (
+PERMANENT_CODES = (
     KafkaError._AUTHENTICATION,
     KafkaError.SASL_AUTHENTICATION_FAILED,
-    *REFUSED_RIGHTS,
+    *AUTHORIZATION_CODES,
     KafkaError.UNSUPPORTED_VERSION,
     KafkaError.INVALID_SESSION_TIMEOUT,
     KafkaError.INVALID_TRANSACTION_TIMEOUT,
 )
 """Time mends none of these."""
 
-BROKER_AWAY = (
+UNAVAILABLE_CODES = (
     KafkaError._TIMED_OUT,
     KafkaError._TRANSPORT,
     KafkaError._ALL_BROKERS_DOWN,
@@ -102,23 +102,23 @@ all places: the second to last is what it says of one that the others have left 
 class BusError(RoseError):
     """The broker refused what a client did.
 
-    `fenced`: a newer instance has taken this one's place. `lasting`: only a person can mend it. `unknown`: it may have
-    been done all the same.
+    `is_fenced`: a newer instance has taken this one's place. `is_permanent`: only a person can mend it.
+    `outcome_unknown`: it may have been done all the same.
     """
 
-    def __init__(self, doing: str, error: KafkaError, *rights: str) -> None:
+    def __init__(self, action: str, error: KafkaError, *rights: str) -> None:
         """`rights`: those that it takes, e.g. "Read on topic rose.prompts.submitted.v1"; told if one was refused."""
-        said = error.str()
-        if (refused := REFUSED_RIGHTS.get(error.code())) is not None:
+        message = error.str()
+        if (refused := AUTHORIZATION_CODES.get(error.code())) is not None:
             needed = " or ".join(right for right in rights if f"on {refused} " in right) or f"some right to a {refused}"
-            said = f"this client has no right to {needed}: {_advice('ROLE')}"
+            message = f"this client has no right to {needed}: {_advice('ROLE')}"
         elif error.code() == KafkaError.INVALID_TIMESTAMP:
-            said += ": the clock of this host is off, and the topic takes it for the time: run `rose topics check`"
-        super().__init__(f"{doing} failed: {said}")
+            message += ": the clock of this host is off, and the topic takes it for the time: run `rose topics check`"
+        super().__init__(f"{action} failed: {message}")
         self.code = error.code()
-        self.lasting = error.code() in LASTING
-        self.unknown = error.code() == KafkaError._TIMED_OUT
-        self.fenced = error.code() in (
+        self.is_permanent = error.code() in PERMANENT_CODES
+        self.outcome_unknown = error.code() == KafkaError._TIMED_OUT
+        self.is_fenced = error.code() in (
             KafkaError._FENCED,
             KafkaError.INVALID_PRODUCER_EPOCH,
             KafkaError.PRODUCER_FENCED,
@@ -126,9 +126,9 @@ class BusError(RoseError):
         )
 
 
-def lasting(error: Exception) -> bool:
+def is_permanent(error: Exception) -> bool:
     """Whether only a person can mend it."""
-    return isinstance(error, TopicMissing | RightsMissing) or (isinstance(error, BusError) and error.lasting)
+    return isinstance(error, TopicMissing | RightsMissing) or (isinstance(error, BusError) and error.is_permanent)
 
 
 def _advice(role: str) -> str:

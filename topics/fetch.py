@@ -1,9 +1,10 @@
 """Single records fetched by their places in the log, or looked for from a place on.
 
 Keeps true
-- Each partition is read forward. A gap of up to `far` records is read through, over a longer one the reader jumps.
+- Each partition is read forward. A gap of up to `jump_records` records is read through, over a longer one the reader
+  jumps.
 - Every place asked for is either handed out or listed in `missing`: an offset that the log does not have never blocks.
-- What is looked for is handed out, or it does not lie within `REACH` records of its hint.
+- What is looked for is handed out, or it does not lie within `SEARCH_RECORDS` records of its hint.
 - Between two fetches the reader has no partition: what is stored meanwhile is not fetched in vain.
 """
 
@@ -13,22 +14,22 @@ from typing import Generic, TypeVar
 
 from schemas.errors import RoseError
 from topics.reader import Reader
-from topics.records import EndOfPartition, Envelope, Item, Passed, Place
+from topics.records import EndOfPartition, Envelope, Item, Place, SkippedMessage
 
 BATCH = 64
 """Records taken from librdkafka at once: under 60 MB."""
 
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 """How long one look lasts; also how soon a stop is noticed."""
 
 STALL_SECONDS = 60.0
 """Without a record for so long, the fetch is given up."""
 
-FAR = 1_000
+JUMP_RECORDS = 1_000
 """A gap of more records than this is jumped over: a jump costs a question to the broker, and what was fetched ahead."""
 
 
-REACH = 10_000
+SEARCH_RECORDS = 10_000
 """A record that does not come within so many after its hint is given up."""
 
 
@@ -39,19 +40,19 @@ class FetchStalled(RoseError):
         super().__init__(f"{left} records did not come within {STALL_SECONDS:.0f} s: is the broker reachable?")
 
 
-class Fetch:
+class RecordFetch:
     """Iterate for every record that is there, each partition in order; then see `missing`."""
 
     def __init__(
         self,
         reader: Reader,
-        wanted: Mapping[Place, Sequence[int]],
+        requested: Mapping[Place, Sequence[int]],
         *,
-        far: int = FAR,
+        jump_records: int = JUMP_RECORDS,
         batch: int = BATCH,
-        stopped: Callable[[], bool] = lambda: False,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`reader` reports ends of partitions and is used for nothing else meanwhile. `stopped` is asked often.
+        """`reader` reports ends of partitions and is used for nothing else meanwhile. `should_stop` is asked often.
 
         `batch`: records taken from the bus client at once.
         """
@@ -59,65 +60,65 @@ class Fetch:
         self.bytes_read = 0
         """Of the values of all records that came, wanted or passed over."""
         self._reader = reader
-        self._far = far
+        self._jump_records = jump_records
         self._batch = batch
-        self._stopped = stopped
-        self._only = {place: frozenset(offsets) for place, offsets in wanted.items()}
-        self._wanted = {place: sorted(offsets, reverse=True) for place, offsets in self._only.items()}
+        self._should_stop = should_stop
+        self._requested = {place: frozenset(offsets) for place, offsets in requested.items()}
+        self._remaining = {place: sorted(offsets, reverse=True) for place, offsets in self._requested.items()}
 
     def __iter__(self) -> Iterator[Envelope]:
-        """Ends early when `stopped`. Raises TopicMissing, BusError or FetchStalled."""
-        self._leave_out_what_is_gone()
+        """Ends early when `should_stop`. Raises TopicMissing, BusError or FetchStalled."""
+        self._skip_deleted()
         try:
-            while self._wanted and not self._stopped():
-                yield from self._read_on()
+            while self._remaining and not self._should_stop():
+                yield from self._read_to_gap()
         finally:
             self._reader.assign({})
 
-    def _leave_out_what_is_gone(self) -> None:
+    def _skip_deleted(self) -> None:
         partitions = {
-            topic: self._reader.partitions(topic) for topic in dict.fromkeys(topic for topic, _ in self._wanted)
+            topic: self._reader.partition_count(topic) for topic in dict.fromkeys(topic for topic, _ in self._remaining)
         }
-        ends = self._reader.all_watermarks([place for place in self._wanted if place[1] < partitions[place[0]]])
-        for place, offsets in list(self._wanted.items()):
+        ends = self._reader.all_watermarks([place for place in self._remaining if place[1] < partitions[place[0]]])
+        for place, offsets in list(self._remaining.items()):
             low, high = ends.get(place, (0, 0))
             self.missing += [(place, offset) for offset in offsets if not low <= offset < high]
             offsets[:] = [offset for offset in offsets if low <= offset < high]
             self._drop_if_done(place)
 
-    def _read_on(self) -> Iterator[Envelope]:
+    def _read_to_gap(self) -> Iterator[Envelope]:
         """From the next wanted place of each partition, until every partition has a gap to jump or is done."""
-        open_places = set(self._wanted)
-        _assign(self._reader, {place: offsets[-1] for place, offsets in self._wanted.items()})
+        open_places = set(self._remaining)
+        _assign_at(self._reader, {place: offsets[-1] for place, offsets in self._remaining.items()})
         deadline = monotonic() + STALL_SECONDS
-        while open_places and not self._stopped():
-            items = self._reader.pick(self._batch, LOOK_SECONDS, self._only)
+        while open_places and not self._should_stop():
+            items = self._reader.read_selected(self._batch, POLL_SECONDS, self._requested)
             if items:
                 deadline = monotonic() + STALL_SECONDS
             elif monotonic() > deadline:
-                raise FetchStalled(sum(map(len, self._wanted.values())))
+                raise FetchStalled(sum(map(len, self._remaining.values())))
             for item in items:
                 self.bytes_read += _value_bytes(item)
                 place = item.topic, item.partition
                 if place not in open_places:
                     continue
                 if isinstance(item, EndOfPartition):
-                    self.missing += [(place, offset) for offset in self._wanted.pop(place)]
+                    self.missing += [(place, offset) for offset in self._remaining.pop(place)]
                     open_places.discard(place)
                     continue
-                if self._was_wanted(place, item.offset):
+                if self._is_requested(place, item.offset):
                     if isinstance(item, Envelope):
                         yield item
                     else:
                         self.missing.append((place, item.offset))
-                if place not in self._wanted or self._wanted[place][-1] - item.offset > self._far:
+                if place not in self._remaining or self._remaining[place][-1] - item.offset > self._jump_records:
                     open_places.discard(place)
                     if open_places:
                         self._reader.pause([place])  # what lies beyond is not fetched while others are read
 
-    def _was_wanted(self, place: Place, offset: int) -> bool:
+    def _is_requested(self, place: Place, offset: int) -> bool:
         """Whether this offset was asked for; what was asked for before it is missing."""
-        offsets = self._wanted[place]
+        offsets = self._remaining[place]
         while offsets and offsets[-1] < offset:
             self.missing.append((place, offsets.pop()))
         found = bool(offsets) and offsets[-1] == offset
@@ -127,26 +128,26 @@ class Fetch:
         return found
 
     def _drop_if_done(self, place: Place) -> None:
-        if not self._wanted[place]:
-            del self._wanted[place]
+        if not self._remaining[place]:
+            del self._remaining[place]
 
 
-def _value_bytes(item: Item | Passed) -> int:
+def _value_bytes(item: Item | SkippedMessage) -> int:
     if isinstance(item, EndOfPartition):
         return 0
-    return item.value_bytes if isinstance(item, Passed) else len(item.raw.value or b"")
+    return item.value_bytes if isinstance(item, SkippedMessage) else len(item.raw.value or b"")
 
 
-def _assign(reader: Reader, begins: Mapping[Place, int]) -> None:
+def _assign_at(reader: Reader, offsets: Mapping[Place, int]) -> None:
     """Read on from there at once."""
-    reader.assign(begins)
-    reader.look(list(begins))
+    reader.assign(offsets)
+    reader.refresh_positions(list(offsets))
 
 
 Name = TypeVar("Name", bound=Hashable)
 
 
-class Find(Generic[Name]):
+class RecordSearch(Generic[Name]):
     """Iterate for every record that is there, each with its name, in the order of its partition."""
 
     def __init__(
@@ -155,80 +156,80 @@ class Find(Generic[Name]):
         hints: Mapping[Place, Mapping[Name, int]],
         name_of: Callable[[Envelope], Name | None],
         *,
-        far: int = FAR,
-        stopped: Callable[[], bool] = lambda: False,
+        jump_records: int = JUMP_RECORDS,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`hints`: each name's record lies at or after the offset given, soon. `reader`, `stopped`: see Fetch."""
-        self.read = 0
+        """`hints`: each name's record lies at or after the offset given, soon. `reader`, `should_stop`: see Fetch."""
+        self.records_read = 0
         """Records read so far."""
         self._reader = reader
         self._name_of = name_of
-        self._far = far
-        self._stopped = stopped
-        self._wanted = {place: dict(names) for place, names in hints.items() if names}
+        self._jump_records = jump_records
+        self._should_stop = should_stop
+        self._remaining = {place: dict(names) for place, names in hints.items() if names}
         self._order = {
-            place: sorted(names, key=names.__getitem__, reverse=True) for place, names in self._wanted.items()
+            place: sorted(names, key=names.__getitem__, reverse=True) for place, names in self._remaining.items()
         }
 
     def __iter__(self) -> Iterator[tuple[Name, Envelope]]:
-        """Ends early when `stopped`. Raises TopicMissing, BusError or FetchStalled."""
-        ends = self._reader.all_watermarks(list(self._wanted))
+        """Ends early when `should_stop`. Raises TopicMissing, BusError or FetchStalled."""
+        ends = self._reader.all_watermarks(list(self._remaining))
         begins = {place: low for place, (low, _) in ends.items()}
         for place, (_, end) in ends.items():
-            self._leave_out_what_never_was(place, end)
+            self._skip_beyond_end(place, end)
         try:
-            while self._wanted and not self._stopped():
-                yield from self._read_on(begins)
+            while self._remaining and not self._should_stop():
+                yield from self._read_to_gap(begins)
         finally:
             self._reader.assign({})
 
-    def _leave_out_what_never_was(self, place: Place, end: int) -> None:
+    def _skip_beyond_end(self, place: Place, end: int) -> None:
         """To read from behind the end of a partition is to read it from its beginning, again and again."""
-        names = self._wanted[place]
+        names = self._remaining[place]
         for name in [name for name, hint in names.items() if hint >= end]:
             del names[name]
         if not names:
-            del self._wanted[place]
+            del self._remaining[place]
 
-    def _read_on(self, begins: Mapping[Place, int]) -> Iterator[tuple[Name, Envelope]]:
+    def _read_to_gap(self, begins: Mapping[Place, int]) -> Iterator[tuple[Name, Envelope]]:
         """From the first hint of each partition, until every partition has a gap to jump or is done."""
-        _assign(self._reader, {place: max(begins[place], self._first(place, 0)) for place in self._wanted})
-        open_places = set(self._wanted)
+        _assign_at(self._reader, {place: max(begins[place], self._first_hint(place, 0)) for place in self._remaining})
+        open_places = set(self._remaining)
         deadline = monotonic() + STALL_SECONDS
-        while open_places and not self._stopped():
-            items = self._reader.read(BATCH, LOOK_SECONDS)
+        while open_places and not self._should_stop():
+            items = self._reader.read(BATCH, POLL_SECONDS)
             if items:
                 deadline = monotonic() + STALL_SECONDS
             elif monotonic() > deadline:
-                raise FetchStalled(sum(map(len, self._wanted.values())))
+                raise FetchStalled(sum(map(len, self._remaining.values())))
             for item in items:
                 place = item.topic, item.partition
                 if place not in open_places:
                     continue
                 if isinstance(item, EndOfPartition):
-                    del self._wanted[place]
+                    del self._remaining[place]
                     open_places.discard(place)
                     continue
-                self.read += 1
-                names = self._wanted[place]
+                self.records_read += 1
+                names = self._remaining[place]
                 name = self._name_of(item) if isinstance(item, Envelope) else None
                 if name is not None and isinstance(item, Envelope) and names.pop(name, None) is not None:
                     yield name, item
-                if not self._goes_on(place, item.offset):
+                if not self._continues(place, item.offset):
                     open_places.discard(place)
 
-    def _goes_on(self, place: Place, offset: int) -> bool:
+    def _continues(self, place: Place, offset: int) -> bool:
         """Whether this partition is read on from here; what should have come by now is given up."""
-        names, order = self._wanted[place], self._order[place]
-        while (first := self._first(place, offset)) + REACH < offset:
+        names, order = self._remaining[place], self._order[place]
+        while (first := self._first_hint(place, offset)) + SEARCH_RECORDS < offset:
             del names[order[-1]]
         if not names:
-            del self._wanted[place]
-        return bool(names) and first - offset <= self._far
+            del self._remaining[place]
+        return bool(names) and first - offset <= self._jump_records
 
-    def _first(self, place: Place, nothing: int) -> int:
-        """The least hint of what has not come; `nothing` when all has."""
-        names, order = self._wanted[place], self._order[place]
+    def _first_hint(self, place: Place, default: int) -> int:
+        """The least hint of what has not come; `default` when all has."""
+        names, order = self._remaining[place], self._order[place]
         while order and order[-1] not in names:
             order.pop()
-        return names[order[-1]] if order else nothing
+        return names[order[-1]] if order else default

@@ -24,17 +24,17 @@ from typing import NamedTuple
 HUNG_SECONDS = 120.0
 """Silence of a loop that turns over many times a second: twice what its longest call to the broker may take."""
 
-MANY_TIMES, ANEW_SECONDS = 4, 120.0
+RESTART_LIMIT, RESTART_WINDOW_SECONDS = 4, 120.0
 """A process that began anew so often within so long does not do its work. Leaders that move are met once or twice."""
 
 START_SECONDS = 1800.0
 """Before its first word, and of a word while its engine loads: a large one loads and compiles for minutes."""
 
 
-class Word(NamedTuple):
+class LoopReport(NamedTuple):
     """A loop's newest."""
 
-    said: str
+    activity: str
     ready: bool
     at: float
     """Monotonic seconds."""
@@ -42,7 +42,7 @@ class Word(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class HealthStatus:
     """How a process is, for whoever asks."""
 
     alive: bool
@@ -50,12 +50,14 @@ class Standing:
     sentence: str
 
 
-def standing(word: Word, now: float) -> Standing:
+def status_of(report: LoopReport, now: float) -> HealthStatus:
     """What the word means by now. Pure."""
-    silent = now - word.at
-    if silent > word.lasts_seconds:
-        return Standing(False, False, f"its loop hangs: no word for {silent:.0f} s, the last was: {word.said}")
-    return Standing(True, word.ready, word.said)
+    silent = now - report.at
+    if silent > report.lasts_seconds:
+        return HealthStatus(
+            False, False, f"its loop hangs: no word for {silent:.0f} s, the last was: {report.activity}"
+        )
+    return HealthStatus(True, report.ready, report.activity)
 
 
 class Health:
@@ -63,52 +65,54 @@ class Health:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._word = Word("starting", False, clock(), START_SECONDS)
+        self._report = LoopReport("starting", False, clock(), START_SECONDS)
         self._writing = Lock()
         self._changed = Condition(self._writing)
-        self._anew: deque[float] = deque(maxlen=MANY_TIMES)
+        self._restarts: deque[float] = deque(maxlen=RESTART_LIMIT)
         """When it last began anew."""
         self._times, self._reason, self._woken = 0, "", False
 
-    def begins_anew(self, reason: str) -> None:
+    def report_restart(self, reason: str) -> None:
         """What the loop was at is given up, and begins anew as soon as it can."""
         with self._writing:
-            self._word = Word(f"begins anew: {reason}", False, self._clock(), HUNG_SECONDS)
-            self._anew.append(self._clock())
+            self._report = LoopReport(f"begins anew: {reason}", False, self._clock(), HUNG_SECONDS)
+            self._restarts.append(self._clock())
             self._times, self._reason = self._times + 1, reason
             self._changed.notify_all()
 
-    def await_anew(self, times: int) -> tuple[int, str]:
-        """Wait until it has begun anew more often than so many times, or for `wake`: how often, and why at last."""
+    def await_restart(self, times: int) -> tuple[int, str]:
+        """Wait until it has begun anew more often than so many times, or for `wake_waiters`: how often, and why at
+        last.
+        """
         with self._writing:
             self._changed.wait_for(lambda: self._times > times or self._woken)
             return self._times, self._reason
 
-    def wake(self) -> None:
+    def wake_waiters(self) -> None:
         """Let go who waits."""
         with self._writing:
             self._woken = True
             self._changed.notify_all()
 
-    def says(self, said: str, *, ready: bool = True, lasts_seconds: float = HUNG_SECONDS) -> None:
+    def report(self, activity: str, *, ready: bool = True, lasts_seconds: float = HUNG_SECONDS) -> None:
         """The loop turned over, and this is how it is."""
         with self._writing:
-            self._word = Word(said, ready, self._clock(), lasts_seconds)
+            self._report = LoopReport(activity, ready, self._clock(), lasts_seconds)
 
-    def turned_over(self) -> None:
+    def report_progress(self) -> None:
         """The loop turned over, and is as it was."""
         with self._writing:
-            said, ready, _, lasts_seconds = self._word
-            self._word = Word(said, ready, self._clock(), lasts_seconds)
+            activity, ready, _, lasts_seconds = self._report
+            self._report = LoopReport(activity, ready, self._clock(), lasts_seconds)
 
     @property
-    def standing(self) -> Standing:
-        now, anew = self._clock(), list(self._anew)
-        how = standing(self._word, now)
-        if len(anew) < MANY_TIMES or now - anew[0] > ANEW_SECONDS:
-            return how
-        sentence = f"{how.sentence} (it has begun anew {self._times} times, at last: {self._reason})"
-        return Standing(how.alive, False, sentence)
+    def status(self) -> HealthStatus:
+        now, restarts = self._clock(), list(self._restarts)
+        status = status_of(self._report, now)
+        if len(restarts) < RESTART_LIMIT or now - restarts[0] > RESTART_WINDOW_SECONDS:
+            return status
+        sentence = f"{status.sentence} (it has begun anew {self._times} times, at last: {self._reason})"
+        return HealthStatus(status.alive, False, sentence)
 
 
 HEALTH = Health()

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from topics import counts
 
 
-class Bus(Collector):
+class BusCollector(Collector):
     """What the process has counted of its talk with the bus."""
 
     def collect(self) -> Iterable[Metric]:
@@ -41,20 +41,20 @@ class Bus(Collector):
         )
 
 
-REGISTRY.register(Bus())
+REGISTRY.register(BusCollector())
 
-_exported: set[Collector] = set()
+_registered: set[Collector] = set()
 
 
-def export(figures: Collector) -> None:
+def register(collector: Collector) -> None:
     """Have this process export these from here on."""
-    if figures not in _exported:
-        REGISTRY.register(figures)
-        _exported.add(figures)
+    if collector not in _registered:
+        REGISTRY.register(collector)
+        _registered.add(collector)
 
 
-def withdraw(figures: Collector) -> None:
+def unregister(collector: Collector) -> None:
     """Have it export these no more, until somebody does again."""
-    if figures in _exported:
-        REGISTRY.unregister(figures)
-        _exported.remove(figures)
+    if collector in _registered:
+        REGISTRY.unregister(collector)
+        _registered.remove(collector)

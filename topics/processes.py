@@ -12,45 +12,46 @@ from threading import Event, Thread
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
 
-KILLED_SECONDS = 10.0
+REAP_SECONDS = 10.0
 """A process that has not gone so long after SIGKILL waits for a device or is not ours: nobody waits for it."""
 
-LOOK_SECONDS = 0.005
+POLL_SECONDS = 0.005
 """Between two looks at processes that end."""
 
 
-def end_with(parent: int, how: signal.Signals) -> Callable[[], None]:
-    """What a child runs first (`preexec_fn`): the kernel sends it the signal `how` the moment its parent is gone.
+def die_with_parent(parent: int, signal_number: signal.Signals) -> Callable[[], None]:
+    """What a child runs first (`preexec_fn`): the kernel sends it the signal `signal_number` the moment its parent is
+    gone.
 
     Safe between fork and exec: the library is loaded before the fork, so the child makes two system calls and no more.
     """
     prctl = ctypes.CDLL(None).prctl
 
     def ask_kernel() -> None:
-        prctl(_PR_SET_PDEATHSIG, how)
+        prctl(_PR_SET_PDEATHSIG, signal_number)
         if os.getppid() != parent:
             os._exit(1)  # the parent went before the kernel was asked
 
     return ask_kernel
 
 
-def setter(event: Event) -> Callable[[], None]:
+def signal_safe_setter(event: Event) -> Callable[[], None]:
     """Sets the event, soon, and may be called by a handler of signals.
 
     `event.set` may not: it waits for a lock, and the thread that the handler broke in on may be the one that has it, as
     at the beginning and end of every `event.wait`.
     """
-    asked: SimpleQueue[None] = SimpleQueue()  # whose `put` may be called amid itself
+    requested: SimpleQueue[None] = SimpleQueue()  # whose `put` may be called amid itself
 
     def pass_on() -> None:
-        asked.get()
+        requested.get()
         event.set()
 
     Thread(target=pass_on, name="asked", daemon=True).start()
-    return lambda: asked.put(None)
+    return lambda: requested.put(None)
 
 
-def show_as(name: str) -> None:
+def set_process_name(name: str) -> None:
     """What `top` and `ps -o comm` call this process; they show fifteen bytes of it."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
 
@@ -60,27 +61,27 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_children(*, grace_seconds: float = 0.0, but: Collection[int] = ()) -> None:
-    """End all children `but` these, and after `adopt_orphans` every descendant of theirs, and reap them.
+def end_children(*, grace_seconds: float = 0.0, keep: Collection[int] = ()) -> None:
+    """End all children `keep` these, and after `adopt_orphans` every descendant of theirs, and reap them.
 
     They get SIGTERM first where there is a grace, and SIGKILL when it is over.
     """
     kill_at = time.monotonic() + grace_seconds
-    asked: set[int] = set()
-    while left := [pid for pid in _children() if pid not in but]:
+    has_asked: set[int] = set()
+    while remaining := [pid for pid in _children() if pid not in keep]:
         now = time.monotonic()
-        if now > kill_at + KILLED_SECONDS:
+        if now > kill_at + REAP_SECONDS:
             return
-        for pid in left:
+        for pid in remaining:
             with suppress(ProcessLookupError, PermissionError):
                 if now >= kill_at:
                     os.kill(pid, signal.SIGKILL)
-                elif pid not in asked:
+                elif pid not in has_asked:
                     os.kill(pid, signal.SIGTERM)
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        asked.update(left)
-        time.sleep(LOOK_SECONDS)
+        has_asked.update(remaining)
+        time.sleep(POLL_SECONDS)
 
 
 def _children() -> list[int]:

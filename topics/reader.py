@@ -29,32 +29,32 @@ from schemas.errors import RecordError
 from schemas.record import Record
 from schemas.wire import decode
 from topics import counts
-from topics.asking import (
+from topics.catalog import LOG_GROUP, Topic
+from topics.clients import new_client
+from topics.errors import AUTHORIZATION_CODES, UNAVAILABLE_CODES, BusError
+from topics.local_broker.idle_consumer import IdleConsumer
+from topics.queries import (
     COORDINATOR_SECONDS,
     EARLIEST,
-    ENDS_SECONDS,
-    ENDS_TURN_SECONDS,
-    NO_SUCH_PLACE,
-    all_ends_of,
-    ends_at,
-    ends_of,
-    insist,
-    missing,
-    nothing,
-    partitions_of,
+    UNKNOWN_PARTITION_CODES,
+    WATERMARKS_ATTEMPT_SECONDS,
+    WATERMARKS_SECONDS,
+    all_watermarks_of,
+    missing_error,
+    noop,
+    offsets_at,
+    partition_count,
+    retry_query,
+    watermarks_of,
 )
-from topics.catalog import LOG_GROUP, Topic
-from topics.clients import made
-from topics.errors import BROKER_AWAY, REFUSED_RIGHTS, BusError
-from topics.records import EndOfPartition, Envelope, Item, Passed, Place, Spoiled, raw_of
-from topics.resting import RestingConsumer
+from topics.records import EndOfPartition, Envelope, InvalidMessage, Item, Place, SkippedMessage, raw_of
 from topics.settings import BusSettings
 
-JOIN_SECONDS = 5.0
+REJOIN_SECONDS = 5.0
 """The embedded broker waits 0.3 s for others once a group's first member has come. If the second comes just as that is
 over, it answers neither, nor whoever comes after them, until one of them comes again by its name: after so long."""
 
-REACH_SECONDS = 3.0
+COORDINATOR_ANSWER_SECONDS = 3.0
 """How long a coordinator may take to answer a client that has to look for it first; else it counts as away."""
 
 CLOSE_SECONDS = 10.0
@@ -71,26 +71,26 @@ class Reader:
         *,
         group: str = LOG_GROUP,
         member: str | None = None,
-        ends: bool = False,
-        meanwhile: Callable[[], None] = nothing,
+        report_ends: bool = False,
+        on_wait: Callable[[], None] = noop,
         **overrides: object,
     ) -> None:
         """`member`: its name in the group, by which it is known again on a broker that never evicts a member.
 
-        `ends` makes `read` report EndOfPartition too. `meanwhile` is called every few seconds while a question to the
-        broker has no answer; what it raises ends the question.
+        `report_ends` makes `read` report EndOfPartition too. `on_wait` is called every few seconds while a question to
+        the broker has no answer; what it raises ends the question.
         """
-        config = {**settings.consumer(client_id, group), "enable.partition.eof": ends, **overrides}
+        config = {**settings.consumer(client_id, group), "enable.partition.eof": report_ends, **overrides}
         self.right_to_group = f"{'Describe' if group == LOG_GROUP else 'Read'} on group {settings.name(group)}"
         if member is not None and settings.embedded:
             config["group.instance.id"] = settings.name(member)
         self._settings = settings
         self._config = config
-        self._meanwhile = meanwhile
-        self._consumer = self._connected()
+        self._on_wait = on_wait
+        self._consumer = self._new_consumer()
         self._join: Callable[[], None] | None = None
         """Ask the group to be taken in."""
-        self._leaves = False
+        self._leaves_on_close = False
         self._joins_again_at = math.inf
         self._topics: dict[str, Topic] = {}
         self._assigned: set[Place] = set()
@@ -105,43 +105,43 @@ class Reader:
 
         Raises TopicMissing or BusError.
         """
-        self._know(topic for topic, _ in places)
-        self._take_on(places)
+        self._register_topics(topic for topic, _ in places)
+        self._assign_places(places)
         self.group_metadata()
 
     def subscribe(
         self,
         topics: Sequence[Topic],
         *,
-        assigned: Callable[[list[Place]], Mapping[Place, int]],
-        revoked: Callable[[list[Place]], None],
+        on_assigned: Callable[[list[Place]], Mapping[Place, int]],
+        on_revoked: Callable[[list[Place]], None],
     ) -> None:
-        """Join the group. `assigned` says where to begin in each partition that comes; both run inside `read`.
+        """Join the group. `on_assigned` says where to begin in each partition that comes; both run inside `read`.
 
         Nothing is said any more once `close` has begun.
         """
-        self._know(topics)
+        self._register_topics(topics)
 
         def on_assign(consumer: Consumer, partitions: list[TopicPartition]) -> None:
-            if self._leaves or consumer is not self._consumer:
+            if self._leaves_on_close or consumer is not self._consumer:
                 # It leaves, on a thread of its own: what is told now was decided before. Its client may have ended by
                 # now, and what that raises in here Python 3.11 cannot have back.
                 return
             self._joins_again_at = math.inf
             self._membership = consumer.consumer_group_metadata()
-            self._take_on(assigned([self._place(partition) for partition in partitions]))
+            self._assign_places(on_assigned([self._place(partition) for partition in partitions]))
 
         def on_revoke(consumer: Consumer, partitions: list[TopicPartition]) -> None:
-            if self._leaves or consumer is not self._consumer:
+            if self._leaves_on_close or consumer is not self._consumer:
                 return  # as above
-            revoked([self._place(partition) for partition in partitions])
+            on_revoked([self._place(partition) for partition in partitions])
             self._assigned = set()
             consumer.unassign()
 
         def join() -> None:
             self._consumer.subscribe(names, on_assign=on_assign, on_revoke=on_revoke, on_lost=on_revoke)
             if self._settings.embedded:
-                self._joins_again_at = time.monotonic() + JOIN_SECONDS
+                self._joins_again_at = time.monotonic() + REJOIN_SECONDS
 
         names = [self._settings.topic(topic) for topic in topics]
         self._join = join
@@ -152,19 +152,21 @@ class Reader:
 
         Raises TopicMissing or BusError.
         """
-        taken = (self._take(message) for message in self._messages(limit, timeout_seconds))
+        taken = (self._item_of(message) for message in self._messages(limit, timeout_seconds))
         return [item for item in taken if item is not None]
 
-    def pick(self, limit: int, timeout_seconds: float, only: Mapping[Place, Container[int]]) -> list[Item | Passed]:
+    def read_selected(
+        self, limit: int, timeout_seconds: float, selected: Mapping[Place, Container[int]]
+    ) -> list[Item | SkippedMessage]:
         """`read` that decodes what lies at these offsets alone, which saves most of the time that the rest takes."""
-        picked = (self._pick(message, only) for message in self._messages(limit, timeout_seconds))
+        picked = (self._selected_item(message, selected) for message in self._messages(limit, timeout_seconds))
         return [item for item in picked if item is not None]
 
     def _messages(self, limit: int, timeout_seconds: float) -> list[Message]:
         first = self._consumer.poll(timeout_seconds)
         if first is None:
             if time.monotonic() >= self._joins_again_at:
-                self._come_again()
+                self._rejoin()
             return []
         return [first, *self._consumer.consume(limit - 1, 0)] if limit > 1 else [first]
 
@@ -173,18 +175,18 @@ class Reader:
 
         Waits so long for a coordinator that is coming up. Raises BusError.
         """
-        answers = self._asked(self._consumer, places, seconds)
+        answers = self._committed_offsets(self._consumer, places, seconds)
         return {
             place: answer.offset if answer.offset >= 0 else None for place, answer in zip(places, answers, strict=True)
         }
 
-    def marks(self, places: Sequence[Place]) -> dict[Place, str]:
+    def commit_metadata(self, places: Sequence[Place]) -> dict[Place, str]:
         """What was said with the offsets that were committed last, whatever is open: empty where nothing was.
 
         Waits for a coordinator that is coming up. Raises BusError.
         """
-        with closing(self._beside()) as asking:
-            answers = self._asked(asking, places, COORDINATOR_SECONDS)
+        with closing(self._observer()) as asking:
+            answers = self._committed_offsets(asking, places, COORDINATOR_SECONDS)
         return {place: answer.metadata or "" for place, answer in zip(places, answers, strict=True)}
 
     def reach_coordinator(self, place: Place) -> None:
@@ -193,8 +195,8 @@ class Reader:
         Asks with a client of its own, on any thread. Raises BusError within REACH_SECONDS or so.
         """
         try:
-            with closing(self._beside()) as asking:
-                asking.committed([self._partition(place, 0)], timeout=REACH_SECONDS)
+            with closing(self._observer()) as asking:
+                asking.committed([self._partition(place, 0)], timeout=COORDINATOR_ANSWER_SECONDS)
         except KafkaException as error:
             raise BusError("reaching the coordinator of a group", error.args[0], self.right_to_group) from error
 
@@ -212,14 +214,14 @@ class Reader:
     def offsets_at(self, places: Sequence[Place], timestamp_seconds: float) -> dict[Place, int]:
         """Of each partition the first offset stamped at or after the time; its end if there is none."""
         milliseconds = max(0, int(timestamp_seconds * 1000))  # those below 0 mean something else to a broker
-        asked = [self._partition(place, milliseconds) for place in places]
-        found = insist(
+        requests = [self._partition(place, milliseconds) for place in places]
+        found = retry_query(
             "looking offsets up by time",
-            lambda left: self._consumer.offsets_for_times(asked, timeout=min(left, ENDS_TURN_SECONDS)),
-            ENDS_SECONDS,
-            meanwhile=self._meanwhile,
+            lambda left: self._consumer.offsets_for_times(requests, timeout=min(left, WATERMARKS_ATTEMPT_SECONDS)),
+            WATERMARKS_SECONDS,
+            on_wait=self._on_wait,
         )
-        _refuse_errors(found, "looking offsets up by time")
+        _raise_partition_errors(found, "looking offsets up by time")
         return {
             place: answer.offset if answer.offset >= 0 else self.watermarks(place)[1]
             for place, answer in zip(places, found, strict=True)
@@ -227,29 +229,29 @@ class Reader:
 
     def watermarks(self, place: Place) -> tuple[int, int]:
         """The first offset kept and the next one to be written. Raises TopicMissing or BusError."""
-        return ends_of(self._consumer, self._partition(place, 0), self._meanwhile)
+        return watermarks_of(self._consumer, self._partition(place, 0), self._on_wait)
 
     def all_watermarks(
-        self, places: Sequence[Place], *, meanwhile: Callable[[], None] | None = None
+        self, places: Sequence[Place], *, on_wait: Callable[[], None] | None = None
     ) -> dict[Place, tuple[int, int]]:
-        """`watermarks` of each, asked for at once. `meanwhile`: if not the reader's own.
+        """`watermarks` of each, asked for at once. `on_wait`: if not the reader's own.
 
         Raises TopicMissing or BusError.
         """
-        wanted = [self._partition(place, 0) for place in places]
-        return dict(zip(places, all_ends_of(self._consumer, wanted, meanwhile or self._meanwhile), strict=True))
+        partitions = [self._partition(place, 0) for place in places]
+        return dict(zip(places, all_watermarks_of(self._consumer, partitions, on_wait or self._on_wait), strict=True))
 
-    def look(self, places: Sequence[Place]) -> None:
+    def refresh_positions(self, places: Sequence[Place]) -> None:
         """Have what was assigned looked for now: librdkafka does so once a second, or when it is asked.
 
         What is missing, or does not answer, is told by reading.
         """
         with suppress(KafkaException):
-            ends_at(self._consumer, [self._partition(place, 0) for place in places], EARLIEST)
+            offsets_at(self._consumer, [self._partition(place, 0) for place in places], EARLIEST)
 
-    def partitions(self, topic: Topic) -> int:
+    def partition_count(self, topic: Topic) -> int:
         """How many partitions the topic has on the broker. Raises TopicMissing or BusError."""
-        return partitions_of(self._consumer, self._settings.topic(topic), self._meanwhile)
+        return partition_count(self._consumer, self._settings.topic(topic), self._on_wait)
 
     def pause(self, places: Iterable[Place]) -> None:
         """Hand nothing of these out until they are resumed or assigned anew; what is not assigned stays as it is."""
@@ -268,7 +270,7 @@ class Reader:
         return self._membership
 
     @property
-    def member(self) -> str:
+    def member_id(self) -> str:
         """As whom the group knows this reader; another name once it had given it up."""
         return str(self._consumer.memberid())
 
@@ -278,59 +280,61 @@ class Reader:
         Takes CLOSE_SECONDS at most: in the middle of a rebalance librdkafka may wait for a word that never comes. The
         others then wait for the end of this member's session.
         """
-        if self._leaves:
+        if self._leaves_on_close:
             return  # a client that is closed twice at once may wait for ever
-        self._leaves = True
+        self._leaves_on_close = True
         leaving = Thread(target=self._consumer.close, name="leaves", daemon=True)
         leaving.start()
         leaving.join(CLOSE_SECONDS)
         if leaving.is_alive():
             structlog.get_logger("bus").warning("not left in time", seconds=CLOSE_SECONDS)
 
-    def _asked(self, consumer: Consumer, places: Sequence[Place], seconds: float) -> list[TopicPartition]:
+    def _committed_offsets(self, consumer: Consumer, places: Sequence[Place], seconds: float) -> list[TopicPartition]:
         """What a client of the group is told of its committed offsets. Raises BusError."""
-        wanted = [self._partition(place, 0) for place in places]
+        partitions = [self._partition(place, 0) for place in places]
         reads = consumer is self._consumer and (self._join is not None or bool(self._assigned))
 
         def ask(left: float) -> list[TopicPartition]:
             try:
-                answers: list[TopicPartition] = consumer.committed(wanted, timeout=min(left, ENDS_TURN_SECONDS))
+                answers: list[TopicPartition] = consumer.committed(
+                    partitions, timeout=min(left, WATERMARKS_ATTEMPT_SECONDS)
+                )
                 return answers
             except KafkaException:
                 if not reads:
                     _raise_refusal(consumer)
                 raise
 
-        doing = "reading committed offsets"
-        answers = insist(doing, ask, seconds, self.right_to_group, meanwhile=self._meanwhile)
-        _refuse_errors(answers, doing)
+        action = "reading committed offsets"
+        answers = retry_query(action, ask, seconds, self.right_to_group, on_wait=self._on_wait)
+        _raise_partition_errors(answers, action)
         return answers
 
-    def _connected(self) -> Consumer:
+    def _new_consumer(self) -> Consumer:
         # With nothing held at the broker a waiting consumer would ask without end: this one rests.
-        return made(RestingConsumer if self._settings.embedded else Consumer, self._config)
+        return new_client(IdleConsumer if self._settings.embedded else Consumer, self._config)
 
-    def _beside(self) -> Consumer:
+    def _observer(self) -> Consumer:
         """A client that is no member of the group, and is told also of offsets whose transaction is open."""
         alike = {name: value for name, value in self._config.items() if name != "group.instance.id"}
-        return made(Consumer, {**alike, "isolation.level": "read_uncommitted"})
+        return new_client(Consumer, {**alike, "isolation.level": "read_uncommitted"})
 
-    def _come_again(self) -> None:
+    def _rejoin(self) -> None:
         assert self._join is not None
-        structlog.get_logger("bus").warning("the broker has not answered a join: asking again", seconds=JOIN_SECONDS)
-        former, self._consumer = self._consumer, self._connected()
+        structlog.get_logger("bus").warning("the broker has not answered a join: asking again", seconds=REJOIN_SECONDS)
+        former, self._consumer = self._consumer, self._new_consumer()
         Thread(target=former.close, name="leaves", daemon=True).start()
         self._join()
 
-    def _know(self, topics: Iterable[Topic]) -> None:
+    def _register_topics(self, topics: Iterable[Topic]) -> None:
         known = {self._settings.topic(topic): topic for topic in topics}
         for topic in known.values():
             counts.dead_letters(topic)  # at 0: the first one is to be seen as an increase
         self._topics.update(known)
 
-    def _take_on(self, places: Mapping[Place, int]) -> None:
+    def _assign_places(self, places: Mapping[Place, int]) -> None:
         """Assign, and resume: librdkafka keeps an application's pause of a partition over any assignment."""
-        partitions = [self._partition(place, at) for place, at in self._found(places).items()]
+        partitions = [self._partition(place, at) for place, at in self._resolved_offsets(places).items()]
         try:
             self._consumer.assign(partitions)
             self._consumer.resume(partitions)
@@ -342,7 +346,7 @@ class Reader:
         topic, partition = place
         return TopicPartition(self._settings.topic(topic), partition, offset)
 
-    def _found(self, places: Mapping[Place, int]) -> dict[Place, int]:
+    def _resolved_offsets(self, places: Mapping[Place, int]) -> dict[Place, int]:
         """The offsets as numbers, asked for here: librdkafka takes half a second to find the beginning or the end."""
         ends = self.all_watermarks([place for place, at in places.items() if at in (OFFSET_BEGINNING, OFFSET_END)])
         return {place: ends[place][at == OFFSET_END] if place in ends else at for place, at in places.items()}
@@ -350,22 +354,24 @@ class Reader:
     def _place(self, partition: TopicPartition) -> Place:
         return self._topics[partition.topic], partition.partition
 
-    def _pick(self, message: Message, only: Mapping[Place, Container[int]]) -> Item | Passed | None:
+    def _selected_item(
+        self, message: Message, selected: Mapping[Place, Container[int]]
+    ) -> Item | SkippedMessage | None:
         if message.error() is None:
             place, offset = (self._topics[message.topic()], message.partition()), message.offset()
-            if offset not in only.get(place, ()):
-                return Passed(*place, offset, len(message.value() or b""))
-        return self._take(message)
+            if offset not in selected.get(place, ()):
+                return SkippedMessage(*place, offset, len(message.value() or b""))
+        return self._item_of(message)
 
-    def _take(self, message: Message) -> Item | None:
+    def _item_of(self, message: Message) -> Item | None:
         name = message.topic()
         error = message.error()
         if error is not None:
             if error.code() == KafkaError._PARTITION_EOF:
                 return EndOfPartition(self._topics[name], message.partition(), message.offset())
-            if error.code() in NO_SUCH_PLACE:
-                raise missing(self._consumer, name or "?", message.partition())
-            if error.retriable() or error.code() in BROKER_AWAY:
+            if error.code() in UNKNOWN_PARTITION_CODES:
+                raise missing_error(self._consumer, name or "?", message.partition())
+            if error.retriable() or error.code() in UNAVAILABLE_CODES:
                 return None  # librdkafka reconnects by itself
             raise BusError(f"reading {name or 'the log'}", error, f"Read on topic {name}", self.right_to_group)
         topic, raw = self._topics[name], raw_of(message)
@@ -377,23 +383,23 @@ class Reader:
             try:
                 record = decode(topic.record, raw.value, raw.headers)
             except RecordError as error:
-                return Spoiled(*place, raw, str(error))
+                return InvalidMessage(*place, raw, str(error))
         key = raw.key.decode(errors="replace") if raw.key else ""
-        kind, stamp = message.timestamp()
-        return Envelope(record, *place, key, stamp / 1000, raw, kind == TIMESTAMP_LOG_APPEND_TIME)
+        timestamp_type, stamp = message.timestamp()
+        return Envelope(record, *place, key, stamp / 1000, raw, timestamp_type == TIMESTAMP_LOG_APPEND_TIME)
 
 
 def _raise_refusal(consumer: Consumer) -> None:
     """That the group may not be looked for is said where messages come: who reads nothing yet never hears of it."""
-    if (said := consumer.poll(0)) is not None:
-        error = said.error()
-        if error is not None and error.code() in REFUSED_RIGHTS:
+    if (message := consumer.poll(0)) is not None:
+        error = message.error()
+        if error is not None and error.code() in AUTHORIZATION_CODES:
             raise KafkaException(error)
 
 
-def _refuse_errors(answers: Iterable[TopicPartition], asked: str) -> None:
+def _raise_partition_errors(answers: Iterable[TopicPartition], action: str) -> None:
     """An answer for all may carry an error for one, and no offset: it is no answer. Raises BusError."""
     for answer in answers:
         if answer.error is not None:
             where = f"{answer.topic} [{answer.partition}]"
-            raise BusError(f"{asked} of {where}", answer.error, f"Describe on topic {answer.topic}")
+            raise BusError(f"{action} of {where}", answer.error, f"Describe on topic {answer.topic}")

@@ -18,7 +18,7 @@ RECORD_FRAMING_BYTES = 36
 """What Kafka writes of a record beside its key, value and headers, at most: their lengths, its number and its time."""
 
 
-class Raw(NamedTuple):
+class RawMessage(NamedTuple):
     """A message as it came."""
 
     key: bytes | None
@@ -28,7 +28,7 @@ class Raw(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes that it takes on the wire uncompressed, at most: each header has lengths of its own there."""
-        headers = sum(_framed(len(name.encode())) + _framed(len(value)) for name, value in self.headers)
+        headers = sum(_framed_bytes(len(name.encode())) + _framed_bytes(len(value)) for name, value in self.headers)
         return RECORD_FRAMING_BYTES + len(self.key or b"") + len(self.value or b"") + headers
 
     def header(self, name: str) -> bytes:
@@ -47,18 +47,18 @@ class Envelope(msgspec.Struct, frozen=True, gc=False):
     key: str
     timestamp_seconds: float
     """When the broker or the producer stamped it, unix seconds."""
-    raw: Raw
-    by_broker: bool = False
+    raw: RawMessage
+    stamped_by_broker: bool = False
     """Whether that was the broker, when it appended the record."""
 
 
-class Spoiled(msgspec.Struct, frozen=True, gc=False):
+class InvalidMessage(msgspec.Struct, frozen=True, gc=False):
     """A message that is no record of its topic."""
 
     topic: Topic
     partition: int
     offset: int
-    raw: Raw
+    raw: RawMessage
     reason: str
 
 
@@ -71,10 +71,10 @@ class EndOfPartition(msgspec.Struct, frozen=True, gc=False):
     """The next one to be written; what ends a transaction counts, and is no record."""
 
 
-Item = Envelope | Spoiled | EndOfPartition
+Item = Envelope | InvalidMessage | EndOfPartition
 
 
-class Passed(msgspec.Struct, frozen=True, gc=False):
+class SkippedMessage(msgspec.Struct, frozen=True, gc=False):
     """A message that was passed over, unread."""
 
     topic: Topic
@@ -87,7 +87,7 @@ _headers_of = methodcaller("headers")
 """Not `message.headers()`: for that call Python takes a short cut in which an error that comes with a list is lost."""
 
 
-def raw_of(message: Message) -> Raw:
+def raw_of(message: Message) -> RawMessage:
     """The message's bytes; a header without a value is an empty one.
 
     Where the name of a header is no text, or there are more than 100,000, there are none: the client cannot hand out a
@@ -98,14 +98,14 @@ def raw_of(message: Message) -> Raw:
         found = _headers_of(message) or ()
     except SystemError:  # not to be asked again: the list that it leaves behind is not whole
         found = ()
-    headers = tuple((name, _bytes(held)) for name, held in found)
-    return Raw(None if key is None else _bytes(key), None if value is None else _bytes(value), headers)
+    headers = tuple((name, _as_bytes(stored)) for name, stored in found)
+    return RawMessage(None if key is None else _as_bytes(key), None if value is None else _as_bytes(value), headers)
 
 
-def _bytes(held: bytes | str | None) -> bytes:
-    return held.encode() if isinstance(held, str) else held or b""
+def _as_bytes(stored: bytes | str | None) -> bytes:
+    return stored.encode() if isinstance(stored, str) else stored or b""
 
 
-def _framed(length: int) -> int:
+def _framed_bytes(length: int) -> int:
     """So many bytes with their length before them, a zigzag varint."""
     return length + max(1, math.ceil((2 * length).bit_length() / 7))

@@ -11,8 +11,8 @@ from contextlib import closing, suppress
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
-from topics.admin import ADMIN_SECONDS, reach
-from topics.catalog import KEPT_SECONDS
+from topics.admin import ADMIN_SECONDS, connect
+from topics.catalog import RETENTION_SECONDS
 from topics.errors import BusError
 from topics.reader import Reader
 from topics.records import Place
@@ -26,7 +26,7 @@ def lowest_committed(
 
     Partitions of which none has committed an offset are left out. Raises BrokerUnreachable, TopicMissing or BusError.
     """
-    admin = reach(settings)  # to be held while it is asked
+    admin = connect(settings)  # to be held while it is asked
     try:
         listed = admin.list_consumer_groups(request_timeout=ADMIN_SECONDS).result(ADMIN_SECONDS)
     except KafkaException as error:
@@ -45,7 +45,7 @@ def lowest_committed(
 
 
 def delete_before(
-    settings: BusSettings, needed: Mapping[Place, int], *, keep_seconds: float = KEPT_SECONDS, client_id: str
+    settings: BusSettings, needed: Mapping[Place, int], *, keep_seconds: float = RETENTION_SECONDS, client_id: str
 ) -> dict[Place, int]:
     """Delete what lies before the offset that is needed of each partition and is older than `keep_seconds`.
 
@@ -53,16 +53,16 @@ def delete_before(
     TopicMissing or BusError.
     """
     places = list(needed)
-    admin = reach(settings)
-    now = min([time.time(), *_after(admin, settings, places)])
+    admin = connect(settings)
+    now = min([time.time(), *_latest_timestamps(admin, settings, places)])
     with closing(Reader(settings, client_id)) as reader:
         aged = reader.offsets_at(places, now - keep_seconds)
         begins = {place: low for place, (low, _) in reader.all_watermarks(places).items()}
     before = {place: min(offset, aged[place]) for place, offset in needed.items()}
     before = {place: offset for place, offset in before.items() if offset > begins[place]}
     if before:
-        asked = [TopicPartition(settings.topic(topic), part, offset) for (topic, part), offset in before.items()]
-        for partition, deleted in admin.delete_records(asked).items():
+        requests = [TopicPartition(settings.topic(topic), part, offset) for (topic, part), offset in before.items()]
+        for partition, deleted in admin.delete_records(requests).items():
             try:
                 deleted.result()
             except KafkaException as error:
@@ -71,11 +71,11 @@ def delete_before(
     return before
 
 
-def _after(admin: AdminClient, settings: BusSettings, places: Sequence[Place]) -> list[float]:
+def _latest_timestamps(admin: AdminClient, settings: BusSettings, places: Sequence[Place]) -> list[float]:
     """A moment after the newest stamp in these partitions, unix seconds; none where no broker tells of one."""
-    asked = {TopicPartition(settings.topic(topic), part): OffsetSpec.max_timestamp() for topic, part in places}
+    requests = {TopicPartition(settings.topic(topic), part): OffsetSpec.max_timestamp() for topic, part in places}
     stamps = []
-    for answer in admin.list_offsets(asked, request_timeout=ADMIN_SECONDS).values():
+    for answer in admin.list_offsets(requests, request_timeout=ADMIN_SECONDS).values():
         with suppress(KafkaException):  # one that does not know the question
             stamps.append(answer.result().timestamp / 1000)
     return [max(stamps) + 1.0] if stamps and max(stamps) > 0 else []

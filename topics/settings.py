@@ -1,6 +1,6 @@
 """How to reach the broker. Keeps true: what the user gives librdkafka passes through verbatim and wins.
 
-What ROSE relies on is refused before (`topics.relied`).
+What ROSE relies on is refused before (`topics.required_settings`).
 """
 
 import math
@@ -14,15 +14,15 @@ import structlog
 from confluent_kafka import KafkaError
 
 from schemas.errors import UsageError
-from topics.catalog import LETTER_BYTES, MAX_MESSAGE_BYTES, Topic
+from topics.catalog import MAX_DEAD_LETTER_BYTES, MAX_MESSAGE_BYTES, Topic
 
 PREFIX = "rose."
 """What every topic, consumer group and transactional id begins with, after the namespace: one prefix for an ACL."""
 
-COMPLAINT_SECONDS = 30.0
+WARNING_SECONDS = 30.0
 """Between two warnings of the same trouble with the broker."""
 
-BEGINNING_SECONDS = 10.0
+STARTUP_SECONDS = 10.0
 """A client younger than this may not know of all brokers yet."""
 
 TRANSACTION_MILLISECONDS = 10_000
@@ -32,11 +32,11 @@ FETCH_MILLISECONDS = 100
 """An idle reader asks the broker again after so long. A new record wakes the fetch under way; a partition that is
 assigned or resumed meanwhile waits for its end."""
 
-END_MILLISECONDS = 10
+BOUNDED_FETCH_MILLISECONDS = 10
 """The same for a reader that stops at an end: of that it is told by a fetch that finds nothing, and what it asks the
 broker next waits for the end of a fetch under way."""
 
-FULL_MILLISECONDS = 10
+FULL_QUEUE_MILLISECONDS = 10
 """A reader that has fetched ahead as much as it may looks again after so long; librdkafka would after a second, with
 nothing left to read."""
 
@@ -69,13 +69,13 @@ class BusSettings:
         """The topic's name on this broker."""
         return f"{self.namespace}{topic.name}"
 
-    def preferring(self, properties: Mapping[str, str]) -> "BusSettings":
+    def with_defaults(self, properties: Mapping[str, str]) -> "BusSettings":
         """The same with these properties, where the user gave none of the name."""
         return replace(self, properties={**properties, **self.properties})
 
-    def to_an_end(self) -> "BusSettings":
+    def for_bounded_reads(self) -> "BusSettings":
         """For readers that stop at an end."""
-        return self if self.embedded else self.preferring({"fetch.wait.max.ms": str(END_MILLISECONDS)})
+        return self if self.embedded else self.with_defaults({"fetch.wait.max.ms": str(BOUNDED_FETCH_MILLISECONDS)})
 
     def name(self, name: str) -> str:
         """A consumer group or transactional id on this broker."""
@@ -83,11 +83,11 @@ class BusSettings:
 
     def client(self, client_id: str) -> dict[str, object]:
         """What every client has in common."""
-        return self._won(
+        return self._with_overrides(
             {
                 "bootstrap.servers": self.bootstrap,
                 "client.id": client_id,
-                "error_cb": partial(_report, len(set(self.bootstrap.split(","))), time.monotonic()),
+                "error_cb": partial(_report_error, len(set(self.bootstrap.split(","))), time.monotonic()),
                 "log_level": 2,
                 "topic.metadata.refresh.interval.ms": 30_000,
                 "socket.nagle.disable": True,
@@ -96,13 +96,13 @@ class BusSettings:
 
     def producer(self, client_id: str) -> dict[str, object]:
         """An idempotent producer that sends at once and packs what waits."""
-        return self._won(
+        return self._with_overrides(
             {
                 **self.client(client_id),
                 "enable.idempotence": True,
                 "linger.ms": 0,
                 "compression.type": "lz4",
-                "message.max.bytes": LETTER_BYTES,  # what else is too large its topic refuses
+                "message.max.bytes": MAX_DEAD_LETTER_BYTES,  # what else is too large its topic refuses
                 "batch.size": MAX_MESSAGE_BYTES,  # of records that do not compress, a batch is what its topic must take
                 "queue.buffering.max.kbytes": 256 * 1024,
                 "message.timeout.ms": 0,  # a slow link is no failure: whoever flushes decides
@@ -111,7 +111,7 @@ class BusSettings:
 
     def transactional(self, client_id: str, transactional_id: str) -> dict[str, object]:
         """A transactional producer. Back-to-back transactions meet CONCURRENT_TRANSACTIONS: retry at once."""
-        return self._won(
+        return self._with_overrides(
             {
                 **self.producer(client_id),
                 "transactional.id": self.name(transactional_id),
@@ -124,7 +124,7 @@ class BusSettings:
 
     def consumer(self, client_id: str, group: str) -> dict[str, object]:
         """A consumer that sees committed records only and commits nothing by itself."""
-        return self._won(
+        return self._with_overrides(
             {
                 **self.client(client_id),
                 "group.id": self.name(group),
@@ -133,27 +133,27 @@ class BusSettings:
                 "auto.offset.reset": "earliest",
                 "isolation.level": "read_committed",
                 "fetch.wait.max.ms": 0 if self.embedded else FETCH_MILLISECONDS,
-                "fetch.queue.backoff.ms": FULL_MILLISECONDS,
+                "fetch.queue.backoff.ms": FULL_QUEUE_MILLISECONDS,
                 "fetch.message.max.bytes": 4 * 1024 * 1024,
                 "receive.message.max.bytes": 512 * 1024 * 1024,
                 "partition.assignment.strategy": "range",
             }
         )
 
-    def _won(self, config: Mapping[str, object]) -> dict[str, object]:
+    def _with_overrides(self, config: Mapping[str, object]) -> dict[str, object]:
         """With what the user gave in the end: of a setting with two names librdkafka heeds the one that comes last."""
         own = {name: value for name, value in config.items() if name not in self.properties}
         return {**own, **self.properties}
 
 
-_said: dict[int, float] = {}
+_warned_at: dict[int, float] = {}
 """By kind of trouble, when it was last told."""
 
 
 _FIRST_DOWN = "1/1 brokers are down"
 
 
-def _report(servers: int, made_at: float, error: KafkaError) -> None:
+def _report_error(servers: int, created_at: float, error: KafkaError) -> None:
     """For whoever wonders why nothing moves. librdkafka reconnects and retries by itself.
 
     One broker of several that is away is no trouble: the others answer. When it is the first of the `servers` that a
@@ -163,10 +163,10 @@ def _report(servers: int, made_at: float, error: KafkaError) -> None:
     if error.code() in (KafkaError._TRANSPORT, KafkaError._RESOLVE, KafkaError._TIMED_OUT) and not error.fatal():
         return
     now = time.monotonic()
-    if error.str() == _FIRST_DOWN and servers > 1 and now - made_at < BEGINNING_SECONDS:
+    if error.str() == _FIRST_DOWN and servers > 1 and now - created_at < STARTUP_SECONDS:
         return
-    if now - _said.get(error.code(), -math.inf) >= COMPLAINT_SECONDS:
-        _said[error.code()] = now
+    if now - _warned_at.get(error.code(), -math.inf) >= WARNING_SECONDS:
+        _warned_at[error.code()] = now
         structlog.get_logger("bus").warning("broker trouble", error=error.str())
 
 

@@ -1,10 +1,19 @@
-"""Traces of trajectories by OpenTelemetry's protocol, where a collector is named; off, a look at `exporter` is all.
+"""Traces of trajectories, exported by OpenTelemetry's protocol where a collector is configured.
+
+Every record that is written, and every result that is applied, ends one or more spans of its trajectory's trace.
 
 Keeps true
 - Nothing of OpenTelemetry is imported unless traces are exported.
-- Nobody waits for a collector: spans go out on a thread of their own, and what finds no room there is dropped. A
-  process that ends gives them CLOSE_SECONDS.
-- The same trajectories are chosen in every process.
+- No process waits for a collector: spans are sent by a thread of their own, and dropped when its queue is full. A
+  process that ends waits for them for CLOSE_SECONDS.
+- Every process samples the same trajectories.
+- Names and attributes follow OpenTelemetry's conventions for messaging and generative AI; other names begin with
+  `rose.`.
+- Spans carry counts, never tokens or text. A failed span carries the reason that its record carries.
+- The times of a span are unix seconds of the process that exports it. A span never ends after it is exported, nor
+  begins after its end, whatever a record says.
+
+`spans_of_written` and `span_of_applied` are pure: `now` is an argument.
 """
 
 import os
@@ -18,12 +27,188 @@ import structlog
 
 from schemas.errors import UsageError
 from schemas.record import Record
-from schemas.traces import span_id, trace_id
+from schemas.trace_context import span_id, trace_id
 from schemas.turns import TurnResult
-from topics.hops import Hop, Kind, applied, written
 
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from schemas.arrays import count
+from schemas.samples import Sample, SampleOutcome
+from schemas.trace_context import (
+    TRAJECTORY,
+    dispatch_span,
+    execution_span,
+    request_span,
+    result_span,
+    span_of,
+)
+from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest
+
+AttributeValue = str | int | float | tuple[str, ...]
+
+
+class SpanKind(Enum):
+    """By OpenTelemetry's names."""
+
+    INTERNAL = "INTERNAL"
+    PRODUCER = "PRODUCER"
+    CONSUMER = "CONSUMER"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSpan:
+    """One span."""
+
+    trajectory_id: str
+    span: str
+    parent: str
+    """The span that this one is under; empty for the trajectory's own."""
+    name: str
+    kind: SpanKind = SpanKind.INTERNAL
+    begins: float
+    ends: float
+    attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
+    failure: str = ""
+    """Why it is one; empty when it is none."""
+
+
+def spans_of_written(record: Record, topic: str, now: float) -> Iterator[TraceSpan]:
+    """The hops that end with this record's being written into the topic; of most records none."""
+    match record:
+        case TurnRequest():
+            yield _producer_span(
+                record.trajectory_id, record, topic, TRAJECTORY, record.requested_at, now, turn=record.turn
+            )
+        case TurnDispatch():
+            request = record.request
+            span: dict[str, AttributeValue] = {"turn": request.turn, "attempt": record.attempt, "worker": record.worker}
+            parent, begins = request_span(request.turn), record.queued_at or record.dispatched_at
+            yield _producer_span(
+                request.trajectory_id, record, topic, parent, begins, min(record.dispatched_at, now), **span
+            )
+        case TurnResult():
+            yield _execution_span(record, now)
+        case Sample():
+            yield _trajectory_span(record, now)
+            yield _producer_span(record.trajectory_id, record, topic, TRAJECTORY, record.completed_at, now)
+        case SampleOutcome():
+            span = {"outcome": record.outcome.value, "step": record.step}
+            yield _producer_span(record.trajectory_id, record, topic, TRAJECTORY, now, now, **span)
+
+
+def span_of_applied(result: TurnResult, topic: str, *, began: float, now: float) -> TraceSpan:
+    """The environment worker's: it took a completed turn from the topic, and its environment has stepped."""
+    return TraceSpan(
+        trajectory_id=result.trajectory_id,
+        span=result_span(result.turn, result.attempt),
+        parent=execution_span(result.turn, result.attempt),
+        name=f"process {topic}",
+        kind=SpanKind.CONSUMER,
+        begins=min(began, now),
+        ends=now,
+        attributes=_messaging_attributes(
+            result.trajectory_id, topic, "process", turn=result.turn, attempt=result.attempt
+        ),
+    )
+
+
+def _producer_span(
+    trajectory_id: str, record: Record, topic: str, parent: str, begins: float, ends: float, **said: AttributeValue
+) -> TraceSpan:
+    return TraceSpan(
+        trajectory_id=trajectory_id,
+        span=span_of(record),
+        parent=parent,
+        name=f"send {topic}",
+        kind=SpanKind.PRODUCER,
+        begins=min(begins, ends),
+        ends=ends,
+        attributes=_messaging_attributes(trajectory_id, topic, "send", **said),
+    )
+
+
+def _messaging_attributes(
+    trajectory_id: str, topic: str, operation: str, **said: AttributeValue
+) -> dict[str, AttributeValue]:
+    return {
+        "messaging.system": "kafka",
+        "messaging.operation.name": operation,
+        "messaging.operation.type": operation,
+        "messaging.destination.name": topic,
+        "messaging.message.conversation_id": trajectory_id,
+        **{f"rose.{name}": value for name, value in said.items()},
+    }
+
+
+def _execution_span(result: TurnResult, now: float) -> TraceSpan:
+    """What an executor made of a dispatch; of a turn that the router gave up, that it did."""
+    times = result.times
+    ends = min(times.finished_at or now, now)
+    begins = min(times.received_at or ends, ends)
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "vllm",
+        "gen_ai.conversation.id": result.trajectory_id,
+        "gen_ai.usage.input_tokens": result.context_tokens,
+        "gen_ai.usage.output_tokens": count(result.tokens),
+        "gen_ai.usage.cache_read.input_tokens": result.cached_tokens,
+        "rose.turn": result.turn,
+        "rose.attempt": result.attempt,
+        "rose.outcome": result.outcome.value,
+    }
+    if result.finish_reason:
+        attributes["gen_ai.response.finish_reasons"] = (result.finish_reason,)
+    if times.first_token_at:
+        attributes["gen_ai.response.time_to_first_chunk"] = max(0.0, times.first_token_at - begins)
+    if result.spans:
+        attributes["rose.policy_version"] = result.spans[-1].version
+    if result.worker is not None:
+        attributes["rose.worker"] = result.worker
+    given_up = result.worker is None
+    turn, attempt = result.turn, result.attempt
+    return TraceSpan(
+        trajectory_id=result.trajectory_id,
+        span=span_of(result),
+        parent=request_span(turn) if given_up else dispatch_span(turn, attempt),
+        name="text_completion",
+        begins=begins,
+        ends=ends,
+        attributes=attributes,
+        failure=result.reason if result.outcome is TurnOutcome.FAILED else "",
+    )
+
+
+def _trajectory_span(sample: Sample, now: float) -> TraceSpan:
+    requested = [turn.times.requested_at for turn in sample.turns if turn.times.requested_at]
+    begins = min(requested, default=sample.completed_at)
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.operation.name": "invoke_agent",
+        "gen_ai.agent.name": sample.environment,
+        "gen_ai.conversation.id": sample.trajectory_id,
+        "gen_ai.request.model": sample.model_id,
+        "rose.group_id": sample.group_id,
+        "rose.turns": len(sample.turns),
+    }
+    if sample.success is not None:
+        attributes["rose.success"] = str(sample.success).lower()
+    if sample.reward is not None:
+        attributes["gen_ai.evaluation.name"] = "reward"
+        attributes["gen_ai.evaluation.score.value"] = sample.reward
+    return TraceSpan(
+        trajectory_id=sample.trajectory_id,
+        span=TRAJECTORY,
+        parent="",
+        name=f"invoke_agent {sample.environment}",
+        begins=min(begins, now),
+        ends=now,
+        attributes=attributes,
+        failure=sample.failure,
+    )
+
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 """Of the environment: where OpenTelemetry's own variables name a collector."""
@@ -53,18 +238,18 @@ class Exporter:
         self._span, self._trace = ReadableSpan, trace
         self._scope = InstrumentationScope("rose")
         self._resource = Resource.create({"service.name": service, "service.instance.id": instance})
-        self._most = int(ratio * 2**64)
+        self._max_trace_number = int(ratio * 2**64)
         url = endpoint.rstrip("/") + TRACES_PATH if endpoint else None
         self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=url))
 
-    def wrote(self, record: Record, topic: str) -> None:
+    def on_written(self, record: Record, topic: str) -> None:
         """A record was handed to the broker."""
-        for hop in written(record, topic, time.time()):
-            self._tell(hop)
+        for hop in spans_of_written(record, topic, time.time()):
+            self._export(hop)
 
-    def applied(self, result: TurnResult, topic: str, *, began: float) -> None:
+    def on_applied(self, result: TurnResult, topic: str, *, began: float) -> None:
         """A completed turn was applied."""
-        self._tell(applied(result, topic, began=began, now=time.time()))
+        self._export(span_of_applied(result, topic, began=began, now=time.time()))
 
     def close(self) -> None:
         """Send what is left, for CLOSE_SECONDS at most; the rest is dropped."""
@@ -74,12 +259,12 @@ class Exporter:
         if closing.is_alive():
             structlog.get_logger("tracing").warning("spans dropped", reason="their collector does not answer")
 
-    def _tell(self, hop: Hop) -> None:
+    def _export(self, hop: TraceSpan) -> None:
         trace = int(trace_id(hop.trajectory_id), 16)
-        if trace & (2**64 - 1) >= self._most:
+        if trace & (2**64 - 1) >= self._max_trace_number:
             return
-        under = self._context(hop, trace, hop.under) if hop.under else None
-        links = [self._trace.Link(under)] if under is not None and hop.kind is Kind.CONSUMER else []
+        under = self._context(hop, trace, hop.parent) if hop.parent else None
+        links = [self._trace.Link(under)] if under is not None and hop.kind is SpanKind.CONSUMER else []
         code = self._trace.StatusCode.ERROR if hop.failure else self._trace.StatusCode.UNSET
         self._processor.on_end(
             self._span(
@@ -97,7 +282,7 @@ class Exporter:
             )
         )
 
-    def _context(self, hop: Hop, trace: int, span: str) -> "SpanContext":
+    def _context(self, hop: TraceSpan, trace: int, span: str) -> "SpanContext":
         flags = self._trace.TraceFlags(self._trace.TraceFlags.SAMPLED)
         own = int(span_id(hop.trajectory_id, span), 16)
         return self._trace.SpanContext(trace, own, is_remote=True, trace_flags=flags)
@@ -108,7 +293,7 @@ exporter: Exporter | None = None
 
 
 @contextmanager
-def traced(endpoint: str, ratio: float, *, role: str) -> Iterator[None]:
+def export_traces(endpoint: str, ratio: float, *, role: str) -> Iterator[None]:
     """Export this process's hops for as long as this runs, where a collector is named.
 
     `endpoint` is the configuration's. Raises UsageError where it is set and OpenTelemetry is not installed, or for

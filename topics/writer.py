@@ -7,8 +7,8 @@ Keeps true
   id commits after an abort: there every owner writes under a new one, and ends what the last left open.
 - What `transact` makes again was undone by an abort that its broker has acknowledged: nothing of it is on the log. The
   embedded broker would hide what comes after an abort, so there it is not made again.
-- A commit ends, or is given up: see `topics/hung.py`. So is the client of a writer that was closed: librdkafka ends a
-  client only once all its brokers' threads have, and its owner does not wait for that.
+- A commit ends, or is given up: see `topics/transactions.py`. So is the client of a writer that was closed: librdkafka
+  ends a client only once all its brokers' threads have, and its owner does not wait for that.
 """
 
 import sys
@@ -24,32 +24,41 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer, Topic
 from schemas.record import Record
 from schemas.wire import encode, headers_of
 from topics import counts, tracing
-from topics.admin import reach
-from topics.asking import nothing, partitions_of
+from topics.admin import connect
 from topics.catalog import PROMPTS, Topic
-from topics.clients import made
+from topics.clients import new_client
+from topics.dead_letter_headers import to_dead_letter
 from topics.errors import BusError
-from topics.hung import LEAVING_SECONDS, HungCall, Wait, unless_hung, until_done
-from topics.labels import labelled
+from topics.queries import noop, partition_count
 from topics.reader import Reader
-from topics.records import Envelope, Place, Raw, Spoiled
+from topics.records import Envelope, InvalidMessage, Place, RawMessage
 from topics.settings import BusSettings
-from topics.transactions import NEVER_TAKEN, in_turns, until_kept, until_taken
+from topics.transactions import (
+    HUNG_CALL_LEAVING_SECONDS,
+    PERMANENT_REJECTIONS,
+    CallWatchdog,
+    HungCall,
+    in_time_slices,
+    poll_until_done,
+    retry_until_accepted,
+    retry_until_committed,
+    run_guarded,
+)
 
 STALL_SECONDS = 60.0
 """A flush gives up when nothing at all was stored for so long. A slow link is none: it takes what it takes."""
 
-LOOK_SECONDS = 1.0
+FLUSH_POLL_SECONDS = 1.0
 """How often a flush looks whether anything was stored."""
 
 CLOSE_SECONDS = 1.0
 """How long a writer that is closed waits for the reports of what it gives up; they are there at once."""
 
-CLOSE_LOOK_SECONDS = 0.01
+CLOSE_POLL_SECONDS = 0.01
 
-FREE_LOOK_SECONDS = 0.1
+FREE_POLL_SECONDS = 0.1
 
-ALONE = 2
+SOLE_REFERENCES = 2
 """References to a client that only one list has: the list's, and that of whoever asks."""
 
 OWNERS: Place = (PROMPTS, 0)
@@ -68,22 +77,22 @@ class Writer:
         client_id: str,
         *,
         transactional_id: str | None = None,
-        wanted: Callable[[], bool] = lambda: True,
-        meanwhile: Callable[[], None] = nothing,
+        still_needed: Callable[[], bool] = lambda: True,
+        on_wait: Callable[[], None] = noop,
     ) -> None:
-        """`wanted`: whether this one, and a commit or an abort, still wait for a broker that is away. `meanwhile` is
-        called every second or so while it takes the place of the last owner of the `transactional_id`, and while a
+        """`still_needed`: whether this one, and a commit or an abort, still wait for a broker that is away. `on_wait`
+        is called every second or so while it takes the place of the last owner of the `transactional_id`, and while a
         transaction that has all its offsets is committed on Apache Kafka; what that raises ends it.
         """
         self._settings = settings
-        self._wanted = wanted
-        self._meanwhile = meanwhile
+        self._still_needed = still_needed
+        self._on_wait = on_wait
         self._transactional = transactional_id is not None
         self._failure: tuple[KafkaError, str] | None = None
         """Of a delivery, and the topic."""
         self._stored = 0
         self._closed = False
-        self._touched: set[str] = set()
+        self._touched_topics: set[str] = set()
         """Topics that were written to since the transaction began."""
         self._rights: tuple[str, ...] = (
             f"Write on transactional id {settings.name(transactional_id or '')}",
@@ -91,9 +100,9 @@ class Writer:
         )
         """That it takes, beside those to topics and to its reader's group."""
         if transactional_id is None:
-            self._producer = made(Producer, settings.producer(client_id))
+            self._producer = new_client(Producer, settings.producer(client_id))
         else:
-            owning = self._succeeding if settings.embedded else self._fencing
+            owning = self._successor_producer if settings.embedded else self._fenced_producer
             self._producer = owning(client_id, transactional_id)
 
     def write(
@@ -126,7 +135,7 @@ class Writer:
         self,
         topic: Topic,
         record: Record,
-        wire: bytes,
+        value: bytes,
         *,
         key: str,
         partition: int | None = None,
@@ -135,10 +144,13 @@ class Writer:
         on_delivery: Callable[[int, int], None] | None = None,
     ) -> None:
         """`write` of a record whose bytes are known: what was signed or sized is what travels."""
-        name, said = self._settings.topic(topic), [*headers_of(record, trajectory_id), *(headers or {}).items()]
+        name, message_headers = (
+            self._settings.topic(topic),
+            [*headers_of(record, trajectory_id), *(headers or {}).items()],
+        )
         if tracing.exporter is not None and trajectory_id is not None:
-            tracing.exporter.wrote(record, name)
-        self._produce(name, key.encode(), wire, partition, said, on_delivery, counts.written(topic))
+            tracing.exporter.on_written(record, name)
+        self._produce(name, key.encode(), value, partition, message_headers, on_delivery, counts.written(topic))
 
     def tombstone(
         self, topic: Topic, *, key: str, partition: int, on_delivery: Callable[[int, int], None] | None = None
@@ -148,27 +160,29 @@ class Writer:
             self._settings.topic(topic), key.encode(), None, partition, [], on_delivery, counts.written(topic)
         )
 
-    def forward(self, topic: Topic, raw: Raw, *, partition: int, key: bytes | None) -> None:
+    def forward(self, topic: Topic, raw: RawMessage, *, partition: int, key: bytes | None) -> None:
         """Write a message as it came, to another place and under this key."""
         headers, counted = list(raw.headers), counts.written(topic)
         self._produce(self._settings.topic(topic), key, raw.value, partition, headers, None, counted)
 
     def dead_letter(
         self,
-        found: Envelope | Spoiled,
+        message: Envelope | InvalidMessage,
         reason: str,
         *,
         sent_back: bool = False,
         on_delivery: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Store a message that could not be used, as it came, with why and where it lay; see `topics/labels.py`."""
-        letter = labelled(found, reason, topic=self._settings.topic(found.topic), sent_back=sent_back)
-        name, counted = f"{self._settings.namespace}{found.topic.dead_letters}", counts.dead_letters(found.topic)
+        """Store a message that could not be used, as it came, with why and where it lay; see
+        `topics/dead_letter_headers.py`.
+        """
+        letter = to_dead_letter(message, reason, topic=self._settings.topic(message.topic), sent_back=sent_back)
+        name, counted = f"{self._settings.namespace}{message.topic.dead_letters}", counts.dead_letters(message.topic)
         self._produce(name, letter.key, letter.value, None, list(letter.headers), on_delivery, counted)
 
-    def partitions(self, topic: Topic) -> int:
+    def partition_count(self, topic: Topic) -> int:
         """How many partitions the topic has on the broker. Raises TopicMissing or BusError."""
-        return partitions_of(self._producer, self._settings.topic(topic))
+        return partition_count(self._producer, self._settings.topic(topic))
 
     def poll(self, seconds: float = 0.0) -> None:
         """Take delivery reports in, waiting so long for the first. Raises BusError if a delivery failed."""
@@ -178,30 +192,32 @@ class Writer:
     def flush(self) -> None:
         """Wait until all that was written is stored, for as long as anything is. Raises BusError if it is not."""
         seen, looks = self._stored, 0  # of which none lasts longer for a process that is frozen amid it
-        while left := self._producer.flush(LOOK_SECONDS):
+        while left_count := self._producer.flush(FLUSH_POLL_SECONDS):
             self._raise_failure()
             seen, looks = self._stored, looks + 1 if self._stored == seen else 0
-            if looks * LOOK_SECONDS >= STALL_SECONDS:
+            if looks * FLUSH_POLL_SECONDS >= STALL_SECONDS:
                 raise BusError(
-                    f"storing {left} records, none of them within {STALL_SECONDS:.0f} s",
+                    f"storing {left_count} records, none of them within {STALL_SECONDS:.0f} s",
                     KafkaError(KafkaError._MSG_TIMED_OUT),
                 )
         self._raise_failure()
 
     def begin(self) -> None:
-        self._touched.clear()
+        self._touched_topics.clear()
         self._guarded("beginning a transaction", self._producer.begin_transaction)
 
     def commit(
-        self, offsets: Mapping[Place, int] | None = None, reader: Reader | None = None, *, mark: str = ""
+        self, offsets: Mapping[Place, int] | None = None, reader: Reader | None = None, *, metadata: str = ""
     ) -> None:
-        """Commit what was written since `begin` together with the `reader`'s next `offsets`, and a `mark` at each."""
-        self._commit(self._producer, offsets or {}, reader, mark)
+        """Commit what was written since `begin` together with the `reader`'s next `offsets`, and a `metadata` at
+        each.
+        """
+        self._commit(self._producer, offsets or {}, reader, metadata)
         self._raise_failure()
 
     def abort(self) -> None:
-        abort = in_turns(self._producer.abort_transaction)
-        self._guarded("aborting a transaction", until_done, abort, self._to_its_end())
+        abort = in_time_slices(self._producer.abort_transaction)
+        self._guarded("aborting a transaction", poll_until_done, abort, self._watchdog())
 
     def transact(
         self,
@@ -209,7 +225,7 @@ class Writer:
         offsets: Mapping[Place, int] | None = None,
         reader: Reader | None = None,
         *,
-        mark: str = "",
+        metadata: str = "",
     ) -> None:
         """Begin, `write`, and `commit`; all of it again where a broker has undone it.
 
@@ -220,15 +236,15 @@ class Writer:
         def transaction() -> None:
             self.begin()
             write()
-            self.commit(offsets, reader, mark=mark)
+            self.commit(offsets, reader, metadata=metadata)
 
-        until_kept(transaction, self._undoes)
+        retry_until_committed(transaction, self._was_aborted)
 
-    def _undoes(self, error: BusError) -> bool:
+    def _was_aborted(self, error: BusError) -> bool:
         """Whether the transaction that failed so is certainly not on the log, and this writer may make it again."""
-        if error.fenced or error.lasting or error.code in NEVER_TAKEN or error.unknown:
+        if error.is_fenced or error.is_permanent or error.code in PERMANENT_REJECTIONS or error.outcome_unknown:
             return False  # if unknown, a call of it may still be under way as well
-        if self._settings.embedded or not self._wanted():
+        if self._settings.embedded or not self._still_needed():
             return False
         try:
             self.abort()
@@ -237,7 +253,7 @@ class Writer:
         self._failure = None  # that what was aborted was not stored, as all reports of it have said by now
         return True
 
-    def annul(self, places: Iterable[Place], reader: Reader) -> None:
+    def abort_open_transaction(self, places: Iterable[Place], reader: Reader) -> None:
         """Abort a transaction that would commit the `reader`'s offsets of these, and with it all that is open there of
         this transactional id, whoever wrote it and whatever its own end was.
         """
@@ -254,65 +270,71 @@ class Writer:
         deadline = time.monotonic() + CLOSE_SECONDS
         while len(self._producer) and time.monotonic() < deadline:
             with suppress(KafkaException):  # one that was fenced says so again
-                self._producer.poll(CLOSE_LOOK_SECONDS)
-        _let_go(self._producer)
+                self._producer.poll(CLOSE_POLL_SECONDS)
+        _free_later(self._producer)
 
-    def _fencing(self, client_id: str, transactional_id: str) -> Producer:
+    def _fenced_producer(self, client_id: str, transactional_id: str) -> Producer:
         """A producer of this id; what an earlier one had open is over."""
-        producer = made(Producer, self._settings.transactional(client_id, transactional_id))
+        producer = new_client(Producer, self._settings.transactional(client_id, transactional_id))
         with ExitStack() as undo:
-            undo.callback(_let_go, producer)
-            self._guarded("fencing older transactions", self._fence, producer)
+            undo.callback(_free_later, producer)
+            self._guarded("fencing older transactions", self._fence_predecessor, producer)
             undo.pop_all()
         return producer
 
-    def _fence(self, producer: Producer) -> None:
-        fenced = in_turns(producer.init_transactions)
-        while not fenced(LOOK_SECONDS):
-            self._wait_on()
+    def _fence_predecessor(self, producer: Producer) -> None:
+        fenced = in_time_slices(producer.init_transactions)
+        while not fenced(FLUSH_POLL_SECONDS):
+            self._wait_while_needed()
 
-    def _wait_on(self) -> None:
+    def _wait_while_needed(self) -> None:
         """Between two looks for an answer of whom it succeeds. Raises BusError once nobody waits for it any more."""
-        if not self._wanted():
-            doing = "fencing older transactions (it has no answer yet, and nobody waits for it any more)"
-            raise BusError(doing, KafkaError(KafkaError._TIMED_OUT))
-        self._meanwhile()
+        if not self._still_needed():
+            action = "fencing older transactions (it has no answer yet, and nobody waits for it any more)"
+            raise BusError(action, KafkaError(KafkaError._TIMED_OUT))
+        self._on_wait()
 
-    def _succeeding(self, client_id: str, transactional_id: str) -> Producer:
-        """`_fencing` with a producer under whose own id nothing was ever aborted.
+    def _successor_producer(self, client_id: str, transactional_id: str) -> Producer:
+        """`_fenced_producer` with a producer under whose own id nothing was ever aborted.
 
         The number in it is kept as the offset of a group. It is counted up by whoever holds the id itself, once the
         last owner is fenced and the next one is there: of two who do this at once one succeeds the other, or fails.
         """
-        counting = self._fencing(client_id, transactional_id)
-        _let_go(counting)
+        counting = self._fenced_producer(client_id, transactional_id)
+        _free_later(counting)
         group = f"owners.{transactional_id}"
-        with closing(Reader(self._settings, client_id, group=group, meanwhile=self._wait_on)) as reader:
+        with closing(Reader(self._settings, client_id, group=group, on_wait=self._wait_while_needed)) as reader:
             owners = reader.committed([OWNERS])[OWNERS] or 0
-            _let_go(self._fencing(client_id, f"{transactional_id}.{owners}"))
-            owner = self._fencing(client_id, f"{transactional_id}.{owners + 1}")
+            _free_later(self._fenced_producer(client_id, f"{transactional_id}.{owners}"))
+            owner = self._fenced_producer(client_id, f"{transactional_id}.{owners + 1}")
             self._guarded("beginning a transaction", counting.begin_transaction)
             self._commit(counting, {OWNERS: owners + 1}, reader)
         return owner
 
-    def _commit(self, producer: Producer, offsets: Mapping[Place, int], reader: Reader | None, mark: str = "") -> None:
+    def _commit(
+        self, producer: Producer, offsets: Mapping[Place, int], reader: Reader | None, metadata: str = ""
+    ) -> None:
         if offsets and reader is not None:
-            self._send(producer, offsets, reader, mark)
+            self._send(producer, offsets, reader, metadata)
         # The embedded broker tells open offsets to whoever takes the partitions over meanwhile.
-        meanwhile = self._meanwhile if offsets and not self._settings.embedded else nothing
-        commit = in_turns(producer.commit_transaction)
-        self._guarded("committing a transaction", until_done, commit, self._to_its_end(), meanwhile)
+        on_wait = self._on_wait if offsets and not self._settings.embedded else noop
+        commit = in_time_slices(producer.commit_transaction)
+        self._guarded("committing a transaction", poll_until_done, commit, self._watchdog(), on_wait)
 
-    def _send(self, producer: Producer, offsets: Mapping[Place, int], reader: Reader, mark: str = "") -> None:
-        places = [TopicPartition(self._settings.topic(topic), part, at, mark) for (topic, part), at in offsets.items()]
+    def _send(self, producer: Producer, offsets: Mapping[Place, int], reader: Reader, metadata: str = "") -> None:
+        places = [
+            TopicPartition(self._settings.topic(topic), part, at, metadata) for (topic, part), at in offsets.items()
+        ]
         self._rights = (*self._rights[:2], reader.right_to_group)
         send = partial(producer.send_offsets_to_transaction, places, reader.group_metadata())
         reach_coordinator = partial(reader.reach_coordinator, next(iter(offsets)))
-        wait = Wait(reach_coordinator, wanted=self._wanted, leaving_seconds=LEAVING_SECONDS)
-        self._guarded("committing offsets", unless_hung, partial(until_taken, send), wait)
+        wait = CallWatchdog(
+            reach_coordinator, still_needed=self._still_needed, leaving_seconds=HUNG_CALL_LEAVING_SECONDS
+        )
+        self._guarded("committing offsets", run_guarded, partial(retry_until_accepted, send), wait)
 
-    def _to_its_end(self) -> Wait:
-        return Wait(partial(reach, self._settings), wanted=self._wanted)
+    def _watchdog(self) -> CallWatchdog:
+        return CallWatchdog(partial(connect, self._settings), still_needed=self._still_needed)
 
     def _produce(
         self,
@@ -334,7 +356,7 @@ class Writer:
                 on_delivery(message.partition(), message.offset())
 
         place: dict[str, Any] = {} if partition is None else {"partition": partition}
-        self._touched.add(name)
+        self._touched_topics.add(name)
         while True:
             refused: KafkaError | None = None
             try:
@@ -358,31 +380,31 @@ class Writer:
                 return fatal.args[0]
         return error
 
-    def _guarded(self, doing: str, call: Callable[..., object], *arguments: object) -> None:
+    def _guarded(self, action: str, call: Callable[..., object], *arguments: object) -> None:
         try:
             call(*arguments)
         except KafkaException as error:
-            raise self._error(doing, error.args[0], *sorted(self._touched)) from error
+            raise self._error(action, error.args[0], *sorted(self._touched_topics)) from error
         except HungCall as hung:
-            raise BusError(f"{doing} ({hung})", KafkaError(KafkaError._TIMED_OUT)) from hung
+            raise BusError(f"{action} ({hung})", KafkaError(KafkaError._TIMED_OUT)) from hung
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             (failure, name), self._failure = self._failure, None
             raise self._error("storing a record", failure, name)
 
-    def _error(self, doing: str, error: KafkaError, *topics: str) -> BusError:
-        return BusError(doing, error, *(f"Write on topic {topic}" for topic in topics), *self._rights)
+    def _error(self, action: str, error: KafkaError, *topics: str) -> BusError:
+        return BusError(action, error, *(f"Write on topic {topic}" for topic in topics), *self._rights)
 
 
-def _let_go(client: Producer) -> None:
+def _free_later(client: Producer) -> None:
     """Free the client on a thread of its own, once nothing else has it: its writer, an error or a report may have."""
     Thread(target=_free, args=([client],), name="free", daemon=True).start()
 
 
 def _free(last: list[Producer]) -> None:
-    while sys.getrefcount(last[0]) > ALONE:
-        time.sleep(FREE_LOOK_SECONDS)  # nobody tells that a reference is gone
+    while sys.getrefcount(last[0]) > SOLE_REFERENCES:
+        time.sleep(FREE_POLL_SECONDS)  # nobody tells that a reference is gone
         if len(last[0]):  # reports that are late hold the writer until they are taken in
             with suppress(KafkaException):
                 last[0].poll(0)

@@ -23,7 +23,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from schemas.errors import RoseError
-from topics.broker import free_ports
+from topics.local_broker.process import free_ports
 from workers.lender.admission import Promise
 from workers.lender.config import LendConfig
 from workers.lender.vllm import SETTING

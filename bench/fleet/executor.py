@@ -27,9 +27,9 @@ import msgspec
 from bench.fleet.engine import VERSION, Engine, Lengths, Rates, sampled_of
 from bench.fleet.users import Step
 from schemas.arrays import ITEM_BYTES, count
-from schemas.capacity import CapacityGrant, Voice
-from schemas.contexts import Torn
-from schemas.slack import HELD, ExecutorState, SlackHeartbeat, WorkerClass
+from schemas.contexts import ContextMissing
+from schemas.grants import CapacityGrant, GrantSource
+from schemas.heartbeats import MAX_HELD_TURNS, ExecutorState, SlackHeartbeat, WorkerClass
 from schemas.turns import Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
 from workers.executor.grants import UNRESTRICTED, IntakeGate, Lease, Permission
 from workers.executor.heartbeats import TTL_SECONDS, Heartbeats
@@ -165,7 +165,7 @@ class FleetExecutor:
         """Whose contexts are awaited; since when."""
         self._keys: dict[str, tuple[TurnKey, float]] = {}
         """In the engine; since when they are here."""
-        self._answered: deque[int] = deque(maxlen=HELD)
+        self._answered: deque[int] = deque(maxlen=MAX_HELD_TURNS)
         self._parked = NOT_TOLD if terms.lends else ""
         self._built_at = 0.0
         self._computed_at = now
@@ -194,7 +194,7 @@ class FleetExecutor:
         """A router has claimed the inbox."""
         self._inbox.on_claim(claim)
 
-    def granted(self, grant: CapacityGrant | None, now: float, *, voice: Voice, seen: bool) -> list[Said]:
+    def granted(self, grant: CapacityGrant | None, now: float, *, voice: GrantSource, seen: bool) -> list[Said]:
         """The newest grant under one of its two keys was read."""
         assert self._lease is not None
         self._lease.on_grant(grant, now, source=voice, live=seen)
@@ -223,11 +223,11 @@ class FleetExecutor:
         freed, self._freed = self._freed, None
         return [Wanted(dispatch), Note(What.FIRST, now, freed.at, freed.reason)]
 
-    def context(self, dispatch: TurnDispatch, context: bytes | Torn, now: float) -> list[Said]:
+    def context(self, dispatch: TurnDispatch, context: bytes | ContextMissing, now: float) -> list[Said]:
         """What it goes on from, or why that cannot be had; of a turn that went back meanwhile it means nothing."""
         if self._waiting.pop(dispatch.key, None) is None:
             return []
-        if isinstance(context, Torn):
+        if isinstance(context, ContextMissing):
             self._inbox.release(dispatch.key)
             asked = Refusal.CONTEXT if dispatch.request.chain else Refusal.ENGINE
             return [self._refused(dispatch, str(context), asked, now)]

@@ -31,15 +31,15 @@ from bench.fleet.engine import Lengths
 from bench.fleet.executor import Back, FleetExecutor, Note, Said, Terms, Wanted
 from bench.fleet.users import Pace, Step, Users, users_of
 from pipeline.command.processes import stop_on_signals
-from schemas.capacity import CapacityGrant, Voice, spoken_in
-from schemas.contexts import Torn
-from schemas.slack import SlackHeartbeat
-from schemas.turns import CLAIM_KEY, TurnDispatch, TurnOutcome, TurnResult
+from schemas.contexts import ContextMissing
+from schemas.grants import CapacityGrant, GrantSource, parse_grant_key
+from schemas.heartbeats import SlackHeartbeat
+from schemas.turns import FENCING_KEY, TurnDispatch, TurnOutcome, TurnResult
 from topics.catalog import COMPLETED, DISPATCHED, GRANTS, HEARTBEATS
-from topics.following import Following
 from topics.reader import Reader
 from topics.records import Envelope, Item
 from topics.settings import BusSettings
+from topics.table_follower import TableFollower
 from topics.writer import Writer
 from workers.executor.cell_membership import INCARNATION_RANDOM_BITS
 from workers.executor.contexts import ContextStore
@@ -162,7 +162,7 @@ class Fleet:
             {(DISPATCHED, slot): self._reader.watermarks((DISPATCHED, slot))[1] for slot in self._by_slot}
         )
         self._grants: SimpleQueue[tuple[Envelope, bool]] = SimpleQueue()
-        self._following = Following(
+        self._following = TableFollower(
             plan.bus, GRANTS, f"{NAME}-grants", lambda item, seen: self._grants.put((item, seen))
         )
 
@@ -253,7 +253,7 @@ class Fleet:
             if isinstance(record, TurnDispatch):
                 if (seat := self._seats.get(record.worker)) is not None:
                     self._deliver(seat, partial(_dispatched, record, offset))
-            elif item.key == CLAIM_KEY:
+            elif item.key == FENCING_KEY:
                 for seat in self._by_slot[item.partition]:
                     self._deliver(seat, partial(_claimed, offset))
 
@@ -263,7 +263,7 @@ class Fleet:
                 item, seen = self._grants.get_nowait()
             except Empty:
                 return
-            worker, voice = spoken_in(item.key)
+            worker, voice = parse_grant_key(item.key)
             seat = self._seats.get(worker)
             grant = item.record if isinstance(item.record, CapacityGrant) else None
             if seat is not None and seat.terms.lends and voice is not None:
@@ -341,7 +341,9 @@ def _dispatched(dispatch: TurnDispatch, offset: int, executor: FleetExecutor, no
     return executor.dispatched(dispatch, offset, now)
 
 
-def _context(dispatch: TurnDispatch, context: bytes | Torn, executor: FleetExecutor, now: float) -> Sequence[Said]:
+def _context(
+    dispatch: TurnDispatch, context: bytes | ContextMissing, executor: FleetExecutor, now: float
+) -> Sequence[Said]:
     return executor.context(dispatch, context, now) if dispatch.incarnation == executor.incarnation else ()
 
 
@@ -351,7 +353,7 @@ def _claimed(claim: int, executor: FleetExecutor, _: float) -> Sequence[Said]:
 
 
 def _granted(
-    grant: CapacityGrant | None, voice: Voice, seen: bool, executor: FleetExecutor, now: float
+    grant: CapacityGrant | None, voice: GrantSource, seen: bool, executor: FleetExecutor, now: float
 ) -> Sequence[Said]:
     return executor.granted(grant, now, voice=voice, seen=seen)
 

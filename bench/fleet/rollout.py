@@ -21,17 +21,17 @@ from confluent_kafka import OFFSET_BEGINNING
 
 from bench.fleet.fleet import Line, Plan
 from pipeline.command.nursery import Forked, Nursery
-from schemas.capacity import CapacityGrant
 from schemas.cells import CellSummary
 from schemas.errors import RoseError
-from schemas.homes import home_of
+from schemas.grants import CapacityGrant
+from schemas.partitioning import home_partition
 from schemas.prompts import Prompt
 from schemas.samples import Sample
 from tests.settling import settle
 from topics.admin import create_topics
 from topics.catalog import GRANTS, PROMPTS, SAMPLES, SUMMARIES, Partitions
-from topics.log import read_topics
-from topics.processes import end_with
+from topics.log_reader import read_whole_topics
+from topics.processes import die_with_parent
 from topics.reader import Reader
 from topics.records import Envelope
 from topics.settings import BusSettings
@@ -119,7 +119,7 @@ class FleetProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                preexec_fn=end_with(os.getpid(), signal.SIGKILL),
+                preexec_fn=die_with_parent(os.getpid(), signal.SIGKILL),
             )
         assert self.process.stdout is not None
         if self.process.stdout.readline() != "ready\n":
@@ -165,7 +165,7 @@ class Rollout:
                 self.fleet.go()
                 self.began_at = time.time()
             for prompt in prompts:
-                writer.write(PROMPTS, prompt, key=prompt.group_id, partition=home_of(prompt.group_id, HOMES))
+                writer.write(PROMPTS, prompt, key=prompt.group_id, partition=home_partition(prompt.group_id, HOMES))
             writer.flush()
 
     def until(self, met: Callable[[], bool]) -> None:
@@ -186,7 +186,7 @@ class Rollout:
 
     def lending(self) -> set[str]:
         """Those whose newest grant has them lend."""
-        newest = {envelope.key: envelope.record for envelope in read_topics(self.settings, [GRANTS])}
+        newest = {envelope.key: envelope.record for envelope in read_whole_topics(self.settings, [GRANTS])}
         return {name for name, grant in newest.items() if isinstance(grant, CapacityGrant) and grant.lend}
 
     def processor_seconds(self) -> dict[str, float]:
@@ -200,7 +200,7 @@ class Rollout:
 
     def waiting(self) -> Iterable[tuple[float, int]]:
         """When each summary was written, and how many turns waited."""
-        for envelope in read_topics(self.settings, [SUMMARIES]):
+        for envelope in read_whole_topics(self.settings, [SUMMARIES]):
             if isinstance(envelope.record, CellSummary):
                 yield envelope.record.written_at, envelope.record.waiting_turns
 
@@ -243,8 +243,8 @@ def _until_ready(roles: Collection[Forked], folder: Path, settings: BusSettings,
     deadline = time.monotonic() + READY_SECONDS
     while True:
         ended = any(role.poll() is not None for role in roles)
-        told = len({envelope.key for envelope in read_topics(settings, [GRANTS])})
-        heard = any(True for _ in read_topics(settings, [SUMMARIES]))
+        told = len({envelope.key for envelope in read_whole_topics(settings, [GRANTS])})
+        heard = any(True for _ in read_whole_topics(settings, [SUMMARIES]))
         said = (folder / "environment.log").read_text(encoding="utf-8")
         if heard and told >= parks and "event=homes_recovered" in said:
             return

@@ -6,12 +6,12 @@ letter; one that was refused is not asked for, and its id is free again.
 
 from dataclasses import dataclass, field
 
-from schemas.environments import Group, GroupState
-from schemas.homes import home_of
+from schemas.partitioning import home_partition
+from schemas.progress import Group, GroupState
 from schemas.prompts import Prompt
 from topics.catalog import GROUPS, PROMPTS
-from topics.letters import buried
-from topics.log import read_topics
+from topics.dead_letters import dead_lettered_places
+from topics.log_reader import read_whole_topics
 from topics.reader import Reader
 from topics.settings import BusSettings
 
@@ -41,15 +41,17 @@ def asked_for(settings: BusSettings) -> Asked:
     asked, waiting = Asked(), dict[str, tuple[int, Prompt]]()
     reader = Reader(settings, "rose-asked")
     try:
-        homes = reader.partitions(PROMPTS)
+        homes = reader.partition_count(PROMPTS)
     finally:
         reader.close()
-    for envelope in read_topics(settings, [PROMPTS], client_id="rose-asked"):
+    for envelope in read_whole_topics(settings, [PROMPTS], client_id="rose-asked"):
         prompt = envelope.record
-        if isinstance(prompt, Prompt) and home_of(prompt.group_id, homes) == envelope.partition:
+        if isinstance(prompt, Prompt) and home_partition(prompt.group_id, homes) == envelope.partition:
             waiting[f"{envelope.partition}/{envelope.offset}"] = envelope.offset, prompt
-    dead = {f"{partition}/{offset}" for partition, offset in buried(settings, PROMPTS, client_id="rose-asked")}
-    for envelope in read_topics(settings, [GROUPS], client_id="rose-asked"):
+    dead = {
+        f"{partition}/{offset}" for partition, offset in dead_lettered_places(settings, PROMPTS, client_id="rose-asked")
+    }
+    for envelope in read_whole_topics(settings, [GROUPS], client_id="rose-asked"):
         if isinstance(envelope.record, Group):
             asked.groups[envelope.key] = envelope.record
         else:

@@ -16,24 +16,24 @@ from dataclasses import dataclass
 import msgspec
 
 from pipeline.accounting.ledger import Audit, Ledger
-from schemas.environments import Group
 from schemas.errors import RecordError
-from schemas.homes import home_of
+from schemas.partitioning import home_partition
+from schemas.progress import Group
 from schemas.prompts import Prompt
 from schemas.samples import SampleOutcome
 from schemas.wire import decode
 from topics.catalog import (
+    DEAD_LETTER_SOURCES,
     GROUPS,
-    LETTERED,
+    OUTCOME_RETENTION_SECONDS,
     OUTCOMES,
-    OUTCOMES_KEPT_SECONDS,
     PROGRESS,
     PROMPTS,
     SAMPLES,
     Topic,
 )
-from topics.letters import Buried, buried
-from topics.messages import Keyed, read_keyed, whole
+from topics.dead_letters import DeadLetterIndex, dead_lettered_places
+from topics.log_reader import KeyedMessage, read_keyed_messages, topic_starts
 from topics.reader import Reader
 from topics.settings import BusSettings
 
@@ -79,27 +79,27 @@ def inspect_log(settings: BusSettings) -> LogAudit:
 
 def _read(settings: BusSettings) -> LogAudit:
     ledger = Ledger()
-    dead_samples = buried(settings, SAMPLES, client_id=CLIENT)
+    dead_samples = dead_lettered_places(settings, SAMPLES, client_id=CLIENT)
     oldest: list[float] = []
-    begins = {topic: whole(settings, [topic], client_id=CLIENT) for topic in PASSED_IN_ORDER}
+    begins = {topic: topic_starts(settings, [topic], client_id=CLIENT) for topic in PASSED_IN_ORDER}
     for topic in PASSED_IN_ORDER:
-        for message in read_keyed(settings, begins[topic], client_id=CLIENT):
+        for message in read_keyed_messages(settings, begins[topic], client_id=CLIENT):
             oldest = [min([message.timestamp_seconds, *oldest])]
             if message.topic is not SAMPLES or (message.partition, message.offset) not in dead_samples:
                 _fold(ledger, message, homes=len(begins[PROMPTS]))
-    letters = Buried(settings, *LETTERED, client_id=CLIENT)
+    letters = DeadLetterIndex(settings, *DEAD_LETTER_SOURCES, client_id=CLIENT)
     letters.read()
     for place in letters.places(PROMPTS):
         ledger.dead_prompt(place)
     with closing(Reader(settings, CLIENT)) as reader:
         outcomes_from = reader.watermarks((OUTCOMES, 0))[0]
-    forgotten_before = time.time() - OUTCOMES_KEPT_SECONDS
-    counts = {topic: count for topic in LETTERED if (count := letters.count(topic))}
+    forgotten_before = time.time() - OUTCOME_RETENTION_SECONDS
+    counts = {topic: count for topic in DEAD_LETTER_SOURCES if (count := letters.count(topic))}
     audit = ledger.audit(outcomes_from=outcomes_from, forgotten_before=forgotten_before)
     return LogAudit(audit, oldest[0] if oldest else None, counts)
 
 
-def _fold(ledger: Ledger, message: Keyed, *, homes: int) -> None:
+def _fold(ledger: Ledger, message: KeyedMessage, *, homes: int) -> None:
     """What does not decode is passed over: it is a dead letter, or will be."""
     value = message.raw.value
     try:
@@ -115,7 +115,7 @@ def _fold(ledger: Ledger, message: Keyed, *, homes: int) -> None:
             ledger.outcome(decode(SampleOutcome, value, message.raw.headers))
         else:
             prompt = decode(Prompt, value, message.raw.headers)
-            at_home = home_of(prompt.group_id, homes) == message.partition
+            at_home = home_partition(prompt.group_id, homes) == message.partition
             place = message.partition, message.offset
             ledger.prompt(prompt.group_id, prompt.group_size, place=place, at_home=at_home)
     except (RecordError, msgspec.DecodeError):

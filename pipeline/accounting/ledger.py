@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from schemas.environments import Group, GroupState
+from schemas.progress import Group, GroupState
 from schemas.prompts import trajectory_id
 from schemas.samples import Outcome, SampleOutcome
 

@@ -6,7 +6,7 @@ import sys
 from pipeline.command.config import load
 from pipeline.command.options import Common
 from schemas.errors import UsageError
-from topics.access import ROLES, kafka_acls, strimzi_user
+from topics.acl import ROLES, kafka_acls, strimzi_user
 
 USER = "User:"
 """What Kafka's principals begin with, unless a broker has its own kinds."""

@@ -6,16 +6,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from pipeline.clock import told as moment
+from pipeline.clock import format_utc as moment
 from pipeline.command.broker import live_bus, log_of
 from pipeline.command.config import load
 from pipeline.command.options import Common
 from pipeline.command.saying import say
 from schemas.errors import RoseError
-from topics.access import ADMIN, PRODUCER, VIEW
-from topics.admin import create_topics, describe_topics, drift
-from topics.keeping import weaknesses
-from topics.permission import reach_as
+from topics.acl import ADMIN, PRODUCER, VIEW, connect_as
+from topics.admin import create_topics, describe_topics, durability_warnings, find_drift
 
 
 class LawBroken(RoseError):
@@ -30,7 +28,7 @@ def create(common: Common) -> None:
     """`rose topics create`."""
     config = load(common)
     settings = config.bus()
-    reach_as(settings, ADMIN)
+    connect_as(settings, ADMIN)
     created = create_topics(settings, config.partitions, replication_factor=config.settings.topics.replication_factor)
     for name in created:
         say(f"created {name}")
@@ -46,11 +44,11 @@ def describe(common: Common) -> None:
         table.add_column(title, justify="right")
     table.add_column("settings")
     with log_of(config := load(common)) as settings:
-        reach_as(settings, ADMIN)
+        connect_as(settings, ADMIN)
         for state in describe_topics(settings):
             told = ", ".join(f"{name} {value}" for name, value in state.config.items())
             name = f"{config.settings.broker.namespace}{state.topic.name}"
-            keys = ", ".join((state.topic.key, *state.topic.marks))
+            keys = ", ".join((state.topic.key, *state.topic.marker_keys))
             table.add_row(name, keys, str(state.partitions), str(state.records), told)
     Console().print(table, highlight=False, markup=False)  # keys have brackets
 
@@ -58,9 +56,9 @@ def describe(common: Common) -> None:
 def check(common: Common) -> None:
     """`rose topics check`. Raises TopicsDrifted."""
     with log_of(config := load(common)) as settings:
-        reach_as(settings, ADMIN)
-        found = drift(settings, config.partitions)
-        weak = weaknesses(settings, replication_factor=config.settings.topics.replication_factor)
+        connect_as(settings, ADMIN)
+        found = find_drift(settings, config.partitions)
+        weak = durability_warnings(settings, replication_factor=config.settings.topics.replication_factor)
     for each in found:
         say(str(each))
     for sentence in weak:
@@ -68,7 +66,7 @@ def check(common: Common) -> None:
     if found:
         if any(each.creatable for each in found):
             advice = "run `rose topics create`"
-        elif any(each.what == "partitions" for each in found):
+        elif any(each.subject == "partitions" for each in found):
             advice = (
                 "say in [topics] how many partitions there are: they are for the life of a topic; delete one that "
                 "differs from others of its setting, and run `rose topics create`"
@@ -77,7 +75,7 @@ def check(common: Common) -> None:
             first = found[0]
             advice = (
                 f"set them, as with kafka-configs.sh --alter --entity-type topics --entity-name {first.topic} "
-                f"--add-config {first.what}=[{first.wanted}]"
+                f"--add-config {first.subject}=[{first.expected}]"
             )
         raise TopicsDrifted(f"the broker differs from the catalog in {len(found)} things: {advice}")
     say("the broker's topics are those of the catalog")
@@ -90,7 +88,7 @@ def submit_file(common: Common, file: Path, without: Path | None) -> None:
     config = load(common)
     prompts = read_prompts(file, config.environments, without=without)
     settings = config.bus()
-    reach_as(settings, PRODUCER)
+    connect_as(settings, PRODUCER)
     count_homes(settings)  # a prompt must not be the first to find out that there are none
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -106,7 +104,7 @@ def watch_run(common: Common) -> None:
     from pipeline.command.watching import watch_of
 
     with live_bus(config := load(common)) as settings:
-        reach_as(settings, VIEW)
+        connect_as(settings, VIEW)
         stop = stop_on_signals()
         watch = watch_of(config, settings, whole=False)
         try:
@@ -120,7 +118,7 @@ def audit_run(common: Common) -> None:
     from pipeline.accounting.audit import inspect_log
 
     with log_of(load(common)) as settings:
-        reach_as(settings, VIEW)
+        connect_as(settings, VIEW)
         found = inspect_log(settings)
     audit, terms = found.audit, found.audit.trajectories()
     if found.since is not None:
@@ -148,6 +146,6 @@ def report_run(common: Common) -> None:
     config = load(common)
     facts = earlier_facts(config.run_folder)
     with log_of(config) as settings:
-        reach_as(settings, VIEW)
+        connect_as(settings, VIEW)
         summary = write_report(config, settings, facts)
     show_summary(Console(), summary, config.run_folder)

@@ -36,10 +36,10 @@ from pipeline.command.toml_file import read_toml
 from pipeline.control.config import ControlConfig
 from pipeline.routing.config import RouterConfig
 from schemas.errors import UsageError
-from schemas.keys import each_once
 from schemas.prompts import ENVIRONMENT_CHARACTERS
+from schemas.unique_keys import reject_duplicate_keys
 from topics.catalog import Partitions
-from topics.relied import refuse_unreliable
+from topics.required_settings import check_required_settings
 from topics.settings import PREFIX as NAMES
 from topics.settings import BusSettings, parse_properties
 from workers.environments.config import EnvironmentConfig
@@ -316,7 +316,7 @@ def _from_text(value: Any, origin: str) -> Any:
         value = value.rstrip("\r\n")
     if isinstance(value, str) and value[:1] in ("[", "{"):
         try:
-            return json.loads(value, object_pairs_hook=each_once)
+            return json.loads(value, object_pairs_hook=reject_duplicate_keys)
         except json.JSONDecodeError:
             return value
         except (ValueError, RecursionError) as error:
@@ -465,5 +465,5 @@ def _check_together(settings: Settings) -> None:
             f"broker.namespace ({settings.broker.namespace!r}) has {NAMES} in it, with which names behind a namespace "
             "begin: rights to another one would reach into this one"
         )
-    refuse_unreliable(settings.broker.properties, settings.broker.bootstrap_server)
+    check_required_settings(settings.broker.properties, settings.broker.bootstrap_server)
     run_id(settings.broker.namespace, run.name)  # refuses what no manifest can name

@@ -16,9 +16,9 @@ from schemas.prompts import Prompt
 from schemas.record import Record
 from schemas.weights import SIGNATURE_HEADER, WeightIndex, WeightManifest
 from schemas.wire import RECORDS, SCHEMA_HEADER, TRACE_HEADER
-from topics.admin import wanted_settings
+from topics.admin import expected_settings
 from topics.catalog import CATALOG, DEAD_LETTERS, OUTCOMES, PROMPTS, RECORD_TOPICS, SAMPLES, Topic
-from topics.labels import KEY, OFFSET, ORIGIN, PARTITION, REASON, SENT_BACK, TOPIC
+from topics.dead_letter_headers import KEY, OFFSET, ORIGIN, PARTITION, REASON, SENT_BACK, TOPIC
 
 JSON, MSGPACK = "application/json", "application/msgpack"
 
@@ -112,17 +112,18 @@ def asyncapi(config: Config) -> Schema:
 def _channel(topic: Topic, config: Config) -> Schema:
     settings = {
         name: int(value) if name in NUMBERS else value.split(",") if name == "cleanup.policy" else value
-        for name, value in wanted_settings(topic).items()
+        for name, value in expected_settings(topic).items()
     }
     address = f"{config.settings.broker.namespace}{topic.name}"
     return {
         "address": address,
-        "summary": f"Key: {topic.key}." + (f" Of tombstones alone: {', '.join(topic.marks)}." if topic.marks else ""),
+        "summary": f"Key: {topic.key}."
+        + (f" Of tombstones alone: {', '.join(topic.marker_keys)}." if topic.marker_keys else ""),
         "messages": {name: {"$ref": f"#/components/messages/{name}"} for name in _names(topic)},
         "bindings": {
             "kafka": {
                 "topic": address,
-                "partitions": config.partitions.of(topic.spread),
+                "partitions": config.partitions.count_of(topic.partition_setting),
                 "replicas": config.settings.topics.replication_factor,
                 "topicConfiguration": settings,
                 **BINDING,

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from pipeline.command.facts import CellFacts, ExecutorFacts, Facts, HomeFacts, Patience, StillFacts
-from schemas.slack import ExecutorState
+from schemas.heartbeats import ExecutorState
 from topics import health
-from topics.health import MANY_TIMES
+from topics.health import RESTART_LIMIT
 
 STILL_SECONDS = 10.0
 """A run in which no turn was applied for so long says why."""
@@ -31,7 +31,7 @@ STANDSTILL_SECONDS = 120.0
 """A run in which nothing at all moved for so long is unwell, whoever waits for whom; where a kind of work may take
 longer (`Patience`) and is under way, once it has taken that long."""
 
-ANEW_SECONDS = health.ANEW_SECONDS
+ANEW_SECONDS = health.RESTART_WINDOW_SECONDS
 """Beginnings that lie longer back do not count."""
 
 CLOCK_SECONDS = 5.0
@@ -114,7 +114,7 @@ def _longest(facts: Facts) -> float:
 
 def _beginnings(facts: Facts) -> Iterator[Finding]:
     for each in facts.begun:
-        if each.times >= MANY_TIMES:
+        if each.times >= RESTART_LIMIT:
             why = each.reason or "its process ends and is started again, its log says why"
             sentence = f"{each.role} begins anew again and again, {each.times} times within {ANEW_SECONDS:.0f} s: {why}"
             yield Finding(Severity.UNWELL, "roles", sentence)

@@ -13,13 +13,12 @@ from confluent_kafka import OFFSET_END
 
 from pipeline.command.config import load
 from pipeline.command.options import Common
-from schemas.capacity import CapacityGrant, Voice, key_of
 from schemas.errors import RoseError, UsageError
+from schemas.grants import CapacityGrant, GrantSource, grant_key
+from schemas.heartbeats import DRAINED_REASON, MOVING_REASON, ExecutorState, SlackHeartbeat
 from schemas.limits import Id
-from schemas.slack import DRAINED, MOVING, ExecutorState, SlackHeartbeat
-from topics.access import OPERATOR
+from topics.acl import OPERATOR, connect_as
 from topics.catalog import GRANTS, HEARTBEATS
-from topics.permission import reach_as
 from topics.reader import Reader
 from topics.records import Envelope
 from topics.settings import BusSettings
@@ -46,13 +45,13 @@ class NotDrained(RoseError):
 def send_grant(common: Common, worker: str, *, lend: bool, kv_bytes: int, token_budget: int, reason: str) -> None:
     """Write the worker's newest grant by hand. Raises UsageError, BrokerUnreachable, TopicMissing or BusError."""
     grant = _made(worker, lend=lend, kv_bytes=kv_bytes, token_budget=token_budget, reason=reason)
-    _say(_reached(common), worker, grant, Voice.BY_HAND)
+    _say(_reached(common), worker, grant, GrantSource.BY_HAND)
     sys.stdout.write(f"{worker} is to {'lend' if lend else 'park'}\n")
 
 
 def release_grant(common: Common, worker: str) -> None:
     """Delete the worker's grant by hand. Raises as `send_grant`."""
-    _take_back(common, worker, Voice.BY_HAND)
+    _take_back(common, worker, GrantSource.BY_HAND)
     sys.stdout.write(f"{worker} follows the control app, where there is one\n")
 
 
@@ -65,8 +64,8 @@ def drain(common: Common, worker: str, *, within_seconds: float, reason: str) ->
     grant = _made(worker, lend=False, reason=reason, finish_seconds=within_seconds)
     settings = _reached(common)
     with closing(Reader(settings, "rose-drain")) as reader:
-        reader.assign({(HEARTBEATS, cell): OFFSET_END for cell in range(reader.partitions(HEARTBEATS))})
-        _say(settings, worker, grant, Voice.DRAIN)
+        reader.assign({(HEARTBEATS, cell): OFFSET_END for cell in range(reader.partition_count(HEARTBEATS))})
+        _say(settings, worker, grant, GrantSource.DRAIN)
         _await_empty(reader, worker, within_seconds)
     sys.stdout.write(
         f"{worker} is drained: it holds nothing, and takes nothing until `rose drain {worker} --release`\n"
@@ -75,7 +74,7 @@ def drain(common: Common, worker: str, *, within_seconds: float, reason: str) ->
 
 def release_drain(common: Common, worker: str) -> None:
     """Have it take turns again, as its grants say. Raises as `send_grant`."""
-    _take_back(common, worker, Voice.DRAIN)
+    _take_back(common, worker, GrantSource.DRAIN)
     sys.stdout.write(f"{worker} is drained no more\n")
 
 
@@ -99,8 +98,8 @@ def _await_empty(reader: Reader, worker: str, within_seconds: float) -> None:
 
 def _is_empty(beat: SlackHeartbeat) -> bool:
     if beat.state is ExecutorState.STOPPING:  # what it lists then is answered; who moves begins in another cell
-        return not beat.paused_reason.startswith(MOVING)
-    return beat.paused_reason.startswith(DRAINED) and not beat.holds
+        return not beat.paused_reason.startswith(MOVING_REASON)
+    return beat.paused_reason.startswith(DRAINED_REASON) and not beat.holds
 
 
 def _made(worker: str, *, lend: bool, kv_bytes: int = 0, token_budget: int = 0, **said: object) -> CapacityGrant:
@@ -113,7 +112,7 @@ def _made(worker: str, *, lend: bool, kv_bytes: int = 0, token_budget: int = 0, 
         raise UsageError(f"no such grant can be made: {told}") from None
 
 
-def _take_back(common: Common, worker: str, voice: Voice) -> None:
+def _take_back(common: Common, worker: str, voice: GrantSource) -> None:
     try:
         msgspec.convert(worker, Id)
     except msgspec.ValidationError as error:
@@ -123,14 +122,14 @@ def _take_back(common: Common, worker: str, voice: Voice) -> None:
 
 def _reached(common: Common) -> BusSettings:
     settings = load(common).bus()
-    reach_as(settings, OPERATOR)
+    connect_as(settings, OPERATOR)
     return settings
 
 
-def _say(settings: BusSettings, worker: str, grant: CapacityGrant | None, voice: Voice) -> None:
+def _say(settings: BusSettings, worker: str, grant: CapacityGrant | None, voice: GrantSource) -> None:
     with closing(Writer(settings, "rose-grant")) as writer:
         if grant is None:
-            writer.tombstone(GRANTS, key=key_of(worker, voice), partition=0)
+            writer.tombstone(GRANTS, key=grant_key(worker, voice), partition=0)
         else:
-            writer.write(GRANTS, grant, key=key_of(worker, voice))
+            writer.write(GRANTS, grant, key=grant_key(worker, voice))
         writer.flush()

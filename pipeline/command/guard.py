@@ -11,7 +11,7 @@ import os
 import signal
 from collections.abc import Callable
 
-from topics.processes import adopt_orphans, end_children, end_with, show_as
+from topics.processes import adopt_orphans, die_with_parent, end_children, set_process_name
 
 GRACE_SECONDS = 3.0
 """What a role has left behind may take so long to end after SIGTERM: a lender's companion hands its turns back."""
@@ -27,16 +27,16 @@ def guard(parent: int, tell: Callable[[int, int | None], None]) -> None:
     status too.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    end_with(parent, signal.SIGTERM)()
+    die_with_parent(parent, signal.SIGTERM)()
     adopt_orphans()
     own = os.getpid()
     role = os.fork()
     if role == 0:
-        end_with(own, signal.SIGKILL)()
+        die_with_parent(own, signal.SIGKILL)()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
         return
     try:
-        show_as("guard")
+        set_process_name("guard")
         tell(role, None)
         tell(role, _end_of(role))
         os.waitpid(role, 0)
@@ -57,5 +57,5 @@ def _end_of(role: int) -> int:
                 status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
             else:  # an orphan that has ended by itself
                 os.waitpid(ended.si_pid, 0)
-    end_children(grace_seconds=grace, but=(role,))
+    end_children(grace_seconds=grace, keep=(role,))
     return status

@@ -101,7 +101,7 @@ def answers(health: Health) -> Answer:
         path = environ.get("PATH_INFO", "")
         if path == METRICS:
             return metrics(environ, begin)
-        standing = health.standing
+        standing = health.status
         if path in (LIVE, READY):
             well, sentence = standing.alive if path == LIVE else standing.ready, standing.sentence
             status = "200 OK" if well else "503 Service Unavailable"

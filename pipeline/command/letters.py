@@ -15,24 +15,23 @@ from typing import Any
 
 import msgspec
 
-from pipeline.clock import told as moment
+from pipeline.clock import format_utc as moment
 from pipeline.command.broker import log_of
 from pipeline.command.config import Config, load
 from pipeline.command.options import Common
 from pipeline.command.saying import say
 from pipeline.replay.search import find_group
 from schemas.errors import RecordError, UsageError
-from schemas.homes import home_of
-from schemas.keys import each_once
-from schemas.prompts import Prompt, unpriced
+from schemas.partitioning import home_partition
+from schemas.prompts import Prompt, untrainable_reason
 from schemas.record import Record
+from schemas.unique_keys import reject_duplicate_keys
 from schemas.wire import SCHEMA_HEADER, decode
-from topics.access import OPERATOR, VIEW
-from topics.catalog import LETTERED, PROMPTS, Topic
-from topics.letters import NOWHERE, Letter, read_burials, read_letters, send_back
-from topics.permission import reach_as
+from topics.acl import OPERATOR, VIEW, connect_as
+from topics.catalog import DEAD_LETTER_SOURCES, PROMPTS, Topic
+from topics.dead_letters import UNKNOWN_ORIGIN, DeadLetter, read_dead_letter_infos, read_dead_letters, resend
 from topics.reader import Reader
-from topics.records import Raw
+from topics.records import RawMessage
 from topics.settings import BusSettings
 
 SHOWN_BYTES = 4_096
@@ -49,23 +48,23 @@ class LetterRefused(UsageError):
 def list_letters(common: Common, topic: str | None) -> None:
     """`rose letters list`: one line each."""
     with log_of(load(common)) as settings:
-        reach_as(settings, VIEW)
-        letters = read_burials(settings, *_topics(topic))
+        connect_as(settings, VIEW)
+        letters = read_dead_letter_infos(settings, *_topics(topic))
     for letter in letters:
         key = (letter.key or b"").decode(errors="replace")
         again = f"  (sent back {moment(letter.sent_back_at)})" if letter.sent_back_at is not None else ""
-        say(f"{letter.place}  {moment(letter.buried_at)}  {_line(letter.reason)}  key {key or '-'}{again}")
+        say(f"{letter.place}  {moment(letter.dead_lettered_at)}  {_line(letter.reason)}  key {key or '-'}{again}")
     say(f"{len(letters)} dead letters{f' of {topic}' if topic else ''}")
 
 
 def show_letter(common: Common, place: str) -> None:
     """`rose letters show`: all of one."""
     with log_of(load(common)) as settings:
-        reach_as(settings, VIEW)
+        connect_as(settings, VIEW)
         letter = _find(settings, place)
     value = letter.raw.value
     say(f"place    {letter.place}")
-    say(f"buried   {moment(letter.buried_at)}")
+    say(f"buried   {moment(letter.dead_lettered_at)}")
     if letter.sent_back_at is not None:
         say(f"sent     back to its topic {moment(letter.sent_back_at)}")
     say(f"because  {letter.reason}")
@@ -81,9 +80,9 @@ def retry_letter(
 ) -> None:
     """`rose letters retry`. Raises LetterRefused, or UsageError for a letter that was sent back before."""
     with log_of(config := load(common)) as settings:
-        reach_as(settings, OPERATOR)
+        connect_as(settings, OPERATOR)
         letter = _find(settings, place)
-        if letter.partition == NOWHERE:
+        if letter.partition == UNKNOWN_ORIGIN:
             raise UsageError(f"{place} does not say where its message lay, so nothing can note that it was sent back")
         if letter.sent_back_at is not None and not again:
             raise UsageError(f"{place} was sent back {moment(letter.sent_back_at)}: --again sends it once more")
@@ -92,13 +91,13 @@ def retry_letter(
         if isinstance(record, Prompt):
             _check_prompt(settings, config, record)
             with closing(Reader(settings, "rose-letters")) as reader:
-                partition = home_of(record.group_id, reader.partitions(PROMPTS))
+                partition = home_partition(record.group_id, reader.partition_count(PROMPTS))
             raw = raw._replace(key=raw.key or record.group_id.encode())
-        send_back(settings, letter, raw, partition=partition)
+        resend(settings, letter, raw, partition=partition)
     say(f"{place} was sent back to {letter.topic.name} partition {partition}")
 
 
-def mended(letter: Letter, edit: Path | None, changes: list[str]) -> Raw:
+def mended(letter: DeadLetter, edit: Path | None, changes: list[str]) -> RawMessage:
     """The message to send: the letter's own, or one with the bytes of a file, or with fields set. Raises UsageError.
 
     A file whose text is a JSON object is the record written out as `rose letters show` does, bytes in base64. What it
@@ -120,7 +119,7 @@ def mended(letter: Letter, edit: Path | None, changes: list[str]) -> Raw:
     return letter.raw._replace(value=value, headers=(schema, *others))
 
 
-def _with(changes: list[str], letter: Letter, value: bytes) -> bytes:
+def _with(changes: list[str], letter: DeadLetter, value: bytes) -> bytes:
     """The record's bytes with some fields said anew."""
     fields = _fields(value)
     if fields is None:
@@ -137,7 +136,7 @@ def _with(changes: list[str], letter: Letter, value: bytes) -> bytes:
         raise LetterRefused(f"{letter.place} cannot be written: {error}") from None
 
 
-def _checked(letter: Letter, raw: Raw) -> Record:
+def _checked(letter: DeadLetter, raw: RawMessage) -> Record:
     try:
         return decode(_record(letter.topic), raw.value or b"", raw.headers)
     except RecordError as error:
@@ -150,7 +149,7 @@ def _check_prompt(settings: BusSettings, config: Config, prompt: Prompt) -> None
             f"group {prompt.group_id} would be refused again: the workers of this configuration run "
             f"{', '.join(config.environments)}, not {prompt.environment}"
         )
-    if reason := unpriced(prompt.sampling):
+    if reason := untrainable_reason(prompt.sampling):
         raise LetterRefused(f"group {prompt.group_id} would be refused again: {reason}")
     if find_group(settings, prompt.group_id).opened:
         raise LetterRefused(
@@ -159,20 +158,22 @@ def _check_prompt(settings: BusSettings, config: Config, prompt: Prompt) -> None
         )
 
 
-def _find(settings: BusSettings, place: str) -> Letter:
+def _find(settings: BusSettings, place: str) -> DeadLetter:
     """The letter that lay there. Raises UsageError."""
-    known = any(place.startswith(f"{topic.name}/") for topic in LETTERED)
+    known = any(place.startswith(f"{topic.name}/") for topic in DEAD_LETTER_SOURCES)
     name, _, rest = (place if known else place.removeprefix(settings.namespace)).partition("/")
-    there = read_letters(settings, *_topics(name), wanted=lambda letter: letter.place == f"{name}/{rest}")
+    there = read_dead_letters(settings, *_topics(name), selects=lambda letter: letter.place == f"{name}/{rest}")
     if not there:
         raise UsageError(f"no dead letter lay at {place}: `rose letters list` names their places")
     return there[0]
 
 
 def _topics(name: str | None) -> tuple[Topic, ...]:
-    found = tuple(topic for topic in LETTERED if name is None or topic.name == name)
+    found = tuple(topic for topic in DEAD_LETTER_SOURCES if name is None or topic.name == name)
     if not found:
-        raise UsageError(f"there is no topic {name}; there are {', '.join(topic.name for topic in LETTERED)}")
+        raise UsageError(
+            f"there is no topic {name}; there are {', '.join(topic.name for topic in DEAD_LETTER_SOURCES)}"
+        )
     return found
 
 
@@ -181,7 +182,7 @@ def _record(topic: Topic) -> type[Record]:
     return topic.record
 
 
-def _from_json(letter: Letter, data: bytes) -> bytes:
+def _from_json(letter: DeadLetter, data: bytes) -> bytes:
     topic, record = letter.topic, _record(letter.topic)
     if topic is PROMPTS or not data.lstrip().startswith(b"{"):
         return data.strip() if topic is PROMPTS else data
@@ -189,7 +190,7 @@ def _from_json(letter: Letter, data: bytes) -> bytes:
     came = _fields(letter.raw.value or b"") or {}
     try:
         said = msgspec.json.decode(data)
-        json.loads(data, object_pairs_hook=each_once)
+        json.loads(data, object_pairs_hook=reject_duplicate_keys)
         new = {name: msgspec.convert(said[name], kinds[name]) for name in said.keys() & (kinds.keys() - came.keys())}
         new = msgspec.to_builtins(new, builtin_types=(bytes,))
         return msgspec.msgpack.encode({name: new.get(name, _edited(came.get(name), said[name])) for name in said})
@@ -214,7 +215,7 @@ def _from_text(said: str) -> Any:
     except (msgspec.DecodeError, RecursionError):
         return said
     try:
-        json.loads(said, object_pairs_hook=each_once)
+        json.loads(said, object_pairs_hook=reject_duplicate_keys)
     except ValueError as error:
         raise UsageError(f"--field: {error}") from None
     return decoded
@@ -229,7 +230,7 @@ def _fields(value: bytes) -> dict[str, Any] | None:
     return decoded if isinstance(decoded, dict) else None
 
 
-def show_value(letter: Letter) -> str:
+def show_value(letter: DeadLetter) -> str:
     """The value for a person: its fields as JSON, else text, else hexadecimal."""
     value = letter.raw.value
     if value is None:

@@ -17,8 +17,8 @@ from pipeline.command.options import Common, with_common
 from pipeline.command.saying import Waits, about_a_file, harmless
 from pipeline.command.streams import complain, make_whole, write_out
 from pipeline.command.topics_commands import topics
-from schemas.bounds import LONGEST_FINISH_SECONDS
 from schemas.errors import RoseError, UsageError
+from schemas.limits import MAX_FINISH_SECONDS
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -272,7 +272,7 @@ def drain(
             "--within",
             metavar="SECONDS",
             min=0,
-            max=LONGEST_FINISH_SECONDS,
+            max=MAX_FINISH_SECONDS,
             help="What it holds may end for so long; default 60.",
         ),
     ] = None,

@@ -15,7 +15,7 @@ from enum import Enum
 
 from pipeline.command.diagnosis import ANEW_SECONDS
 from pipeline.command.facts import RoleFacts
-from schemas.roles import RoleBegun
+from schemas.role_starts import RoleBegun
 
 BEGINNINGS = 64
 """Of one role, that are remembered."""

@@ -33,11 +33,11 @@ from time import monotonic
 from types import TracebackType
 
 from pipeline.command.guard import HEARD, guard
-from topics.processes import adopt_orphans, end_children, end_with, show_as
+from topics.processes import adopt_orphans, die_with_parent, end_children, set_process_name
 
 ENGINE = ("workers.executor.vllm.process_env", "workers.executor.vllm.engine", "workers.executor.vllm.start")
 WANTED = {
-    "control": ("pipeline.command.roles", "pipeline.control.main", "pipeline.control.app"),
+    "control": ("pipeline.command.roles", "pipeline.control.service", "pipeline.control.app"),
     "environment": ("pipeline.command.roles", "workers.environments.main", "tokenizers"),
     "evaluate": ("pipeline.command.evaluation", *ENGINE),
     "executor": (
@@ -49,7 +49,7 @@ WANTED = {
         "workers.weights.signing",
         *ENGINE,
     ),
-    "router": ("pipeline.command.roles", "pipeline.routing.main"),
+    "router": ("pipeline.command.roles", "pipeline.routing.service"),
     "trainer": (
         "pipeline.command.roles",
         "workers.trainer.main",
@@ -200,7 +200,7 @@ class Nursery:
                 stderr=output,
                 pass_fds=(its.fileno(),),
                 start_new_session=True,  # Ctrl-C is for the supervisor, which asks each role to stop
-                preexec_fn=end_with(os.getpid(), signal.SIGKILL),
+                preexec_fn=die_with_parent(os.getpid(), signal.SIGKILL),
             )
 
 
@@ -230,7 +230,7 @@ def nurse(line_number: int) -> None:
                 if (ended := os.waitpid(pid, os.WNOHANG))[0]:
                     number = guards.pop(pid)
                     if status := os.waitstatus_to_exitcode(ended[1]):  # else it has told how its role ended
-                        end_children(but=guards)
+                        end_children(keep=guards)
                         tell(number, pid, status)
 
     adopt_orphans()
@@ -267,7 +267,7 @@ def nurse(line_number: int) -> None:
     for each in (line, woken, wakes):
         each.close()
     os.setsid()
-    show_as(name)
+    set_process_name(name)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # siblings would draw the same; `random` and OpenSSL see to it themselves
     sys.argv = ["rose", *arguments]

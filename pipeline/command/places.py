@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pipeline.command.facts import CellFacts, ExecutorFacts, HomeFacts, StillFacts
 from pipeline.command.moments import Held, Stage
 from pipeline.command.view import View
-from topics.catalog import DISPATCHED, of_cell
+from topics.catalog import DISPATCHED, partitions_of_cell
 
 if TYPE_CHECKING:
     from pipeline.command.soundings import Member, Sounding
@@ -116,7 +116,7 @@ class Places:
             return
         live, then = self.view.live_at(), now + later
         for cell in range(self.cells):
-            homes = of_cell(cell, self.cells, self.view.homes)
+            homes = partitions_of_cell(cell, self.cells, self.view.homes)
             there = [each for each in executors if each.slot % self.cells == cell]
             sent = [at for slot, (_, at) in self._sent.items() if slot % self.cells == cell]
             able = self.view.able_seconds(now, {each.worker for each in there})

@@ -8,7 +8,7 @@ import structlog
 from structlog.typing import EventDict
 
 from pipeline.command.saying import harmless
-from topics.processes import setter
+from topics.processes import signal_safe_setter
 
 
 def configure_logging() -> None:
@@ -49,7 +49,7 @@ def stop_on_signals() -> Event:
     SIGHUP, the end of a terminal, stays without effect where it was (`nohup`).
     """
     stop = Event()
-    set_stop = setter(stop)
+    set_stop = signal_safe_setter(stop)
 
     def ask(number: int, frame: FrameType | None) -> None:
         set_stop()

@@ -14,13 +14,12 @@ from pipeline.command.folder import TRAINER as TRAINER_LOCK
 from pipeline.command.folder import held, made
 from pipeline.command.options import Common
 from pipeline.command.processes import serve_metrics, stop_on_signals
-from schemas.bounds import is_server
 from schemas.errors import UsageError
-from topics.access import CONTROL, ENVIRONMENT, EXECUTOR, ROUTER, TRAINER, Role
-from topics.permission import reach_as
+from schemas.limits import is_http_server
+from topics.acl import CONTROL, ENVIRONMENT, EXECUTOR, ROUTER, TRAINER, Role, connect_as
+from topics.role_announcements import announce_starts
 from topics.settings import BusSettings
-from topics.telling import telling
-from topics.tracing import traced
+from topics.tracing import export_traces
 from workers.weights.signing import refuse_unsigned
 from workers.weights.trust import run_id
 
@@ -88,7 +87,7 @@ def run_users_role(common: Common, url: str) -> None:
     """The users of the server at `url`, until they are asked to stop. They need no broker."""
     from workers.users.main import run_users
 
-    if not is_server(url):
+    if not is_http_server(url):
         raise UsageError(f"{url} is no address of a server: write it as http://HOST:PORT")
     config = load(common)
     made(config.run_folder)
@@ -97,7 +96,7 @@ def run_users_role(common: Common, url: str) -> None:
 
 def run_router_role(common: Common, number: int) -> None:
     """Router `number`, until it is asked to stop."""
-    from pipeline.routing.main import run_router
+    from pipeline.routing.service import run_router
 
     config, name = load(common), f"router-{number}"
     with _begun(config, ROUTER, config.settings.metrics.router, number, name=name) as (settings, stop):
@@ -106,7 +105,7 @@ def run_router_role(common: Common, number: int) -> None:
 
 def run_control_role(common: Common, number: int) -> None:
     """Control app `number`, until it is asked to stop."""
-    from pipeline.control.main import run_control
+    from pipeline.control.service import run_control
 
     config, name = load(common), f"control-{number}"
     job = run_id(config.settings.broker.namespace, config.weights.run)
@@ -140,8 +139,8 @@ def _begun(
     """What every role does around its loop. Raises BrokerUnreachable, RightsMissing, or what `_exporting` does."""
     settings = config.bus()
     stop = stop_on_signals()
-    reach_as(settings, role)
-    with _exporting(config, metrics_port, number, name=name), telling(settings, name):
+    connect_as(settings, role)
+    with _exporting(config, metrics_port, number, name=name), announce_starts(settings, name):
         look_past_imports()
         yield settings, stop
 
@@ -159,14 +158,14 @@ def _exporting(config: Config, metrics_port: int, number: int, *, name: str) -> 
     """Metrics and traces, for as long as this runs. Raises UsageError for what cannot be exported."""
     tracing, metrics = config.settings.tracing, config.settings.metrics
     serve_metrics(metrics.host, metrics.port_of(metrics_port, number))
-    with traced(tracing.endpoint, tracing.ratio, role=name):
+    with export_traces(tracing.endpoint, tracing.ratio, role=name):
         yield
 
 
 @contextmanager
 def _exporting_lender(config: Config, name: str, *, observe: bool) -> Iterator[None]:
     """Of the sidecar of a server, which tells that it begins unless it only observes."""
-    told = nullcontext() if observe else telling(config.bus(), name)
+    told = nullcontext() if observe else announce_starts(config.bus(), name)
     with _exporting(config, config.settings.metrics.executor, number_of(name), name=name), told:
         yield
 

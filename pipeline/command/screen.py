@@ -12,7 +12,7 @@ from pipeline.command.diagnosis import Finding, Severity, diagnose, headline
 from pipeline.command.facts import ExecutorFacts, Facts
 from pipeline.command.saying import harmless
 from pipeline.command.watching import Watch
-from schemas.slack import ExecutorState
+from schemas.heartbeats import ExecutorState
 
 READ_SECONDS = 0.25
 """Longest wait for new records between two looks at the screen and the processes."""

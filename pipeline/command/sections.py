@@ -4,9 +4,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from schemas.bounds import is_server, refuse_outside
 from schemas.errors import UsageError
-from schemas.limits import GROUP_SIZE, TURNS
+from schemas.limits import MAX_GROUP_SIZE, MAX_TURNS, check_bounds, is_http_server
 
 WARM_START = Path(__file__).parents[2] / "workers" / "models" / "calculator"
 """The small policy that ships with ROSE: pre-trained on noisy demonstrations of the calculator task."""
@@ -70,7 +69,7 @@ class TopicsSection:
     """Copies of every partition; 3 on a cluster that must survive the loss of a broker."""
 
     def __post_init__(self) -> None:
-        refuse_outside(
+        check_bounds(
             self,
             {
                 "home_partitions": (1, MOST_PARTITIONS),
@@ -111,7 +110,7 @@ class RunSection:
     """vLLM servers that lend, with users who ask them, that `rose up` starts."""
 
     def __post_init__(self) -> None:
-        refuse_outside(
+        check_bounds(
             self,
             {
                 "seed": (0, MOST_SEED),
@@ -180,7 +179,7 @@ class TracingSection:
     """Share of the trajectories that are traced, the same ones in every process."""
 
     def __post_init__(self) -> None:
-        if self.endpoint and not is_server(self.endpoint):
+        if self.endpoint and not is_http_server(self.endpoint):
             raise UsageError(
                 "tracing.endpoint is a URL, as http://collector:4318, with no password in it, since reports show it: "
                 "that goes into OTEL_EXPORTER_OTLP_HEADERS"
@@ -211,12 +210,12 @@ class TasksSection:
     """Seed of the first held-out task; the same for every run."""
 
     def __post_init__(self) -> None:
-        refuse_outside(
+        check_bounds(
             self,
             {
-                "group_size": (1, GROUP_SIZE),
+                "group_size": (1, MAX_GROUP_SIZE),
                 "steps": (1, MOST_TASKS),
-                "max_turns": (1, TURNS),
+                "max_turns": (1, MAX_TURNS),
                 "held_out": (1, MOST_TASKS),
                 "first_seed": (0, MOST_FIRST_SEED),
                 "held_out_seed": (0, MOST_FIRST_SEED),

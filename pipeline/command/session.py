@@ -25,7 +25,7 @@ from pipeline.command.supervisor import Role, Supervisor
 from pipeline.command.watching import watch_of
 from schemas.prompts import Prompt
 from topics.admin import create_topics
-from topics.broker import free_ports
+from topics.local_broker.process import free_ports
 from workers.weights.signing import refuse_unsigned
 
 OWNERS_ALONE = 0o600

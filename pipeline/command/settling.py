@@ -13,12 +13,11 @@ from pipeline.command.config import load
 from pipeline.command.options import Common
 from pipeline.command.saying import say
 from pipeline.replay.search import GroupFound, UnknownTrajectory, find_group
-from schemas.environments import GroupState, SettleRequest
 from schemas.errors import UsageError
+from schemas.progress import GroupState, SettleRequest
 from schemas.prompts import trajectory_id
-from topics.access import OPERATOR
+from topics.acl import OPERATOR, connect_as
 from topics.catalog import SETTLES
-from topics.permission import reach_as
 from topics.settings import BusSettings
 from topics.writer import Writer
 
@@ -29,7 +28,7 @@ def settle(common: Common, name: str, reason: str) -> None:
     Raises UnknownTrajectory, UsageError for a group that has settled or a reason that is too long, or BusError.
     """
     settings = load(common).bus()
-    reach_as(settings, OPERATOR)
+    connect_as(settings, OPERATOR)
     group, indexes = _named(settings, name)
     offset = _offset_of(group)
     asked_at = time.time()

@@ -21,13 +21,12 @@ from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from schemas.errors import RoseError
-from topics.admin import reach
-from topics.asking import offset_in
+from topics.admin import connect
 from topics.catalog import (
     COMPLETED,
+    DEAD_LETTER_SOURCES,
     DISPATCHED,
     ENVIRONMENT_GROUP,
-    LETTERED,
     OUTCOMES,
     PROMPTS,
     REQUESTED,
@@ -35,9 +34,10 @@ from topics.catalog import (
     SAMPLES,
     Topic,
 )
+from topics.dead_letters import DeadLetterIndex
 from topics.errors import TopicMissing
-from topics.letters import Buried
-from topics.messages import read_keyed
+from topics.log_reader import read_keyed_messages
+from topics.queries import offset_in
 from topics.reader import Reader
 from topics.records import Place
 from topics.settings import BusSettings
@@ -146,7 +146,7 @@ class Sounder:
 
     def __init__(self, settings: BusSettings) -> None:
         self._settings = settings
-        self._client: AdminClient | None = reach(settings)
+        self._client: AdminClient | None = connect(settings)
         """None: to be made anew. One that met a failure may hold on to a leader's old epoch, and fail for good."""
         self._places = _places(self._client, settings)
         unstable: dict[str, Any] = {"isolation.level": "read_uncommitted"}
@@ -154,7 +154,7 @@ class Sounder:
         """Members of nothing: an AdminClient that asks for offsets crashes when a group's coordinator is moving
         (librdkafka 2.16 follows a pointer that only consumers have). What is committed is asked for as it is: who reads
         committed records alone would wait here for every open transaction."""
-        self._letters = Buried(settings, *LETTERED, client_id=CLIENT)
+        self._letters = DeadLetterIndex(settings, *DEAD_LETTER_SOURCES, client_id=CLIENT)
         self._letter_ends_read: list[int] = []
         self._counted_at = -math.inf
         """When the prompts that wait were last counted one by one."""
@@ -171,7 +171,7 @@ class Sounder:
     def sound(self) -> Sounding | None:
         """Ask everything once; None when the broker does not answer."""
         try:
-            client = self._client = self._client or reach(self._settings)
+            client = self._client = self._client or connect(self._settings)
             ends = self._ends(client)
             committed = {group: self._committed(group, topics) for group, topics in LAGGING.items()}
             behind = {place: max(0, ends[place] - read[place]) for read in committed.values() for place in read}
@@ -250,7 +250,7 @@ class Sounder:
         """The prompts that wait, looked at now and then: all of them where they are `few`, else one."""
         if monotonic() - self._counted_at >= COUNT_SECONDS:
             begins = {place: offset for place, offset in read.items() if place[0] is PROMPTS}
-            with closing(read_keyed(self._settings, begins, client_id=CLIENT)) as prompts:
+            with closing(read_keyed_messages(self._settings, begins, client_id=CLIENT)) as prompts:
                 found = prompts if few else islice(prompts, 1)
                 self._counted = [Unread(each.partition, each.offset, each.timestamp_seconds) for each in found]
             self._counted_at = monotonic()
@@ -284,7 +284,7 @@ class Sounder:
     def _first(self, begins: Mapping[Place, int]) -> dict[Place, tuple[int, float]]:
         """Of each partition, where it is to begin, and the stamp of the first message from there on."""
         left, found = dict(begins), {}
-        with closing(read_keyed(self._settings, begins, client_id=CLIENT)) as messages:
+        with closing(read_keyed_messages(self._settings, begins, client_id=CLIENT)) as messages:
             for each in islice(messages, COUNTED):
                 place = each.topic, each.partition
                 if place in left:
@@ -299,10 +299,10 @@ class Sounder:
         if ends != self._letter_ends_read:
             self._letters.read()
             self._letter_ends_read = ends
-        return {topic.name: count for topic in LETTERED if (count := self._letters.waiting(topic))}
+        return {topic.name: count for topic in DEAD_LETTER_SOURCES if (count := self._letters.pending(topic))}
 
     def _letter_ends(self, client: AdminClient) -> list[int]:
-        names = [f"{self._settings.namespace}{topic.dead_letters}" for topic in LETTERED]
+        names = [f"{self._settings.namespace}{topic.dead_letters}" for topic in DEAD_LETTER_SOURCES]
         asked = {TopicPartition(name, 0): OffsetSpec.latest() for name in names}
         answers = client.list_offsets(asked, request_timeout=ANSWER_SECONDS)
         return [offset_in(future) for future in answers.values()]

@@ -26,9 +26,8 @@ from pipeline.command.screen import executor_table, finding_lines, work_line
 from pipeline.command.soundings import Sounding
 from pipeline.command.watching import Watch, watch_of
 from schemas.errors import RoseError
-from topics.access import VIEW
+from topics.acl import VIEW, connect_as
 from topics.errors import BrokerUnreachable
-from topics.permission import reach_as
 from topics.settings import BusSettings
 
 LOOK_SECONDS = 2.5
@@ -51,7 +50,7 @@ def show_status(common: Common, *, as_json: bool, waits: Waits | None = None) ->
     waits.begin("waits for the broker to answer")
     config = load(common)
     with log_of(config) as bus:
-        reach_as(bus, VIEW)
+        connect_as(bus, VIEW)
         waits.begin("reads which groups are open")
         watch = watch_of(config, bus, whole=False, meanwhile=within(LONGEST_SECONDS, bus))
         try:

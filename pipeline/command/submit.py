@@ -17,9 +17,9 @@ import msgspec
 
 from pipeline.accounting.asked import Asked, asked_for
 from schemas.errors import RecordError, UsageError
-from schemas.homes import home_of
-from schemas.prompts import Prompt, unpriced
-from schemas.wire import encode, read_prompt
+from schemas.partitioning import home_partition
+from schemas.prompts import Prompt, untrainable_reason
+from schemas.wire import encode, parse_prompt_json
 from topics.catalog import PROMPTS
 from topics.settings import BusSettings
 from topics.writer import Writer
@@ -85,7 +85,7 @@ def read_prompts(path: Path, environments: Collection[str], *, without: Path | N
                     f"unknown environment {prompt.environment!r}: the workers run {', '.join(environments)}; "
                     "name your own in environment.environments"
                 )
-            if reason := unpriced(prompt.sampling):
+            if reason := untrainable_reason(prompt.sampling):
                 raise UsageError(reason)
         except (UsageError, RecordError) as error:
             bad.append((number, str(error)))
@@ -123,7 +123,7 @@ def settled_groups(metrics: Path) -> frozenset[str]:
 def count_homes(settings: BusSettings) -> int:
     """How many homes prompts have. Raises TopicMissing or BusError."""
     with closing(Writer(settings, "rose-submit")) as writer:
-        return writer.partitions(PROMPTS)
+        return writer.partition_count(PROMPTS)
 
 
 def send_prompts(settings: BusSettings, prompts: Iterable[Prompt], *, sent: Callable[[], None] = lambda: None) -> None:
@@ -134,7 +134,7 @@ def send_prompts(settings: BusSettings, prompts: Iterable[Prompt], *, sent: Call
     homes = count_homes(settings)
     writer = Writer(settings, "rose-submit")
     for prompt in prompts:
-        home = home_of(prompt.group_id, homes)
+        home = home_partition(prompt.group_id, homes)
         writer.write(PROMPTS, prompt, key=prompt.group_id, partition=home, on_delivery=lambda *place: sent())
         writer.poll()
     writer.flush()
@@ -213,6 +213,6 @@ def _foreign(content: bytes) -> str:
 
 
 def _prompt(line: bytes) -> Prompt:
-    prompt = read_prompt(line.strip().removeprefix(codecs.BOM_UTF8))
+    prompt = parse_prompt_json(line.strip().removeprefix(codecs.BOM_UTF8))
     encode(prompt)  # refuses what is too large to travel
     return prompt

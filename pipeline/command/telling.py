@@ -11,11 +11,10 @@ from pipeline.replay.life import fold_lives
 from pipeline.replay.search import GroupFound, TrajectoryFound, UnknownTrajectory, find_group, find_trajectory
 from pipeline.replay.text import told
 from pipeline.replay.why import GroupFacts, PromptAt, TrajectoryFacts, why_group, why_trajectory
-from schemas.homes import home_of
-from schemas.limits import GROUP_SIZE
-from topics.access import VIEW
+from schemas.limits import MAX_GROUP_SIZE
+from schemas.partitioning import home_partition
+from topics.acl import VIEW, connect_as
 from topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Topic
-from topics.permission import reach_as
 from topics.reader import Reader
 from topics.records import Place
 from topics.settings import BusSettings
@@ -26,7 +25,7 @@ def replay_trajectory(common: Common, trajectory: str) -> None:
     """`rose replay`. Raises UnknownTrajectory."""
     config = load(common)
     with log_of(config) as settings:
-        reach_as(settings, VIEW)
+        connect_as(settings, VIEW)
         group = _group_of(settings, trajectory)
         if group is None or group.size is None:
             raise UnknownTrajectory(trajectory)
@@ -43,7 +42,7 @@ def replay_trajectory(common: Common, trajectory: str) -> None:
 def tell_why(common: Common, name: str) -> None:
     """`rose why`, of a trajectory or a group. Raises UnknownTrajectory."""
     with log_of(load(common)) as settings:
-        reach_as(settings, VIEW)
+        connect_as(settings, VIEW)
         lines = []
         if _is_known(group := find_group(settings, name)):
             facts = _group_facts(settings, group, find_trajectory(settings, group, name))
@@ -64,7 +63,7 @@ def _group_of(settings: BusSettings, name: str) -> GroupFound | None:
     if not index.isdecimal():
         return None
     group = find_group(settings, group_id)
-    has = any(index == str(number) for number in range(GROUP_SIZE if group.size is None else group.size))
+    has = any(index == str(number) for number in range(MAX_GROUP_SIZE if group.size is None else group.size))
     return group if has and _is_known(group) else None
 
 
@@ -76,10 +75,10 @@ def _group_facts(settings: BusSettings, group: GroupFound, found: TrajectoryFoun
     prompts: list[PromptAt] = []
     refused = {(letter.partition, letter.offset): letter.reason for letter in group.letters}
     with closing(Reader(settings, "rose-why", group=ENVIRONMENT_GROUP)) as reader:
-        homes = reader.partitions(PROMPTS)
+        homes = reader.partition_count(PROMPTS)
         places: list[Place] = [(PROMPTS, prompt.partition) for prompt in group.prompts]
         read = reader.committed(places) if places else {}
-    home = home_of(group.group_id, homes)
+    home = home_partition(group.group_id, homes)
     for prompt in group.prompts:
         place = prompt.partition, prompt.offset
         prompts.append(

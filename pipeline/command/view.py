@@ -21,13 +21,13 @@ from pipeline.command.diagnosis import SILENT_SECONDS
 from pipeline.command.facts import ExecutorFacts, RoleFacts
 from pipeline.command.moments import Beginnings, BrokerClock, Moments, Stage
 from pipeline.routing.liveness import FORGET_SECONDS
-from schemas.environments import Group, GroupState
-from schemas.homes import home_of
+from schemas.heartbeats import ExecutorState, SlackHeartbeat
+from schemas.partitioning import home_partition
+from schemas.progress import Group, GroupState
 from schemas.prompts import group_id_of, trajectory_id
 from schemas.record import Record
-from schemas.roles import RoleBegun
+from schemas.role_starts import RoleBegun
 from schemas.samples import Outcome, Sample, SampleOutcome
-from schemas.slack import ExecutorState, SlackHeartbeat
 from schemas.turns import TurnOutcome, TurnResult
 from schemas.weights import WeightManifest
 
@@ -273,7 +273,7 @@ class View:
         return offset < self._decided_to.get(home, 0) or offset in self._decided.get(home, ())
 
     def _home(self, group_id: str) -> int:
-        return home_of(group_id, self.homes)
+        return home_partition(group_id, self.homes)
 
     def _moved(self, stage: Stage, group_id: str, now: float, stamp: float | None, *, fresh: bool) -> None:
         self.moments.moved(stage, self._home(group_id), now, stamp, fresh=fresh)

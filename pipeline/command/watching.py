@@ -17,11 +17,22 @@ from pipeline.command.facts import PATIENCE, Facts, Patience
 from pipeline.command.places import Places
 from pipeline.command.soundings import Sounding, SoundingThread
 from pipeline.command.view import View
-from schemas.environments import Group, GroupState
-from topics.asking import nothing
-from topics.catalog import BEGUN, COMPLETED, GROUPS, HEARTBEATS, MANIFESTS, OUTCOMES, PROGRESS, PROMPTS, SAMPLES, Topic
+from schemas.progress import Group, GroupState
+from topics.catalog import (
+    COMPLETED,
+    GROUPS,
+    HEARTBEATS,
+    MANIFESTS,
+    OUTCOMES,
+    PROGRESS,
+    PROMPTS,
+    ROLE_STARTS,
+    SAMPLES,
+    Topic,
+)
 from topics.errors import BusError, TopicMissing
-from topics.log import read_back
+from topics.log_reader import read_to_end
+from topics.queries import noop
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, Place
 from topics.settings import BusSettings
@@ -54,7 +65,7 @@ class Watch:
         window_groups: int,
         max_lag_versions: int,
         patience: Patience = PATIENCE,
-        meanwhile: Callable[[], None] = nothing,
+        meanwhile: Callable[[], None] = noop,
     ) -> None:
         """`trust`: whose versions count. `whole`: from the run's beginning, so that its counts are complete.
         `window_groups`: of one worker. `patience`: how long each kind of work may take. `meanwhile` is called every few
@@ -67,7 +78,7 @@ class Watch:
         self._max_lag_versions = max_lag_versions
         self._patience = patience
         self._soundings = SoundingThread(settings)
-        self._reader = Reader(settings, CLIENT, ends=True, meanwhile=meanwhile)
+        self._reader = Reader(settings, CLIENT, report_ends=True, on_wait=meanwhile)
         self.view = View(began=time.monotonic())
         self._places = Places(self.view, window_groups)
         self._sounded: Sounding | None = None
@@ -183,11 +194,14 @@ class Watch:
             self.view.take(record, now, fresh=fresh, wall=time.time(), stamp=stamp)
 
     def _assign(self, settings: BusSettings, meanwhile: Callable[[], None], *, whole: bool) -> None:
-        self.view.homes, self._places.cells = self._reader.partitions(PROMPTS), self._reader.partitions(HEARTBEATS)
+        self.view.homes, self._places.cells = (
+            self._reader.partition_count(PROMPTS),
+            self._reader.partition_count(HEARTBEATS),
+        )
         topics = (HEARTBEATS, MANIFESTS, GROUPS, PROGRESS, OUTCOMES, COMPLETED, SAMPLES)
-        places: list[Place] = [(topic, part) for topic in topics for part in range(self._reader.partitions(topic))]
+        places: list[Place] = [(topic, part) for topic in topics for part in range(self._reader.partition_count(topic))]
         with suppress(TopicMissing, BusError):  # a broker whose topics or rights are of 0.2.0
-            places += [(BEGUN, part) for part in range(self._reader.partitions(BEGUN))]
+            places += [(ROLE_STARTS, part) for part in range(self._reader.partition_count(ROLE_STARTS))]
         bounds = self._reader.all_watermarks(places)
         self._history = {place: end for place, (_, end) in bounds.items()}
         beats = [place for place in places if place[0] is HEARTBEATS]
@@ -202,8 +216,8 @@ class Watch:
     def _open_groups_from(self, settings: BusSettings, meanwhile: Callable[[], None]) -> int | None:
         """Take the groups in; the offset from which the outcomes of the open ones lie, None where none is open."""
         newest: dict[str, tuple[Group, float | None]] = {}
-        begins = {(GROUPS, part): OFFSET_BEGINNING for part in range(self._reader.partitions(GROUPS))}
-        for envelope in read_back(settings, begins, client_id=CLIENT, meanwhile=meanwhile):
+        begins = {(GROUPS, part): OFFSET_BEGINNING for part in range(self._reader.partition_count(GROUPS))}
+        for envelope in read_to_end(settings, begins, client_id=CLIENT, on_wait=meanwhile):
             if isinstance(envelope.record, Group):
                 newest[envelope.record.group_id] = envelope.record, stamp_of(envelope)
         opened = [group for group, _ in newest.values() if group.state is GroupState.OPEN]
@@ -212,7 +226,7 @@ class Watch:
         return min((group.outcomes_from for group in opened), default=None)
 
 
-def watch_of(config: "Config", settings: BusSettings, *, whole: bool, meanwhile: Callable[[], None] = nothing) -> Watch:
+def watch_of(config: "Config", settings: BusSettings, *, whole: bool, meanwhile: Callable[[], None] = noop) -> Watch:
     """A watch of this configuration's run. Raises UsageError, and what `Watch` does."""
     environment, trainer = config.settings.environment, config.settings.trainer
     return Watch(
@@ -232,14 +246,14 @@ def watch_of(config: "Config", settings: BusSettings, *, whole: bool, meanwhile:
 
 def stamp_of(envelope: Envelope) -> float | None:
     """The broker's stamp of a record; None where its writer has stamped it."""
-    return envelope.timestamp_seconds if envelope.by_broker else None
+    return envelope.timestamp_seconds if envelope.stamped_by_broker else None
 
 
 def _begin(topic: Topic, low: int, end: int, *, whole: bool, recent: int, open_from: int | None) -> int:
     """The offset at which to begin with a partition."""
     if topic is HEARTBEATS:
         return recent
-    if topic in (MANIFESTS, PROGRESS, BEGUN):
+    if topic in (MANIFESTS, PROGRESS, ROLE_STARTS):
         return low
     if topic is GROUPS:
         return end

@@ -22,18 +22,18 @@ from faust.types import EventT, StreamT
 from faust.web import Request, Response, View
 from faust.web.base import BlueprintManager
 
-from pipeline.control.core import Control
-from pipeline.control.credentials import credentials
+from pipeline.control.aiokafka_auth import credentials
+from pipeline.control.elasticity import ElasticityCore
 from pipeline.control.grants import GrantLog
 from pipeline.control.page import State, page_of, state_of
-from schemas.capacity import CapacityGrant, Voice, key_of
 from schemas.cells import CellSummary
 from schemas.errors import RecordError
+from schemas.grants import CapacityGrant, GrantSource, grant_key
 from schemas.wire import decode
 from topics import counts
 from topics.catalog import CONTROL_GROUP, GRANTS, SUMMARIES
 from topics.health import HEALTH
-from topics.records import Raw, Spoiled
+from topics.records import InvalidMessage, RawMessage
 from topics.settings import BusSettings
 from topics.writer import Writer
 
@@ -43,10 +43,10 @@ TICK_SECONDS = 1.0
 SESSION_SECONDS = 10.0
 """After so long without a word of it another instance takes its place."""
 
-NEWEST = 2
+MAX_BACKLOG_SUMMARIES = 2
 """Summaries of each cell that may lie behind one that is not passed over."""
 
-SHOWN = 50
+SHOWN_DECISIONS = 50
 """Decisions on the page."""
 
 
@@ -62,21 +62,21 @@ class ControlApp:
     """One life of the app; the core outlives it."""
 
     def __init__(
-        self, settings: BusSettings, control: Control, grants: GrantLog, clock: Callable[[], float], name: str
+        self, settings: BusSettings, core: ElasticityCore, grants: GrantLog, clock: Callable[[], float], name: str
     ) -> None:
         """Raises TopicMissing, or UsageError for settings of security that Faust's client has no word for."""
         self.failure: Exception | None = None
-        self._control = control
+        self._core = core
         self._grants = grants
         self._clock = clock
         self._log = structlog.get_logger("control").bind(control=name)
         self._writer = Writer(settings, name)
-        self._writer.partitions(SUMMARIES)  # Faust waits for a topic that is not there, and tells nobody
+        self._writer.partition_count(SUMMARIES)  # Faust waits for a topic that is not there, and tells nobody
         self._folder = TemporaryDirectory(prefix="rose-control-")  # Faust wants one, and keeps nothing there
-        self._decisions: deque[CapacityGrant] = deque(maxlen=SHOWN)
+        self._decisions: deque[CapacityGrant] = deque(maxlen=SHOWN_DECISIONS)
         self._lending: dict[str, bool] = {}
         """By worker, what was written last."""
-        self.faust = self._made(settings, name)
+        self.faust = self._build_app(settings, name)
 
     def close(self) -> None:
         """Leave the broker as it is."""
@@ -84,13 +84,13 @@ class ControlApp:
         self._folder.cleanup()
 
     @property
-    def trouble(self) -> Exception | None:
+    def error(self) -> Exception | None:
         """Why it cannot go on; None while it does."""
         crashed = self.faust.crash_reason if self.faust.crashed else None
         return self.failure or self._grants.failure or (crashed if isinstance(crashed, Exception) else None)
 
-    def _made(self, settings: BusSettings, name: str) -> faust.App:
-        config = self._control.config
+    def _build_app(self, settings: BusSettings, name: str) -> faust.App:
+        config = self._core.config
         app = _Faust(
             settings.name(CONTROL_GROUP),
             broker=[f"kafka://{place.strip()}" for place in settings.bootstrap.split(",")],
@@ -114,7 +114,7 @@ class ControlApp:
         app.web.blueprints = BlueprintManager()  # Faust's own pages are not for everybody
         topic = app.topic(settings.topic(SUMMARIES), value_type=bytes, key_type=bytes)
         app.agent(topic, name="summaries")(self._read)
-        app.timer(TICK_SECONDS)(self._turn_over)
+        app.timer(TICK_SECONDS)(self._on_timer)
 
         @app.page("/")
         async def page(view: View, _request: Request) -> Response:
@@ -127,33 +127,35 @@ class ControlApp:
         return app
 
     def _state(self) -> State:
-        return state_of(self._control, self._decisions, self._clock())
+        return state_of(self._core, self._decisions, self._clock())
 
     async def _read(self, stream: StreamT[bytes]) -> None:
         async for event in stream.events():
             try:
-                self._take(event)
+                self._on_message(event)
             except Exception as error:  # noqa: BLE001  whoever runs this tells it, and begins anew
                 self.failure = error
 
-    def _take(self, event: EventT[bytes]) -> None:
+    def _on_message(self, event: EventT[bytes]) -> None:
         message = event.message
-        came = cast(Iterable[tuple[str, bytes | None]], message.headers or ())  # Kafka's client has no other kind
-        headers = tuple((name, value or b"") for name, value in came)
+        raw_headers = cast(
+            Iterable[tuple[str, bytes | None]], message.headers or ()
+        )  # Kafka's client has no other kind
+        headers = tuple((name, value or b"") for name, value in raw_headers)
         try:
             summary = decode(CellSummary, message.value or b"", headers)
         except RecordError as error:
-            raw = Raw(message.key, message.value, headers)
-            found = Spoiled(SUMMARIES, message.partition, message.offset, raw, str(error))
+            raw = RawMessage(message.key, message.value, headers)
+            invalid = InvalidMessage(SUMMARIES, message.partition, message.offset, raw, str(error))
             self._log.warning("buried", offset=message.offset, reason=str(error))
-            self._writer.dead_letter(found, str(error))
+            self._writer.dead_letter(invalid, str(error))
             return
         counts.read(SUMMARIES).inc()
-        behind = self.faust.consumer.highwater(message.tp) - 1 - message.offset
-        if behind < NEWEST * summary.cells:
-            self._control.summarised(summary, self._clock())
+        backlog = self.faust.consumer.highwater(message.tp) - 1 - message.offset
+        if backlog < MAX_BACKLOG_SUMMARIES * summary.cells:
+            self._core.on_summary(summary, self._clock())
 
-    async def _turn_over(self, *_: Any) -> None:
+    async def _on_timer(self, *_: Any) -> None:
         try:
             self._decide()
         except Exception as error:  # noqa: BLE001  whoever runs this tells it, and begins anew
@@ -161,30 +163,30 @@ class ControlApp:
 
     def _decide(self) -> None:
         now = self._clock()
-        for told in self._grants.take():
-            self._control.granted(told.worker, told.grant, now, voice=told.voice)
-        if self._grants.known:
-            for grant in self._control.tick(now):
+        for update in self._grants.take_updates():
+            self._core.on_grant(update.worker, update.grant, now, source=update.source)
+        if self._grants.is_loaded:
+            for grant in self._core.tick(now):
                 self._write(grant)
-            for worker, voice in self._control.outdated(now):
-                self._writer.tombstone(GRANTS, key=key_of(worker, voice), partition=0)
+            for worker, source in self._core.expired_grants(now):
+                self._writer.tombstone(GRANTS, key=grant_key(worker, source), partition=0)
                 self._lending.pop(worker, None)
         self._writer.poll()
-        heard = len(self._control.fresh(now))
-        if heard:
-            HEALTH.says(f"decides for {heard} cells: {len(self._control.lending(now))} lend")
+        cells_heard = len(self._core.live_summaries(now))
+        if cells_heard:
+            HEALTH.report(f"decides for {cells_heard} cells: {len(self._core.lending_workers(now))} lend")
         elif self.faust.consumer.assignment():
-            HEALTH.says("grants nothing: no router tells of its cell", ready=False)
+            HEALTH.report("grants nothing: no router tells of its cell", ready=False)
         else:
-            HEALTH.says("waits for its turn: another control app decides")
+            HEALTH.report("waits for its turn: another control app decides")
 
     def _write(self, grant: CapacityGrant) -> None:
         if grant.cell is not None:
-            self._writer.write(GRANTS, grant, key=key_of(grant.worker, Voice.CELL))
+            self._writer.write(GRANTS, grant, key=grant_key(grant.worker, GrantSource.CELL))
             self._decisions.appendleft(grant)
             self._log.info("move", worker=grant.worker, to=grant.cell, reason=grant.reason)
             return
-        self._writer.write(GRANTS, grant, key=key_of(grant.worker, Voice.LEASED))
+        self._writer.write(GRANTS, grant, key=grant_key(grant.worker, GrantSource.LEASED))
         if self._lending.get(grant.worker) != grant.lend:
             self._lending[grant.worker] = grant.lend
             self._decisions.appendleft(grant)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from schemas.bounds import MANY, YEAR_SECONDS, refuse_outside
-from schemas.capacity import LONGEST_LEASE_SECONDS
+from schemas.grants import MAX_LEASE_SECONDS
+from schemas.limits import MAX_COUNT, YEAR_SECONDS, check_bounds
 
 HIGHEST_PORT = 65_535
 
@@ -30,11 +30,11 @@ class ControlConfig:
     """Port of the page that shows what was decided and why; 0 is off."""
 
     def __post_init__(self) -> None:
-        refuse_outside(
+        check_bounds(
             self,
             {
-                "most_lenders": (0, MANY),
-                "lease_seconds": (1, LONGEST_LEASE_SECONDS),
+                "most_lenders": (0, MAX_COUNT),
+                "lease_seconds": (1, MAX_LEASE_SECONDS),
                 "margin_seconds": (0.001, YEAR_SECONDS),
                 "dwell_seconds": (0, YEAR_SECONDS),
                 "idle_seconds": (0, YEAR_SECONDS),

@@ -6,49 +6,49 @@ Keeps true: everybody who asks sees the whole topic, from its beginning; no cons
 import queue
 from typing import NamedTuple
 
-from schemas.capacity import CapacityGrant, Voice, spoken_in
 from schemas.errors import RoseError
+from schemas.grants import CapacityGrant, GrantSource, parse_grant_key
 from topics.catalog import GRANTS
-from topics.following import Following
 from topics.records import Envelope
 from topics.settings import BusSettings
+from topics.table_follower import TableFollower
 
 
-class Told(NamedTuple):
+class GrantUpdate(NamedTuple):
     """The newest of a worker, under one of its keys."""
 
     worker: str
     grant: CapacityGrant | None
-    voice: Voice
+    source: GrantSource
 
 
 class GrantLog:
     """Take what came, stop it."""
 
     def __init__(self, settings: BusSettings, name: str) -> None:
-        self._came: queue.SimpleQueue[Told] = queue.SimpleQueue()
-        self._following = Following(settings, GRANTS, f"{name}-grants", self._take)
+        self._updates: queue.SimpleQueue[GrantUpdate] = queue.SimpleQueue()
+        self._follower = TableFollower(settings, GRANTS, f"{name}-grants", self._on_record)
 
     @property
-    def known(self) -> bool:
+    def is_loaded(self) -> bool:
         """Whether what was there has been read."""
-        return self._following.known.is_set()
+        return self._follower.is_caught_up.is_set()
 
     @property
     def failure(self) -> RoseError | None:
         """What time does not mend."""
-        return self._following.failure
+        return self._follower.failure
 
-    def take(self) -> list[Told]:
+    def take_updates(self) -> list[GrantUpdate]:
         """What came since this was last asked, in order."""
-        return [self._came.get() for _ in range(self._came.qsize())]
+        return [self._updates.get() for _ in range(self._updates.qsize())]
 
     def stop(self) -> None:
         """End the thread and wait for it."""
-        self._following.stop()
+        self._follower.stop()
 
-    def _take(self, item: Envelope, _seen: bool) -> None:
+    def _on_record(self, item: Envelope, _caught_up: bool) -> None:
         grant = item.record if isinstance(item.record, CapacityGrant) else None
-        worker, voice = spoken_in(item.key)
+        worker, voice = parse_grant_key(item.key)
         if voice is not None:
-            self._came.put(Told(worker, grant, voice))
+            self._updates.put(GrantUpdate(worker, grant, voice))

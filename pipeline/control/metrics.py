@@ -7,34 +7,34 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pipeline.control.core import Control
+from pipeline.control.elasticity import ElasticityCore
 
 
 class ControlCollector(Collector):
     """Reads the core at the moment of a scrape."""
 
-    def __init__(self, control: Control, clock: Callable[[], float]) -> None:
-        self._control = control
+    def __init__(self, core: ElasticityCore, clock: Callable[[], float]) -> None:
+        self._core = core
         self._clock = clock
 
     def collect(self) -> Iterable[Metric]:
         decides, cells, lenders, woken, parked, moved, moving, work = self.describe()
-        control, now = self._control, self._clock()
-        fresh = control.fresh(now)
-        decides.add_metric([], bool(fresh))
-        cells.add_metric([], len(fresh))
-        if fresh:
+        control, now = self._core, self._clock()
+        live = control.live_summaries(now)
+        decides.add_metric([], bool(live))
+        cells.add_metric([], len(live))
+        if live:
             known = list(control.lenders.items())
             lending = [name for name, lender in known if lender.lends]
             lenders.add_metric(["lends"], len(lending))
             lenders.add_metric(["parked"], sum(lender.lends is False for _, lender in known))
-            lenders.add_metric(["by hand"], sum(name in control.by_hand for name, _ in known))
-            lenders.add_metric(["drained"], sum(name in control.drained for name, _ in known))
-            work.add_metric([], max(each.waiting_seconds for each in fresh))
+            lenders.add_metric(["by hand"], sum(name in control.manual_grants for name, _ in known))
+            lenders.add_metric(["drained"], sum(name in control.drains for name, _ in known))
+            work.add_metric([], max(each.waiting_seconds for each in live))
         woken.add_metric([], control.woken)
         parked.add_metric([], control.parked)
-        moved.add_metric([], control.moves.moved)
-        moving.add_metric([], len(control.moves.going(now)))
+        moved.add_metric([], control.rebalancer.moves)
+        moving.add_metric([], len(control.rebalancer.moving_workers(now)))
         yield from (decides, cells, lenders, woken, parked, moved, moving, work)
 
     @staticmethod
@@ -66,9 +66,9 @@ class ControlCollector(Collector):
 
 
 @contextmanager
-def exported(control: Control, clock: Callable[[], float]) -> Iterator[None]:
+def export_metrics(core: ElasticityCore, clock: Callable[[], float]) -> Iterator[None]:
     """Export the core's figures for as long as this runs."""
-    collector = ControlCollector(control, clock)
+    collector = ControlCollector(core, clock)
     REGISTRY.register(collector)
     try:
         yield

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from pipeline.clock import told
-from pipeline.control.core import Control
-from pipeline.control.lender import Lender
-from schemas.capacity import CapacityGrant
+from pipeline.clock import format_utc
+from pipeline.control.elasticity import ElasticityCore, Lender
+from schemas.grants import CapacityGrant
 
 State = dict[str, Any]
 
@@ -22,13 +21,13 @@ STYLE = (
 )
 
 
-def state_of(control: Control, decisions: Iterable[CapacityGrant], now: float) -> State:
+def state_of(core: ElasticityCore, decisions: Iterable[CapacityGrant], now: float) -> State:
     """All that is shown. `decisions`: the newest changes, newest first."""
     return {
-        "job": control.job,
-        "most_lenders": control.config.most_lenders,
-        "lending": len(control.lending(now)),
-        "lease_seconds": control.config.lease_seconds,
+        "job": core.job,
+        "most_lenders": core.config.most_lenders,
+        "lending": len(core.lending_workers(now)),
+        "lease_seconds": core.config.lease_seconds,
         "cells": [
             {
                 "cell": number,
@@ -42,40 +41,45 @@ def state_of(control: Control, decisions: Iterable[CapacityGrant], now: float) -
                 "executors": len(cell.summary.executors),
                 "open": sum(line.open for line in cell.summary.executors),
             }
-            for number, cell in sorted(control.cells.items())
+            for number, cell in sorted(core.cells.items())
         ],
         "moves": [
-            {"worker": name, "from": each.cell, "to": each.told, "since_seconds": round(now - each.since, 1)}
-            for name, each in sorted(control.moves.going(now).items())
+            {
+                "worker": name,
+                "from": each.cell,
+                "to": each.target_cell,
+                "since_seconds": round(now - each.target_since, 1),
+            }
+            for name, each in sorted(core.rebalancer.moving_workers(now).items())
         ],
-        "lenders": [_lender(control, name, lender, now) for name, lender in sorted(control.lenders.items())],
+        "lenders": [_lender(core, name, lender, now) for name, lender in sorted(core.lenders.items())],
         "decisions": [
-            {"at": told(each.granted_at), "worker": each.worker, "told": _said(each), "reason": each.reason}
+            {"at": format_utc(each.granted_at), "worker": each.worker, "told": _describe(each), "reason": each.reason}
             for each in decisions
         ],
     }
 
 
-def _said(grant: CapacityGrant) -> str:
+def _describe(grant: CapacityGrant) -> str:
     if grant.cell is not None:
         return f"go to cell {grant.cell}"
     return "lend" if grant.lend else "park"
 
 
-def _lender(control: Control, name: str, lender: Lender, now: float) -> State:
-    told_by, by_hand = control.leased.get(name), control.by_hand.get(name)
+def _lender(core: ElasticityCore, name: str, lender: Lender, now: float) -> State:
+    lease, manual_grant = core.leases.get(name), core.manual_grants.get(name)
     line = lender.line
-    said, reason = {True: "lends", False: "parked", None: "undecided"}[lender.lends], lender.reason
-    if name in control.drained:
-        said, reason = "drained", control.drained[name].reason
-    elif by_hand is not None:
-        said, reason = f"by hand: {'lends' if by_hand.lend else 'parked'}", by_hand.reason
-    elif not control.mine(name, now):
-        said, reason = "left alone", "not heard of" if told_by is None else f"granted to {told_by.grant.job}"
+    status, reason = {True: "lends", False: "parked", None: "undecided"}[lender.lends], lender.reason
+    if name in core.drains:
+        status, reason = "drained", core.drains[name].reason
+    elif manual_grant is not None:
+        status, reason = f"by hand: {'lends' if manual_grant.lend else 'parked'}", manual_grant.reason
+    elif not core.is_managed(name, now):
+        status, reason = "left alone", "not heard of" if lease is None else f"granted to {lease.grant.job}"
     return {
         "worker": name,
         "cell": lender.cell,
-        "told": said,
+        "told": status,
         "reason": reason,
         "since_seconds": round(now - lender.since, 1) if lender.since > 0 else None,
         "state": line.state.value,
@@ -83,15 +87,15 @@ def _lender(control: Control, name: str, lender: Lender, now: float) -> State:
         "held_turns": line.held_turns,
         "load_seconds": round(line.load_seconds, 1),
         "lag_versions": line.lag_versions,
-        "users": round(lender.busy, 2),
+        "users": round(lender.user_requests, 2),
         "failures": lender.failures,
     }
 
 
 def page_of(state: State) -> str:
     """The same for people."""
-    most = state["most_lenders"] or "as many as are worth it"
-    head = f"{state['lending']} lend to {state['job']}, at most {most}; a lease is {state['lease_seconds']:g} s"
+    cap = state["most_lenders"] or "as many as are worth it"
+    head = f"{state['lending']} lend to {state['job']}, at most {cap}; a lease is {state['lease_seconds']:g} s"
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" '
         f'content="{REFRESH_SECONDS}"><title>ROSE: elasticity</title><style>{STYLE}</style></head><body>'

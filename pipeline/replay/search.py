@@ -14,16 +14,16 @@ from typing import TypeVar
 import msgspec
 
 from pipeline.replay.life import Found, keep
-from schemas.environments import Group, GroupState, TrajectoryProgress
 from schemas.errors import RecordError, UsageError
-from schemas.homes import home_of
+from schemas.partitioning import home_partition
+from schemas.progress import Group, GroupState, TrajectoryProgress
 from schemas.prompts import Prompt
 from schemas.record import Record
 from schemas.samples import Sample, SampleOutcome
 from schemas.wire import decode
 from topics.catalog import COMPLETED, DISPATCHED, GROUPS, OUTCOMES, PROGRESS, PROMPTS, REQUESTED, SAMPLES, Topic
-from topics.letters import Letter, read_letters
-from topics.messages import Keyed, read_keyed, whole
+from topics.dead_letters import DeadLetter, read_dead_letters
+from topics.log_reader import KeyedMessage, read_keyed_messages, topic_starts
 from topics.reader import Reader
 from topics.records import Place
 from topics.settings import BusSettings
@@ -66,7 +66,7 @@ class GroupFound:
     """The newest of its home; None: the home knows nothing of it."""
     prompts: tuple[PromptFound, ...]
     """By partition and offset; where its record is of an opened group, the one that opened it, if it is still kept."""
-    letters: tuple[Letter, ...]
+    letters: tuple[DeadLetter, ...]
     """Its prompts that were refused, oldest first."""
     open_at_home: int
     """Groups of its home that are open."""
@@ -99,27 +99,27 @@ class TrajectoryFound:
 
 def find_group(settings: BusSettings, group_id: str) -> GroupFound:
     """Raises TopicMissing or BusError."""
-    homes = whole(settings, [PROMPTS], client_id=CLIENT)
-    home = home_of(group_id, len(homes))
+    homes = topic_starts(settings, [PROMPTS], client_id=CLIENT)
+    home = home_partition(group_id, len(homes))
     groups: dict[str, Group | None] = {}
-    for message in read_keyed(settings, {(GROUPS, home): 0}, client_id=CLIENT):
+    for message in read_keyed_messages(settings, {(GROUPS, home): 0}, client_id=CLIENT):
         groups[message.key] = _decoded(Group, message)
     record = groups.get(group_id)
     begins: Mapping[Place, int] = homes
     if record is not None and record.state is not GroupState.REFUSED:
         begins = {(PROMPTS, home): record.offset}
     prompts = []
-    for message in read_keyed(settings, begins, client_id=CLIENT):
+    for message in read_keyed_messages(settings, begins, client_id=CLIENT):
         prompt = _prompt_of(group_id, message)
         if prompt is not None:
             prompts.append(PromptFound(prompt, message.partition, message.offset, message.timestamp_seconds))
             if begins is not homes:
                 break
 
-    def of_group(letter: Letter) -> bool:
+    def of_group(letter: DeadLetter) -> bool:
         return _names(letter.raw.value, group_id) or (letter.raw.key or b"") == group_id.encode()
 
-    letters = tuple(read_letters(settings, PROMPTS, wanted=of_group, client_id=CLIENT))
+    letters = tuple(read_dead_letters(settings, PROMPTS, selects=of_group, client_id=CLIENT))
     prompts.sort(key=lambda found: (found.partition, found.offset))
     open_at_home = sum(group is not None and group.state is GroupState.OPEN for group in groups.values())
     return GroupFound(group_id, home, record, tuple(prompts), letters, open_at_home)
@@ -128,7 +128,7 @@ def find_group(settings: BusSettings, group_id: str) -> GroupFound:
 def find_trajectory(settings: BusSettings, group: GroupFound, trajectory_id: str) -> TrajectoryFound:
     """Everything of one trajectory. Raises TopicMissing or BusError."""
     result = TrajectoryFound(Found())
-    for message in read_keyed(settings, {(PROGRESS, group.home): 0}, client_id=CLIENT):
+    for message in read_keyed_messages(settings, {(PROGRESS, group.home): 0}, client_id=CLIENT):
         if message.key.rpartition(":")[0] == group.group_id:
             (result.live.discard if message.raw.value is None else result.live.add)(message.key)
             if message.key == trajectory_id:
@@ -141,7 +141,7 @@ def find_trajectory(settings: BusSettings, group: GroupFound, trajectory_id: str
 
 def _records(settings: BusSettings, group: GroupFound, trajectory_id: str, result: TrajectoryFound) -> Iterator[Record]:
     begins = _begins(settings, group)
-    for message in read_keyed(settings, begins, client_id=CLIENT):
+    for message in read_keyed_messages(settings, begins, client_id=CLIENT):
         if message.topic in (REQUESTED, COMPLETED):
             stamp, since = message.timestamp_seconds, result.found.since
             result.found.since = stamp if since is None else min(since, stamp)
@@ -160,7 +160,11 @@ def _records(settings: BusSettings, group: GroupFound, trajectory_id: str, resul
 def _begins(settings: BusSettings, group: GroupFound) -> dict[Place, int]:
     """Where to begin in each partition that may hold something of the group."""
     spread: tuple[Topic, ...] = (DISPATCHED, SAMPLES, OUTCOMES)
-    places: list[Place] = [(REQUESTED, group.home), (COMPLETED, group.home), *whole(settings, spread, client_id=CLIENT)]
+    places: list[Place] = [
+        (REQUESTED, group.home),
+        (COMPLETED, group.home),
+        *topic_starts(settings, spread, client_id=CLIENT),
+    ]
     if not group.prompts:
         return dict.fromkeys(places, 0)
     submitted = min(found.stamp for found in group.prompts)
@@ -168,7 +172,7 @@ def _begins(settings: BusSettings, group: GroupFound) -> dict[Place, int]:
         return reader.offsets_at(places, submitted - CLOCKS_APART_SECONDS)
 
 
-def _sample(message: Keyed, group_id: str, trajectory_id: str, result: TrajectoryFound) -> Sample | None:
+def _sample(message: KeyedMessage, group_id: str, trajectory_id: str, result: TrajectoryFound) -> Sample | None:
     """The sample, if it is of this trajectory; of the group's others, the name is noted."""
     if not _names(message.raw.value, group_id):
         return None
@@ -179,7 +183,7 @@ def _sample(message: Keyed, group_id: str, trajectory_id: str, result: Trajector
     return sample if sample.trajectory_id == trajectory_id else None
 
 
-def _outcome(message: Keyed, group_id: str, trajectory_id: str, result: TrajectoryFound) -> SampleOutcome | None:
+def _outcome(message: KeyedMessage, group_id: str, trajectory_id: str, result: TrajectoryFound) -> SampleOutcome | None:
     """The outcome, if it is of this trajectory; those of the group are noted."""
     if message.key.rpartition(":")[0] != group_id:
         return None
@@ -189,7 +193,7 @@ def _outcome(message: Keyed, group_id: str, trajectory_id: str, result: Trajecto
     return outcome if outcome is not None and outcome.trajectory_id == trajectory_id else None
 
 
-def _prompt_of(group_id: str, message: Keyed) -> Prompt | None:
+def _prompt_of(group_id: str, message: KeyedMessage) -> Prompt | None:
     prompt = _decoded(Prompt, message) if _names(message.raw.value, group_id) else None
     return prompt if prompt is not None and prompt.group_id == group_id else None
 
@@ -204,7 +208,7 @@ def _names(value: bytes | None, group_id: str) -> bool:
     return group_id.encode() in value
 
 
-def _decoded(record: type[R], message: Keyed) -> R | None:
+def _decoded(record: type[R], message: KeyedMessage) -> R | None:
     """None for a tombstone, and for what does not decode: it is a dead letter, or will be."""
     if message.raw.value is None:
         return None

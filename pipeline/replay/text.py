@@ -5,7 +5,7 @@ Keeps true: without a tokenizer it says how many tokens there were, and guesses 
 
 from collections.abc import Callable, Iterator, Sequence
 
-from pipeline.clock import told as moment
+from pipeline.clock import format_utc as moment
 from pipeline.replay.legs import legs_of
 from pipeline.replay.life import ENDED, Attempt, Life, LifeTurn, Lives
 from schemas.arrays import ITEM_BYTES, count, unpack_logprobs, unpack_tokens

@@ -9,11 +9,11 @@ Pure. Example
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pipeline.clock import told as moment
+from pipeline.clock import format_utc as moment
 from pipeline.replay.life import ENDED
-from schemas.environments import Group, GroupState, TrajectoryProgress
+from schemas.progress import Group, GroupState, TrajectoryProgress
 from schemas.prompts import trajectory_id
-from schemas.samples import CUT_OFF, Outcome, Sample, SampleOutcome
+from schemas.samples import TRUNCATED, Outcome, Sample, SampleOutcome
 from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult
 
 NAMED = 5
@@ -134,13 +134,13 @@ def _ended(facts: TrajectoryFacts) -> str:
         because = f" because {outcome.reason}" if outcome.reason else ""
         told.append(f"ended as {outcome.outcome.value.replace('_', ' ')} at step {outcome.step}{because}")
     failure = next((f": {sample.failure}" for sample in facts.samples if sample.failure), "")
-    cut = next((f" ({ENDED[sample.ended]})" for sample in facts.samples if sample.ended in CUT_OFF), "")
+    cut = next((f" ({ENDED[sample.ended]})" for sample in facts.samples if sample.ended in TRUNCATED), "")
     return f"{' and '.join(told)}{failure if failure and not facts.outcomes[0].reason else ''}{cut}"
 
 
 def _sampled(group: GroupFacts, sample: Sample) -> str:
     reward = "no reward" if sample.reward is None else f"reward {sample.reward:g}"
-    cut = f" ({ENDED[sample.ended]})" if sample.ended in CUT_OFF else ""
+    cut = f" ({ENDED[sample.ended]})" if sample.ended in TRUNCATED else ""
     end = f"failed ({sample.failure})" if sample.failure else f"is finished with {reward}{cut}"
     others = group.live - {sample.trajectory_id}
     missing = {trajectory_id(group.group_id, index) for index in range(group.size)} - group.sampled - others

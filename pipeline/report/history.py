@@ -6,13 +6,13 @@ Keeps true: a pure fold; the same records give the same history, whatever the or
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from schemas.heartbeats import ExecutorState, SlackHeartbeat, WorkerClass
 from schemas.record import Record
 from schemas.samples import Sample, SampleOutcome, SampleTurn
-from schemas.slack import ExecutorState, SlackHeartbeat, WorkerClass
 from schemas.turns import TurnTimes, VersionSpan
 from schemas.weights import WeightManifest
 from topics.catalog import HEARTBEATS, MANIFESTS, OUTCOMES, SAMPLES
-from topics.log import read_topics
+from topics.log_reader import read_whole_topics
 from topics.settings import BusSettings
 
 
@@ -152,7 +152,7 @@ class RunHistory:
 
 def read_history(settings: BusSettings) -> RunHistory:
     """The history of all that the log keeps. Raises TopicMissing or BusError."""
-    envelopes = read_topics(settings, [SAMPLES, OUTCOMES, HEARTBEATS, MANIFESTS], client_id="rose-report")
+    envelopes = read_whole_topics(settings, [SAMPLES, OUTCOMES, HEARTBEATS, MANIFESTS], client_id="rose-report")
     return fold_history(envelope.record for envelope in envelopes if envelope.record is not None)
 
 

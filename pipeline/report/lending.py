@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.report.history import RunHistory
 from pipeline.report.moments import Moment, named
-from schemas.serving import Served
+from schemas.user_requests import UserRequest
 
 
 class Promised(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class Lending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lending_of(
-    history: RunHistory, served: Sequence[Served], rows: Sequence[Moment], promised: Promised
+    history: RunHistory, served: Sequence[UserRequest], rows: Sequence[Moment], promised: Promised
 ) -> Lending | None:
     """None where nobody asked and nothing was lent."""
     if not rows:

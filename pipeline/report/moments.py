@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 
 from pipeline.report.history import RunHistory, Standing, TurnFact
-from schemas.serving import Served
 from schemas.turns import TurnTimes
+from schemas.user_requests import UserRequest
 
 PAUSE_SECONDS = 60.0
 """Between a run that was ended and the one that goes on from there may lie days."""
@@ -72,7 +72,7 @@ class Moment(msgspec.Struct, kw_only=True):
     """Whether a lender was not to grow, after a cut."""
 
 
-def moments(history: RunHistory, served: Sequence[Served], *, now: float) -> list[Moment]:
+def moments(history: RunHistory, served: Sequence[UserRequest], *, now: float) -> list[Moment]:
     """Every second of lending until `now`, in unix seconds; empty where there was no lender and no user."""
     turns = [turn for turn in history.turns if turn.sampled_tokens and _can_be(turn.times, now)]
     lent = [turn for turn in turns if turn.worker in history.lenders]
@@ -107,8 +107,8 @@ def _newest_seconds(spans: Iterable[tuple[float, float]]) -> list[int]:
     return seconds[::-1]
 
 
-def _users(rows: dict[int, Moment], served: Sequence[Served]) -> None:
-    due: defaultdict[int, list[Served]] = defaultdict(list)
+def _users(rows: dict[int, Moment], served: Sequence[UserRequest]) -> None:
+    due: defaultdict[int, list[UserRequest]] = defaultdict(list)
     for each in served:
         due[floor(each.at)].append(each)
         if each.first_token_seconds is not None:

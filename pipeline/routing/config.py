@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from schemas.bounds import MANY, refuse_outside
+from schemas.limits import MAX_COUNT, check_bounds
 
-MOST_ATTEMPTS = 10_000
+MAX_ATTEMPTS = 10_000
 """At one turn."""
 
-HOUR_SECONDS = 3600.0
+MAX_LOW_WATER_SECONDS = 3600.0
 """A place from which to read that is noted more seldom is of no use."""
 
 
@@ -28,13 +28,13 @@ class RouterConfig:
     """How often the place from which a restart would read is noted and committed."""
 
     def __post_init__(self) -> None:
-        refuse_outside(
+        check_bounds(
             self,
             {
-                "max_attempts": (1, MOST_ATTEMPTS),
-                "max_lag_versions": (0, MANY),
-                "max_waiting_turns": (1, MANY),
-                "remembered_trajectories": (1, MANY),
-                "low_water_seconds": (0, HOUR_SECONDS),
+                "max_attempts": (1, MAX_ATTEMPTS),
+                "max_lag_versions": (0, MAX_COUNT),
+                "max_waiting_turns": (1, MAX_COUNT),
+                "remembered_trajectories": (1, MAX_COUNT),
+                "low_water_seconds": (0, MAX_LOW_WATER_SECONDS),
             },
         )

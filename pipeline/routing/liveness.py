@@ -5,8 +5,10 @@ Keeps true
   newest that anybody serves. Nothing else is believed about versions: only what an executor serves is one.
 - There is no way from GONE to LIVE: who comes back is STALE until it proves the current policy version.
 - Everyone silent at once is the listener's own absence. Silence is measured in time in which somebody was heard:
-  between two heartbeats, whoever sent them, at most `HEARING_SECONDS` of it pass. So an executor is GONE only once
-  another was heard after its TTL, and a gap in which nobody was heard takes nothing from anybody.
+  between two heartbeats, whoever sent them, at most `MAX_CLOCK_STEP_SECONDS` of it pass. So an executor is GONE only
+  once another was heard after its TTL, and a gap in which nobody was heard takes nothing from anybody.
+- Nothing is decided by a clock skew. What is compared is the least difference over SKEW_WINDOW_SECONDS, so that a
+  heartbeat that was late says nothing of the clock.
 - The turns held by an executor that leaves, or starts anew, are handed back once.
 - Workers are told apart by name: several may have one inbox, and none of it is another's.
 - Incarnations are compared within one inbox, where they grow. An older one is ignored until the newer is GONE; one in
@@ -27,22 +29,78 @@ from enum import Enum
 from typing import NamedTuple
 
 from pipeline.routing.turn import Turn
-from schemas.slack import ExecutorState, SlackHeartbeat
+from schemas.heartbeats import ExecutorState, SlackHeartbeat
 
-UNHEARD_TTL_SECONDS = 2.0
+MAX_SKEW_SECONDS = 5.0
+"""Two clocks further apart than this are told of. Synchronised ones are within milliseconds."""
+
+SKEW_WINDOW_SECONDS = 10.0
+"""The least difference of so many seconds counts."""
+
+SKEW_WARNING_SECONDS = 60.0
+"""Between two warnings of one worker."""
+
+SKEW_FORGET_SECONDS = 60.0
+"""Who has not been heard for so long is forgotten."""
+
+
+@dataclass(slots=True)
+class _SkewWindow:
+    began: float
+    min_difference: float
+    heartbeat_at: float
+    warned_at: float = float("-inf")
+
+
+class ClockSkews:
+    """By worker: how far its clock is behind the listener's, in seconds; negative if it is ahead."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        """Of the newest whole window."""
+        self._windows: dict[str, _SkewWindow] = {}
+        self._next_sweep = 0.0
+
+    def on_heartbeat(self, worker: str, sent_at: float, now: float) -> float | None:
+        """Take a heartbeat's time in; the skew if it is to be told now. `now` is unix seconds."""
+        if now >= self._next_sweep:
+            self._sweep(now)
+        window = self._windows.get(worker)
+        if window is None:
+            window = self._windows[worker] = _SkewWindow(now, now - sent_at, now)
+        window.heartbeat_at = now
+        if now - window.began < SKEW_WINDOW_SECONDS:
+            window.min_difference = min(window.min_difference, now - sent_at)
+            return None
+        skew = self.seconds[worker] = window.min_difference
+        window.began, window.min_difference = now, now - sent_at
+        if abs(skew) <= MAX_SKEW_SECONDS or now - window.warned_at < SKEW_WARNING_SECONDS:
+            return None
+        window.warned_at = now
+        return skew
+
+    def _sweep(self, now: float) -> None:
+        self._next_sweep = now + SKEW_WINDOW_SECONDS
+        silent = [worker for worker, window in self._windows.items() if now - window.heartbeat_at > SKEW_FORGET_SECONDS]
+        for worker in silent:
+            del self._windows[worker]
+            self.seconds.pop(worker, None)
+
+
+RESTORED_TTL_SECONDS = 2.0
 """How long an executor known only from the log may keep silent before its turns are issued again."""
 
-HEARING_SECONDS = 0.5
+MAX_CLOCK_STEP_SECONDS = 0.5
 """Most time that passes between two heartbeats; the rest of a gap is the listener's. Executors beat every 0.2 s."""
 
-BEFORE = 8
+REMEMBERED_STARTS = 8
 """Starts in other inboxes that are remembered of an executor: who moves is started again."""
 
 FORGET_SECONDS = 600.0
 """An executor that was GONE this long is forgotten; until then it may come back to what it held."""
 
 
-class Standing(Enum):
+class ExecutorStatus(Enum):
     """How far an executor may be trusted: with weights, with turns, or with nothing."""
 
     STALE = "stale"
@@ -51,7 +109,7 @@ class Standing(Enum):
     GONE = "gone"
 
 
-STALE, LIVE, GONE = Standing.STALE, Standing.LIVE, Standing.GONE
+STALE, LIVE, GONE = ExecutorStatus.STALE, ExecutorStatus.LIVE, ExecutorStatus.GONE
 READY, STOPPING = ExecutorState.READY, ExecutorState.STOPPING
 """Looked up once: Python takes its time over the members of an Enum."""
 
@@ -67,10 +125,10 @@ class Execution(NamedTuple):
     charged: bool
     """It counts as a failure of its turn, until its executor comes back."""
     unlisted_since: float
-    """`Executor.heard_seconds` as of which it was not listed yet; of one that was, and is no more, long ago."""
+    """`Executor.observed_seconds` as of which it was not listed yet; of one that was, and is no more, long ago."""
 
 
-class Listing:
+class ListedExecutions:
     """The executions that a heartbeat lists in its `holds`, taken apart once somebody looks for one."""
 
     __slots__ = ("_found", "packed")
@@ -87,7 +145,7 @@ class Listing:
         return execution in self._found
 
 
-NOTHING = Listing(b"")
+NO_EXECUTIONS = ListedExecutions(b"")
 
 
 @dataclass(slots=True)
@@ -99,10 +157,10 @@ class Executor:
     incarnation: int
     expires: float
     """On the clock of `Liveness`; from this moment on silence means GONE."""
-    standing: Standing = STALE
-    beat: SlackHeartbeat | None = None
+    status: ExecutorStatus = STALE
+    heartbeat: SlackHeartbeat | None = None
     """The newest; None while it is known from the log alone."""
-    cache: int = 0
+    cache_generation: int = 0
     """Which of its prefix caches it has: who serves no version has none, and serves with another one again."""
     rejected: bool = False
     """It refused or preempted a turn since its newest heartbeat, so what that heartbeat offered no longer holds."""
@@ -110,40 +168,40 @@ class Executor:
     """It refused for lack of room, and neither what it offers nor what it holds has changed since."""
     holds: dict[bytes, Turn] = field(default_factory=dict)
     """By execution, as heartbeats list it: the turns that it has, in the order in which they came."""
-    listed: Listing = NOTHING
-    """What its newest heartbeat says that it has: that was seen at `heard_at`, whatever the turns say."""
-    heard_at: float = 0.0
+    listed: ListedExecutions = NO_EXECUTIONS
+    """What its newest heartbeat says that it has: that was seen at `heartbeat_at`, whatever the turns say."""
+    heartbeat_at: float = 0.0
     """When that came, on the router's clock."""
-    heard_clock: float = 0.0
+    heartbeat_clock: float = 0.0
     """The same, on the clock of `Liveness`."""
-    heard_seconds: float = 0.0
+    observed_seconds: float = 0.0
     """In which this one was heard itself. Of a silence, and of what was before its first word, no more than
     HEARING_SECONDS counts."""
     ghosts: dict[bytes, Execution] = field(default_factory=dict)
     """By execution: what it may still run though the turn was taken from it. They fill its room until they have ended
     there, or a lease is over in which it has not listed them."""
-    counted: int | None = None
+    counted_version: int | None = None
     """The policy version that it is counted under."""
-    before: tuple[tuple[int, int], ...] = ()
+    earlier_starts: tuple[tuple[int, int], ...] = ()
     """Slots and incarnations of the last starts before it in other inboxes."""
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether it may be sent turns."""
-        ready = self.beat is not None and self.beat.state is READY
-        return ready and self.standing is LIVE and not self.rejected
+        ready = self.heartbeat is not None and self.heartbeat.state is READY
+        return ready and self.status is LIVE and not self.rejected
 
 
-class Heard(NamedTuple):
+class HeartbeatEffect(NamedTuple):
     """What a heartbeat changed."""
 
     replaced: Executor | None = None
     """The start before, which is no more."""
-    back: bool = False
+    returned: bool = False
     """The same start was GONE and is not."""
 
 
-UNCHANGED = Heard()
+UNCHANGED = HeartbeatEffect()
 
 
 class Liveness:
@@ -156,52 +214,56 @@ class Liveness:
         self.executors: dict[str, Executor] = {}
         self.clock = 0.0
         """Seconds in which somebody was heard."""
-        self._heard_at = 0.0
-        self._serving: dict[int, int] = {}
+        self._heartbeat_at = 0.0
+        self._executors_by_version: dict[int, int] = {}
         """By policy version: how many serve it that are not GONE."""
 
-    def heard(self, beat: SlackHeartbeat, now: float) -> Heard:
-        """Take a heartbeat in. If it is of an older start than the known one, that one keeps its own `beat`."""
-        gap = now - self._heard_at
+    def on_heartbeat(self, heartbeat: SlackHeartbeat, now: float) -> HeartbeatEffect:
+        """Take a heartbeat in. If it is of an older start than the known one, that one keeps its own `heartbeat`."""
+        gap = now - self._heartbeat_at
         if gap > 0.0:
-            self.clock += gap if gap < HEARING_SECONDS else HEARING_SECONDS
-        self._heard_at = now
-        known = self.executors.get(beat.worker)
+            self.clock += gap if gap < MAX_CLOCK_STEP_SECONDS else MAX_CLOCK_STEP_SECONDS
+        self._heartbeat_at = now
+        known = self.executors.get(heartbeat.worker)
         replaced: Executor | None = None
-        if known is None or not self._same_start(known, beat):
-            if known is not None and self._outlives(known, beat):
+        if known is None or not self._same_start(known, heartbeat):
+            if known is not None and self._is_newer_start(known, heartbeat):
                 return UNCHANGED
-            known, replaced = Executor(beat.worker, beat.slot, beat.incarnation, 0.0), known
-            self.executors[beat.worker] = known
+            known, replaced = Executor(heartbeat.worker, heartbeat.slot, heartbeat.incarnation, 0.0), known
+            self.executors[heartbeat.worker] = known
             if replaced is not None:
                 moved = ((replaced.slot, replaced.incarnation),) if replaced.slot != known.slot else ()
-                known.before = (*replaced.before, *moved)[-BEFORE:]
-        back = known.standing is GONE and beat.state is not STOPPING
-        if back:
-            known.standing = STALE
-        before, known.beat = known.beat, beat
-        if before is not None and before.policy_version < 0 <= beat.policy_version:
-            known.cache += 1
-        known.expires = self.clock + beat.ttl_seconds
+                known.earlier_starts = (*replaced.earlier_starts, *moved)[-REMEMBERED_STARTS:]
+        returned = known.status is GONE and heartbeat.state is not STOPPING
+        if returned:
+            known.status = STALE
+        previous_starts, known.heartbeat = known.heartbeat, heartbeat
+        if previous_starts is not None and previous_starts.policy_version < 0 <= heartbeat.policy_version:
+            known.cache_generation += 1
+        known.expires = self.clock + heartbeat.ttl_seconds
         if known.full:
-            known.full = before is not None and bool(beat.holds) and _room(before) == _room(beat)
+            known.full = (
+                previous_starts is not None
+                and bool(heartbeat.holds)
+                and _capacity_of(previous_starts) == _capacity_of(heartbeat)
+            )
         known.rejected = known.full
-        if beat.state is STOPPING:
-            known.standing = GONE
+        if heartbeat.state is STOPPING:
+            known.status = GONE
         if replaced is not None:  # it is counted no more
-            known.counted = replaced.counted
-        self._count(known)
-        self._judge(known)
-        return Heard(replaced, back) if replaced is not None or back else UNCHANGED
+            known.counted_version = replaced.counted_version
+        self._count_version(known)
+        self._update_status(known)
+        return HeartbeatEffect(replaced, returned) if replaced is not None or returned else UNCHANGED
 
-    def remembered(self, worker: str, slot: int, incarnation: int) -> Executor:
+    def restore_executor(self, worker: str, slot: int, incarnation: int) -> Executor:
         """An executor is known from the log alone: it may be heard from for as long as a silence may last."""
-        known = self.executors[worker] = Executor(worker, slot, incarnation, self.clock + UNHEARD_TTL_SECONDS)
+        known = self.executors[worker] = Executor(worker, slot, incarnation, self.clock + RESTORED_TTL_SECONDS)
         return known
 
-    def lag(self, executor: Executor) -> int:
+    def lag_versions(self, executor: Executor) -> int:
         """Policy versions that it is behind the newest."""
-        shown = -1 if executor.beat is None else executor.beat.policy_version
+        shown = -1 if executor.heartbeat is None else executor.heartbeat.policy_version
         return max(0, self.current_version - shown)
 
     def expire(self) -> list[Executor]:
@@ -212,63 +274,63 @@ class Liveness:
         silent = [
             each
             for each in self.executors.values()
-            if each.expires <= self.clock and (each.standing is not GONE or each.holds)
+            if each.expires <= self.clock and (each.status is not GONE or each.holds)
         ]
         for executor in silent:
-            executor.standing = GONE
-            self._count(executor)
+            executor.status = GONE
+            self._count_version(executor)
         return silent
 
-    def forget(self) -> list[str]:
+    def forget_gone(self) -> list[str]:
         """Drop those who have been GONE for long, and name them."""
         names = [
             each.worker
             for each in self.executors.values()
-            if each.standing is GONE and each.expires + FORGET_SECONDS <= self.clock
+            if each.status is GONE and each.expires + FORGET_SECONDS <= self.clock
         ]
         for name in names:
             del self.executors[name]
         return names
 
-    def _same_start(self, known: Executor, beat: SlackHeartbeat) -> bool:
-        return known.incarnation == beat.incarnation and known.slot == beat.slot
+    def _same_start(self, known: Executor, heartbeat: SlackHeartbeat) -> bool:
+        return known.incarnation == heartbeat.incarnation and known.slot == heartbeat.slot
 
-    def _outlives(self, known: Executor, beat: SlackHeartbeat) -> bool:
+    def _is_newer_start(self, known: Executor, heartbeat: SlackHeartbeat) -> bool:
         """Whether what is known is newer than this heartbeat's start."""
-        if known.standing is GONE:
+        if known.status is GONE:
             return False
-        if known.slot == beat.slot:
-            return beat.incarnation < known.incarnation
-        return (beat.slot, beat.incarnation) in known.before
+        if known.slot == heartbeat.slot:
+            return heartbeat.incarnation < known.incarnation
+        return (heartbeat.slot, heartbeat.incarnation) in known.earlier_starts
 
-    def _count(self, executor: Executor) -> None:
+    def _count_version(self, executor: Executor) -> None:
         """It may serve another version now; who is too far behind the newest becomes STALE."""
-        gone = executor.standing is GONE or executor.beat is None
-        version = None if executor.beat is None or gone else executor.beat.policy_version
-        if version == executor.counted:
+        gone = executor.status is GONE or executor.heartbeat is None
+        version = None if executor.heartbeat is None or gone else executor.heartbeat.policy_version
+        if version == executor.counted_version:
             return
-        for each, more in ((executor.counted, -1), (version, 1)):
+        for each, more in ((executor.counted_version, -1), (version, 1)):
             if each is not None:
-                self._serving[each] = self._serving.get(each, 0) + more
-                if not self._serving[each]:
-                    del self._serving[each]
-        executor.counted = version
-        newest = max(self._serving, default=-1)
+                self._executors_by_version[each] = self._executors_by_version.get(each, 0) + more
+                if not self._executors_by_version[each]:
+                    del self._executors_by_version[each]
+        executor.counted_version = version
+        newest = max(self._executors_by_version, default=-1)
         if newest != self.current_version:
             self.current_version = newest
             for other in self.executors.values():
-                self._judge(other)
+                self._update_status(other)
 
-    def _judge(self, executor: Executor) -> None:
-        if executor.standing is GONE or executor.beat is None:
+    def _update_status(self, executor: Executor) -> None:
+        if executor.status is GONE or executor.heartbeat is None:
             return
-        lag = self.lag(executor)
-        if executor.beat.policy_version < 0 or lag > self.max_lag_versions:
-            executor.standing = STALE
+        lag = self.lag_versions(executor)
+        if executor.heartbeat.policy_version < 0 or lag > self.max_lag_versions:
+            executor.status = STALE
         elif lag == 0:
-            executor.standing = LIVE
+            executor.status = LIVE
 
 
-def _room(beat: SlackHeartbeat) -> tuple[ExecutorState, bytes, int, int]:
+def _capacity_of(heartbeat: SlackHeartbeat) -> tuple[ExecutorState, bytes, int, int]:
     """What a refusal for lack of room hangs on: one that is closed refuses all."""
-    return beat.state, beat.holds, beat.max_turns, beat.token_budget
+    return heartbeat.state, heartbeat.holds, heartbeat.max_turns, heartbeat.token_budget

@@ -10,26 +10,24 @@ from prometheus_client import REGISTRY, CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pipeline.routing.counters import Counters
-from pipeline.routing.liveness import Standing
-from pipeline.routing.router import Router
-from pipeline.routing.seat import Seat
-from pipeline.routing.skew import Skews
-from topics.metrics import export
+from pipeline.routing.liveness import ClockSkews, ExecutorStatus
+from pipeline.routing.membership import CellOwnership
+from pipeline.routing.router import Counters, Router
+from topics.metrics import register
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
-ROUTER = CollectorRegistry()
+ROUTER_REGISTRY = CollectorRegistry()
 """What a router exports beside its core's counts, once it has begun."""
 
 DISPATCH_SECONDS = Histogram(
     "rose_router_dispatch_seconds",
     "How long a turn waited for room before a dispatch.",
     buckets=SECONDS,
-    registry=ROUTER,
+    registry=ROUTER_REGISTRY,
 )
 BATCH_SECONDS = Histogram(
-    "rose_router_batch_seconds", "Deciding on one batch of records.", buckets=SECONDS, registry=ROUTER
+    "rose_router_batch_seconds", "Deciding on one batch of records.", buckets=SECONDS, registry=ROUTER_REGISTRY
 )
 
 COUNTS = {
@@ -41,24 +39,24 @@ COUNTS = {
     "late": ("late_results", "Results of executions that no longer mattered."),
     "duplicate": ("duplicate_requests", "Requests for turns already known."),
     "lost": ("lost_dispatches", "Dispatches that a living executor did not hold."),
-    "torn": ("turns_torn", "Times that a turn waited for an anchor: its context could not be read back."),
+    "context_missing": ("turns_torn", "Times that a turn waited for an anchor: its context could not be read back."),
     "overtaken": ("turns_overtaken", "Turns finished by the request for the next one."),
 }
 """Of each of the core's counts, what it is called here and what it means."""
 
 
-class Reigning(Protocol):
+class CellMetricsSource(Protocol):
     """What a router has for each cell that it serves."""
 
     router: Router
-    skews: Skews
+    clock_skews: ClockSkews
 
     @property
     def clock(self) -> Callable[[], float]:
         """The router's own: what has waited is measured by it."""
 
 
-class Serving(Protocol):
+class RouterMetricsSource(Protocol):
     """A router."""
 
     @property
@@ -66,45 +64,47 @@ class Serving(Protocol):
         """How many there are."""
 
     @property
-    def reigns(self) -> Mapping[Seat, Reigning]:
+    def sessions(self) -> Mapping[CellOwnership, CellMetricsSource]:
         """Of the cells that it serves now."""
 
 
 class RouterCollector(Collector):
     """Reads a router's counts at the moment of a scrape; of cells that another router serves there are none."""
 
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
+    def __init__(self, source: RouterMetricsSource) -> None:
+        self._source = source
 
     def collect(self) -> Iterable[Metric]:
         serves, cells, *others = self.describe()
-        reigns = self._serving.reigns
-        serves.add_metric([], len(reigns))
-        cells.add_metric([], self._serving.cells)
+        sessions = self._source.sessions
+        serves.add_metric([], len(sessions))
+        cells.add_metric([], self._source.cells)
         yield from (serves, cells)
         families = {family.name: family for family in others}
-        for seat, reign in reigns.items():
-            self._collect(families, str(seat.cell), reign)
+        for ownership, session in sessions.items():
+            self._collect(families, str(ownership.cell), session)
         yield from others
 
     @staticmethod
-    def _collect(families: Mapping[str, CounterMetricFamily | GaugeMetricFamily], cell: str, reign: Reigning) -> None:
-        router = reign.router
+    def _collect(
+        families: Mapping[str, CounterMetricFamily | GaugeMetricFamily], cell: str, session: CellMetricsSource
+    ) -> None:
+        router = session.router
         for counter in fields(Counters):
             families[f"rose_router_{COUNTS[counter.name][0]}"].add_metric(
                 [cell], getattr(router.counters, counter.name)
             )
-        families["rose_router_waiting_turns"].add_metric([cell], len(router.waiting))
-        families["rose_router_oldest_waiting_seconds"].add_metric([cell], _oldest_seconds(router, reign.clock()))
+        families["rose_router_waiting_turns"].add_metric([cell], len(router.queue))
+        families["rose_router_oldest_waiting_seconds"].add_metric([cell], _oldest_seconds(router, session.clock()))
         families["rose_router_outstanding_turns"].add_metric([cell], router.outstanding)
         executors = list(router.liveness.executors.values())
-        found = Counter(executor.standing for executor in executors)
-        for standing in Standing:
+        found = Counter(executor.status for executor in executors)
+        for standing in ExecutorStatus:
             families["rose_router_executors"].add_metric([cell, standing.value], found[standing])
         families["rose_router_policy_version"].add_metric([cell], router.liveness.current_version)
-        behind = dict(reign.skews.seconds)
+        behind = dict(session.clock_skews.seconds)
         for executor in executors:
-            if executor.standing is not Standing.GONE and executor.worker in behind:
+            if executor.status is not ExecutorStatus.GONE and executor.worker in behind:
                 families["rose_router_clock_behind_seconds"].add_metric(
                     [cell, executor.worker], behind[executor.worker]
                 )
@@ -133,15 +133,15 @@ class RouterCollector(Collector):
 
 
 def _oldest_seconds(router: Router, now: float) -> float:
-    queued = [turn.queued_at for turn in list(router.waiting.turns.values())]
+    queued = [turn.queued_at for turn in list(router.queue.turns.values())]
     return max(0.0, now - min(queued)) if queued else 0.0
 
 
 @contextmanager
-def exported(serving: Serving) -> Iterator[None]:
+def export_metrics(source: RouterMetricsSource) -> Iterator[None]:
     """Export what this router counts, for as long as this runs."""
-    export(ROUTER)
-    collector = RouterCollector(serving)
+    register(ROUTER_REGISTRY)
+    collector = RouterCollector(source)
     REGISTRY.register(collector)
     try:
         yield

@@ -11,14 +11,14 @@ Keeps true
 - Costs within TIE_SECONDS are equal; among equals the turn's key decides (`ring`), whatever the order in which the
   executors were met.
 
-Rates are those that heartbeats taught (`pace`). Prefills are run one after another, and `wait` is for those that were
-sent before: each pushes the moment at which the executor's prefill is free, and that moment comes nearer by itself as
-time passes; but prompts that its engine says have not begun lie before it still, however long ago they were sent.
-Whoever runs there shares the steps: each token that is computed in one makes it longer for all. So those that an
-executor holds, its `crowd`, make each step longer for this turn; each token of context that this turn computes delays
-all of them; and its new tokens delay each of them for as long as that one still runs (as if this turn ran longer: what
-they owe is then the same for every turn, which keeps peers in one order; a turn of a few tokens is priced too high
-beside long ones). That is the first part of `risk`, and why a prefix is worth more where many run.
+Rates are those that heartbeats taught (`rates`). Prefills are run one after another, and `wait_seconds` is for those
+that were sent before: each pushes the moment at which the executor's prefill is free, and that moment comes nearer by
+itself as time passes; but prompts that its engine says have not begun lie before it still, however long ago they were
+sent. Whoever runs there shares the steps: each token that is computed in one makes it longer for all. So those that an
+executor holds, its `turn_bucket`, make each step longer for this turn; each token of context that this turn computes
+delays all of them; and its new tokens delay each of them for as long as that one still runs (as if this turn ran
+longer: what they owe is then the same for every turn, which keeps peers in one order; a turn of a few tokens is priced
+too high beside long ones). That is the first part of `risk`, and why a prefix is worth more where many run.
 It has four others. An executor behind the newest policy version samples tokens that may come too late. One that took
 turns back before may do so again: what was computed again elsewhere is spread over all turns that it was given. What is
 prefilled delays whoever comes next: without that, the members of a group that arrive together would each compute their
@@ -36,12 +36,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipeline.routing.index import Found, Index
-from pipeline.routing.pace import crowd_of, learned, step_rate
-from pipeline.routing.peers import CLOSED, Ask, Kind, Seat
-from pipeline.routing.ring import Ring, compared, name_hash
-from pipeline.routing.room import NEVER, Largest, Shortage
-from schemas.slack import SlackHeartbeat
+from pipeline.routing.candidates import CLOSED, Candidate, CandidateIndex, CheapestTwo, CostClass, PlacementQuery
+from pipeline.routing.fleet_capacity import UNLIMITED, LargestBudget, Shortage
+from pipeline.routing.rates import engine_step_rate, rate_bucket, turn_bucket
+from pipeline.routing.rendezvous import HashRing, compared_count, name_hash
+from schemas.heartbeats import SlackHeartbeat
 from schemas.turns import PlacementCost
 
 TIE_SECONDS = 1e-4
@@ -56,16 +55,16 @@ DISPLACEMENT = 0.5
 FROZEN_DISPLACEMENT = 1.0
 """The same on a frozen lender: what loses its prefix there is computed again."""
 
-LEFT = 0.5
+REMAINING_FRACTION = 0.5
 """Of what was expected of the turns that an executor holds, what they still owe: as if each was half way."""
 
-LONGEST_WAIT_SECONDS = 1e9
+MAX_WAIT_SECONDS = 1e9
 """For an executor's prefill, as far as it is counted: what is slower than that has gone wrong in telling its rates."""
 
-AGAIN_WEIGHT = 1 / 32
+RECOMPUTED_WEIGHT = 1 / 32
 """Of the newest turn in what an executor's taking back costs: the last fifty or so count."""
 
-AGAIN_KEPT = 0.999
+RECOMPUTED_DECAY = 0.999
 """Of that cost, from heartbeat to heartbeat: half of it after 700, so who is shunned for it is tried again."""
 
 
@@ -78,7 +77,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     cost: PlacementCost
 
 
-class Load(NamedTuple):
+class ExecutorLoad(NamedTuple):
     """What one executor holds, and what it would take on beside."""
 
     free_turns: int = 0
@@ -89,287 +88,311 @@ class Load(NamedTuple):
     """In which it does as much as it holds, with all its lanes busy."""
 
 
-def lanes(beat: SlackHeartbeat) -> int:
+def lanes(heartbeat: SlackHeartbeat) -> int:
     """Turns that an executor runs at once: all that it holds. What waits inside its engine waits for a step that has
     room for its prefill, which is counted as that.
     """
-    return max(1, beat.max_turns)
+    return max(1, heartbeat.max_turns)
 
 
 class Placement:
     """The executors' seats, and the way to the cheapest."""
 
     def __init__(self) -> None:
-        self.seats: dict[str, Seat] = {}
-        self._ring = Ring()
-        self._index = Index()
-        self._numbers = self._searches = 0
-        self._largest = Largest(), Largest()
+        self.candidates: dict[str, Candidate] = {}
+        self._ring = HashRing()
+        self._index = CandidateIndex()
+        self._next_number = self._searches = 0
+        self._largest_budgets = LargestBudget(), LargestBudget()
         """Token budgets of the open: of all, and of those that take seeds."""
         self._shortages = Shortage(), Shortage()
         """For turns without a seed, and with one."""
-        self._short = NEVER
+        self._min_shortage = UNLIMITED
         """The least of theirs."""
 
-    def offer(self, beat: SlackHeartbeat, *, open: bool, lag_versions: int) -> bool:
+    def offer(self, heartbeat: SlackHeartbeat, *, is_open: bool, lag_versions: int) -> bool:
         """Take in what an executor offers; whether some turn can run that could not before, were all idle."""
-        seat = self.seats.get(beat.worker)
-        if seat is None:
-            seat = self._seat(beat)
-        before, seat.beat = seat.beat, beat
+        candidate = self.candidates.get(heartbeat.worker)
+        if candidate is None:
+            candidate = self._new_candidate(heartbeat)
+        previous, candidate.heartbeat = candidate.heartbeat, heartbeat
         staleness_seconds = lag_versions * STALENESS_SECONDS
-        changed = self._learn(seat, before)
-        if seat.again_tokens or staleness_seconds != seat.staleness_seconds:
-            seat.again_tokens *= AGAIN_KEPT
-            seat.staleness_seconds = staleness_seconds
-            self._weigh(seat)
+        changed = self._update_rates(candidate, previous)
+        if candidate.recomputed_tokens or staleness_seconds != candidate.staleness_seconds:
+            candidate.recomputed_tokens *= RECOMPUTED_DECAY
+            candidate.staleness_seconds = staleness_seconds
+            self._update_risk(candidate)
             changed = True
-        if open is seat.open and not changed:
+        if is_open is candidate.is_open and not changed:
             return False
-        more = self._open(seat, before, open=open)
-        self._refresh(seat)
-        return more
+        grew = self._update_budget(candidate, previous, is_open=is_open)
+        self._update_costs(candidate)
+        return grew
 
     def close(self, worker: str) -> None:
         """Send it nothing until it makes a new offer."""
-        seat = self.seats.get(worker)
-        if seat is not None:
-            self._open(seat, seat.beat, open=False)
-            self._refresh(seat)
+        candidate = self.candidates.get(worker)
+        if candidate is not None:
+            self._update_budget(candidate, candidate.heartbeat, is_open=False)
+            self._update_costs(candidate)
 
     def remove(self, worker: str) -> None:
         """Forget an executor that holds nothing."""
-        seat = self.seats.get(worker)
-        if seat is not None:
+        candidate = self.candidates.get(worker)
+        if candidate is not None:
             self.close(worker)
-            del self.seats[worker]
-            self._ring.remove(seat)
-            self._index.leave(seat)
+            del self.candidates[worker]
+            self._ring.remove(candidate)
+            self._index.remove(candidate)
 
-    def take(self, choice: Choice, ask: Ask, now: float) -> None:
+    def charge(self, choice: Choice, query: PlacementQuery, now: float) -> None:
         """Charge a turn to the executor that was chosen for it."""
-        seat = self.seats[choice.worker]
-        free_at = seat.free_at if seat.free_at > now else now
+        candidate = self.candidates[choice.worker]
+        free_at = candidate.prefill_free_at if candidate.prefill_free_at > now else now
         free_at += choice.cost.prefill_seconds
-        seat.free_at = min(free_at, now + LONGEST_WAIT_SECONDS)
-        self._hold(seat, ask.room_tokens, ask.new_tokens)
+        candidate.prefill_free_at = min(free_at, now + MAX_WAIT_SECONDS)
+        self._add_held(candidate, query.room_tokens, query.new_tokens)
 
-    def owes(self, worker: str, prefill_seconds: float, now: float) -> None:
+    def set_prefill_backlog(self, worker: str, prefill_seconds: float, now: float) -> None:
         """So much prefill has not begun there, whatever was expected."""
-        seat = self.seats.get(worker)
-        if seat is not None and now + prefill_seconds > seat.free_at:
-            seat.free_at = now + min(prefill_seconds, LONGEST_WAIT_SECONDS)
-            self._index.mend(seat)
+        candidate = self.candidates.get(worker)
+        if candidate is not None and now + prefill_seconds > candidate.prefill_free_at:
+            candidate.prefill_free_at = now + min(prefill_seconds, MAX_WAIT_SECONDS)
+            self._index.update(candidate)
 
-    def hold(self, worker: str, room_tokens: int, new_tokens: float) -> None:
+    def reserve(self, worker: str, room_tokens: int, new_tokens: float) -> None:
         """Count one more turn as held."""
-        seat = self.seats.get(worker)
-        if seat is not None:
-            self._hold(seat, room_tokens, new_tokens)
+        candidate = self.candidates.get(worker)
+        if candidate is not None:
+            self._add_held(candidate, room_tokens, new_tokens)
 
     def release(self, worker: str, room_tokens: int, new_tokens: float) -> None:
         """Count one turn less as held."""
-        seat = self.seats.get(worker)
-        if seat is None:
+        candidate = self.candidates.get(worker)
+        if candidate is None:
             return
-        seat.held_turns -= 1
-        seat.held_tokens -= room_tokens
+        candidate.held_turns -= 1
+        candidate.held_tokens -= room_tokens
         # An empty seat owes nothing: what sums of floats leave over must not add up, and what an executor said of its
         # own rates once is not held against it for ever.
-        if seat.held_turns:
-            seat.held_new_tokens -= new_tokens
+        if candidate.held_turns:
+            candidate.held_new_tokens -= new_tokens
         else:
-            seat.held_new_tokens = seat.free_at = 0.0
-        if seat.again_tokens:
-            seat.again_tokens *= 1 - AGAIN_WEIGHT
-            self._weigh(seat)
-        self._refresh(seat)
+            candidate.held_new_tokens = candidate.prefill_free_at = 0.0
+        if candidate.recomputed_tokens:
+            candidate.recomputed_tokens *= 1 - RECOMPUTED_WEIGHT
+            self._update_risk(candidate)
+        self._update_costs(candidate)
 
-    def computed_again(self, worker: str, tokens: int) -> None:
+    def record_recomputed(self, worker: str, tokens: int) -> None:
         """Another executor computes so many tokens of a turn that this one took back."""
-        seat = self.seats.get(worker)
-        if seat is not None:
-            seat.again_tokens += AGAIN_WEIGHT * tokens
-            self._weigh(seat)
-            self._refresh(seat)
+        candidate = self.candidates.get(worker)
+        if candidate is not None:
+            candidate.recomputed_tokens += RECOMPUTED_WEIGHT * tokens
+            self._update_risk(candidate)
+            self._update_costs(candidate)
 
-    def choose(self, ask: Ask, now: float) -> Choice | None:
+    def choose(self, query: PlacementQuery, now: float) -> Choice | None:
         """The cheapest executor with room; None if there is none."""
-        shortage = self._shortages[ask.seeded]
+        shortage = self._shortages[query.seeded]
         self._searches += 1
-        found = Found()
-        if ask.room_tokens >= shortage.least:
-            for seat in shortage.grown:
-                self._look(seat, ask, now, found)
+        found = CheapestTwo()
+        if query.room_tokens >= shortage.min_tokens:
+            for candidate in shortage.with_room:
+                self._consider(candidate, query, now, found)
         else:
-            for worker, _ in ask.cached:
-                holder = self.seats.get(worker)
+            for worker, _ in query.cached:
+                holder = self.candidates.get(worker)
                 if holder is not None:
-                    self._look(holder, ask, now, found)
-            self._index.search(ask, now, self._searches, found)
+                    self._consider(holder, query, now, found)
+            self._index.search(query, now, self._searches, found)
         if found.best is None:
-            shortage.found(ask.room_tokens)
-            self._short = min(each.least for each in self._shortages)
+            shortage.record(query.room_tokens)
+            self._min_shortage = min(each.min_tokens for each in self._shortages)
             return None
-        if found.second <= found.lowest + TIE_SECONDS:
-            self._settle(ask, now, found)
-        return self._choice(ask, now, found)
+        if found.runner_up_cost <= found.best_cost + TIE_SECONDS:
+            self._break_tie(query, now, found)
+        return self._choice(query, now, found)
 
-    def load_of(self, worker: str, now: float) -> Load:
+    def load_of(self, worker: str, now: float) -> ExecutorLoad:
         """How an executor stands; one that never made an offer holds nothing."""
-        seat = self.seats.get(worker)
-        if seat is None:
-            return Load()
-        free_turns = max(0, seat.beat.max_turns - seat.held_turns) if seat.open else 0
-        decoded = lanes(seat.beat) * seat.beat.hardware.decode_tokens_per_second
-        seconds = seat.held_new_tokens / decoded + max(0.0, seat.free_at - now)
-        return Load(
-            free_turns, max(0, seat.room), seat.held_turns, seat.held_tokens, min(seconds, LONGEST_WAIT_SECONDS)
+        candidate = self.candidates.get(worker)
+        if candidate is None:
+            return ExecutorLoad()
+        free_turns = max(0, candidate.heartbeat.max_turns - candidate.held_turns) if candidate.is_open else 0
+        decoded = lanes(candidate.heartbeat) * candidate.heartbeat.hardware.decode_tokens_per_second
+        seconds = candidate.held_new_tokens / decoded + max(0.0, candidate.prefill_free_at - now)
+        return ExecutorLoad(
+            free_turns,
+            max(0, candidate.room),
+            candidate.held_turns,
+            candidate.held_tokens,
+            min(seconds, MAX_WAIT_SECONDS),
         )
 
-    def could_run(self, ask: Ask) -> bool:
+    def fits_when_idle(self, query: PlacementQuery) -> bool:
         """Whether some open executor would have room for it if it held nothing."""
-        return self._largest[ask.seeded].most >= ask.room_tokens
+        return self._largest_budgets[query.seeded].tokens >= query.room_tokens
 
     @property
     def refuses_seeds(self) -> bool:
         """Whether executors are open, and none of them takes a turn with a seed."""
-        seeded = [seat.beat.seeded for seat in self.seats.values() if seat.open]
+        seeded = [candidate.heartbeat.seeded for candidate in self.candidates.values() if candidate.is_open]
         return bool(seeded) and not any(seeded)
 
-    def _seat(self, beat: SlackHeartbeat) -> Seat:
-        self._numbers += 1
-        prefill = learned(beat.hardware.prefill_tokens_per_second, None)
-        kind = Kind(prefill, learned(step_rate(beat), None), beat.frozen, beat.seeded)
-        seat = self.seats[beat.worker] = Seat(self._numbers, name_hash(beat.worker), beat, kind)
-        _reprice(seat)
-        self._ring.add(seat)
-        return seat
+    def _new_candidate(self, heartbeat: SlackHeartbeat) -> Candidate:
+        self._next_number += 1
+        prefill = rate_bucket(heartbeat.hardware.prefill_tokens_per_second, None)
+        cost_class = CostClass(
+            prefill, rate_bucket(engine_step_rate(heartbeat), None), heartbeat.frozen, heartbeat.seeded
+        )
+        candidate = self.candidates[heartbeat.worker] = Candidate(
+            self._next_number, name_hash(heartbeat.worker), heartbeat, cost_class
+        )
+        _update_token_costs(candidate)
+        self._ring.add(candidate)
+        return candidate
 
     @staticmethod
-    def _learn(seat: Seat, before: SlackHeartbeat) -> bool:
+    def _update_rates(candidate: Candidate, previous: SlackHeartbeat) -> bool:
         """What the newest heartbeat says of rates and bounds; most say nothing new."""
-        beat, kind = seat.beat, seat.kind
-        prefill = learned(beat.hardware.prefill_tokens_per_second, kind.prefill)
-        step = learned(step_rate(beat), kind.step)
+        heartbeat, cost_class = candidate.heartbeat, candidate.cost_class
+        prefill = rate_bucket(heartbeat.hardware.prefill_tokens_per_second, cost_class.prefill)
+        step = rate_bucket(engine_step_rate(heartbeat), cost_class.step)
         if (
-            prefill is not kind.prefill
-            or step is not kind.step
-            or beat.frozen is not kind.frozen
-            or beat.seeded is not kind.seeded
+            prefill is not cost_class.prefill
+            or step is not cost_class.step
+            or heartbeat.frozen is not cost_class.frozen
+            or heartbeat.seeded is not cost_class.seeded
         ):
-            seat.kind = Kind(prefill, step, beat.frozen, beat.seeded)
-            _reprice(seat)
-            Placement._weigh(seat)
+            candidate.cost_class = CostClass(prefill, step, heartbeat.frozen, heartbeat.seeded)
+            _update_token_costs(candidate)
+            Placement._update_risk(candidate)
             return True
-        return beat.token_budget != before.token_budget or beat.max_turns != before.max_turns
+        return heartbeat.token_budget != previous.token_budget or heartbeat.max_turns != previous.max_turns
 
-    def _open(self, seat: Seat, before: SlackHeartbeat, *, open: bool) -> bool:
+    def _update_budget(self, candidate: Candidate, previous: SlackHeartbeat, *, is_open: bool) -> bool:
         """Keep the largest budgets; whether one of them has grown."""
-        beat = seat.beat
-        budget = beat.token_budget if open and beat.max_turns else CLOSED
-        if budget == seat.budget and beat.seeded == before.seeded:
-            seat.open = open
+        heartbeat = candidate.heartbeat
+        budget = heartbeat.token_budget if is_open and heartbeat.max_turns else CLOSED
+        if budget == candidate.token_budget and heartbeat.seeded == previous.seeded:
+            candidate.is_open = is_open
             return False
         grew = False
-        for largest, was, now in zip(self._largest, (True, before.seeded), (True, beat.seeded), strict=True):
-            grew |= largest.swap(seat.budget if was else CLOSED, budget if now else CLOSED)
-        seat.open, seat.budget = open, budget
+        for largest, counted, counts in zip(
+            self._largest_budgets, (True, previous.seeded), (True, heartbeat.seeded), strict=True
+        ):
+            grew |= largest.replace(candidate.token_budget if counted else CLOSED, budget if counts else CLOSED)
+        candidate.is_open, candidate.token_budget = is_open, budget
         return grew
 
-    def _hold(self, seat: Seat, room_tokens: int, new_tokens: float) -> None:
-        seat.held_turns += 1
-        seat.held_tokens += room_tokens
-        seat.held_new_tokens += new_tokens
-        self._refresh(seat)
+    def _add_held(self, candidate: Candidate, room_tokens: int, new_tokens: float) -> None:
+        candidate.held_turns += 1
+        candidate.held_tokens += room_tokens
+        candidate.held_new_tokens += new_tokens
+        self._update_costs(candidate)
 
     @staticmethod
-    def _weigh(seat: Seat) -> None:
-        seat.risk_seconds = seat.staleness_seconds + seat.again_tokens * seat.kind.prefill.seconds
-
-    def _refresh(self, seat: Seat) -> None:
-        seat.load = seat.held_new_tokens * (LEFT * seat.kind.prefill.seconds) + seat.risk_seconds
-        crowd, beat = crowd_of(seat.held_turns), seat.beat
-        if crowd != seat.crowd:
-            seat.crowd = crowd
-            _reprice(seat)
-        seat.room = (
-            CLOSED if not seat.open or seat.held_turns >= beat.max_turns else beat.token_budget - seat.held_tokens
+    def _update_risk(candidate: Candidate) -> None:
+        candidate.risk_seconds = (
+            candidate.staleness_seconds + candidate.recomputed_tokens * candidate.cost_class.prefill.token_seconds
         )
-        if seat.room >= self._short:
-            self._grew(seat)
-        self._index.mend(seat)
 
-    def _grew(self, seat: Seat) -> None:
-        for shortage, seeded in zip(self._shortages, (True, seat.beat.seeded), strict=True):
-            if seeded and seat.room >= shortage.least:
-                shortage.grew(seat)
-        self._short = min(each.least for each in self._shortages)
+    def _update_costs(self, candidate: Candidate) -> None:
+        candidate.load_seconds = (
+            candidate.held_new_tokens * (REMAINING_FRACTION * candidate.cost_class.prefill.token_seconds)
+            + candidate.risk_seconds
+        )
+        bucket, heartbeat = turn_bucket(candidate.held_turns), candidate.heartbeat
+        if bucket != candidate.turn_bucket:
+            candidate.turn_bucket = bucket
+            _update_token_costs(candidate)
+        candidate.room = (
+            CLOSED
+            if not candidate.is_open or candidate.held_turns >= heartbeat.max_turns
+            else heartbeat.token_budget - candidate.held_tokens
+        )
+        if candidate.room >= self._min_shortage:
+            self._note_room_growth(candidate)
+        self._index.update(candidate)
 
-    def _look(self, seat: Seat, ask: Ask, now: float, found: Found) -> None:
+    def _note_room_growth(self, candidate: Candidate) -> None:
+        for shortage, seeded in zip(self._shortages, (True, candidate.heartbeat.seeded), strict=True):
+            if seeded and candidate.room >= shortage.min_tokens:
+                shortage.on_room_grown(candidate)
+        self._min_shortage = min(each.min_tokens for each in self._shortages)
+
+    def _consider(self, candidate: Candidate, query: PlacementQuery, now: float, found: CheapestTwo) -> None:
         """Look at one seat by itself, what it has cached included."""
-        if seat.room >= ask.room_tokens and (seat.beat.seeded or not ask.seeded):
-            found.take(seat, self._cost(seat, ask, now))
-        seat.search = self._searches
+        if candidate.room >= query.room_tokens and (candidate.heartbeat.seeded or not query.seeded):
+            found.consider(candidate, self._cost(candidate, query, now))
+        candidate.last_search = self._searches
 
     @staticmethod
-    def _cost(seat: Seat, ask: Ask, now: float) -> float:
-        cost = ask.context_tokens * seat.price + ask.new_tokens * seat.decode + seat.wait(now)
-        return cost - _cached(seat, ask) * seat.price
+    def _cost(candidate: Candidate, query: PlacementQuery, now: float) -> float:
+        cost = (
+            query.context_tokens * candidate.prefill_token_seconds
+            + query.new_tokens * candidate.decode_token_seconds
+            + candidate.wait_seconds(now)
+        )
+        return cost - _cached_tokens(candidate, query) * candidate.prefill_token_seconds
 
-    def _settle(self, ask: Ask, now: float, found: Found) -> None:
+    def _break_tie(self, query: PlacementQuery, now: float, found: CheapestTwo) -> None:
         """Decide between equals by the turn's key."""
-        most, cheapest = found.lowest + TIE_SECONDS, found.best
+        max_seconds, cheapest = found.best_cost + TIE_SECONDS, found.best
         assert cheapest is not None
-        named = self._index.within(ask, now, most, compared(len(self._ring)) + 1)
-        equals = {seat.number: seat for seat in (cheapest, *named)}
-        for worker, _ in ask.cached:
-            holder = self.seats.get(worker)
-            if holder is not None and self._is_equal(holder, ask, now, most):
+        near = self._index.candidates_within(query, now, max_seconds, compared_count(len(self._ring)) + 1)
+        equals = {candidate.number: candidate for candidate in (cheapest, *near)}
+        for worker, _ in query.cached:
+            holder = self.candidates.get(worker)
+            if holder is not None and self._costs_no_more(holder, query, now, max_seconds):
                 equals[holder.number] = holder
-        best = self._ring.first(
-            name_hash(ask.tie_key), equals.values(), lambda seat: self._is_equal(seat, ask, now, most)
+        best = self._ring.choose(
+            name_hash(query.tie_key),
+            equals.values(),
+            lambda candidate: self._costs_no_more(candidate, query, now, max_seconds),
         )
         if best is not cheapest:
-            found.passed, found.second, found.best = cheapest, found.lowest, best
+            found.runner_up, found.runner_up_cost, found.best = cheapest, found.best_cost, best
 
-    def _is_equal(self, seat: Seat, ask: Ask, now: float, most: float) -> bool:
-        fits = seat.room >= ask.room_tokens and (seat.beat.seeded or not ask.seeded)
-        return fits and self._cost(seat, ask, now) <= most
+    def _costs_no_more(self, candidate: Candidate, query: PlacementQuery, now: float, max_seconds: float) -> bool:
+        fits = candidate.room >= query.room_tokens and (candidate.heartbeat.seeded or not query.seeded)
+        return fits and self._cost(candidate, query, now) <= max_seconds
 
-    def _choice(self, ask: Ask, now: float, found: Found) -> Choice:
-        best, passed = found.best, found.passed
+    def _choice(self, query: PlacementQuery, now: float, found: CheapestTwo) -> Choice:
+        best, runner_up = found.best, found.runner_up
         assert best is not None
-        kind, beat, token_seconds = best.kind, best.beat, best.kind.prefill.seconds
-        cached = _cached(best, ask)
-        computed, shared_seconds = ask.context_tokens - cached, token_seconds * best.crowd
+        cost_class, heartbeat, token_seconds = best.cost_class, best.heartbeat, best.cost_class.prefill.token_seconds
+        cached = _cached_tokens(best, query)
+        computed, shared_seconds = query.context_tokens - cached, token_seconds * best.turn_bucket
         cost = PlacementCost(
-            wait_seconds=max(0.0, best.free_at - now),
+            wait_seconds=max(0.0, best.prefill_free_at - now),
             prefill_seconds=computed * token_seconds,
-            decode_seconds=ask.new_tokens * (kind.step.seconds + shared_seconds),
-            risk_seconds=best.load + computed * (_displacement(kind) * token_seconds + shared_seconds),
+            decode_seconds=query.new_tokens * (cost_class.step.token_seconds + shared_seconds),
+            risk_seconds=best.load_seconds
+            + computed * (_displacement_risk(cost_class) * token_seconds + shared_seconds),
             cached_tokens=cached,
-            passed_over=None if passed is None else passed.beat.worker,
-            passed_over_seconds=0.0 if passed is None else found.second,
+            passed_over=None if runner_up is None else runner_up.heartbeat.worker,
+            passed_over_seconds=0.0 if runner_up is None else found.runner_up_cost,
         )
-        return Choice(beat.worker, beat.slot, beat.incarnation, cost)
+        return Choice(heartbeat.worker, heartbeat.slot, heartbeat.incarnation, cost)
 
 
-def _cached(seat: Seat, ask: Ask) -> int:
-    for worker, tokens in ask.cached:
-        if worker == seat.beat.worker:
+def _cached_tokens(candidate: Candidate, query: PlacementQuery) -> int:
+    for worker, tokens in query.cached:
+        if worker == candidate.heartbeat.worker:
             return tokens
     return 0
 
 
-def _displacement(kind: Kind) -> float:
+def _displacement_risk(cost_class: CostClass) -> float:
     """Risk of each second of prefill."""
-    return DISPLACEMENT + FROZEN_DISPLACEMENT * kind.frozen
+    return DISPLACEMENT + FROZEN_DISPLACEMENT * cost_class.frozen
 
 
-def _reprice(seat: Seat) -> None:
+def _update_token_costs(candidate: Candidate) -> None:
     """Its kind or its crowd has changed, and with that whose peer it is."""
-    kind, crowd = seat.kind, seat.crowd
-    seat.price = kind.prefill.seconds * (1 + crowd + _displacement(kind))
-    seat.decode = kind.step.seconds + crowd * kind.prefill.seconds
-    seat.entry = None
+    cost_class, bucket = candidate.cost_class, candidate.turn_bucket
+    candidate.prefill_token_seconds = cost_class.prefill.token_seconds * (1 + bucket + _displacement_risk(cost_class))
+    candidate.decode_token_seconds = cost_class.step.token_seconds + bucket * cost_class.prefill.token_seconds
+    candidate.entry = None

@@ -1,15 +1,70 @@
-"""A turn that is not finished yet, and what is known of its trajectory between its turns.
+"""An unfinished turn, the state of its trajectory between turns, and how many tokens it is expected to generate.
 
-They are many, so neither is tracked by the garbage collector: nothing in them leads back to them.
+Keeps true
+- The expected number of tokens lies between 1 and the turn's `max_tokens`. It depends only on the results seen and
+  their order, and is learned for each environment and turn number.
+- There are many turns and trajectory states, so the garbage collector does not track them: nothing in them refers back
+  to them.
 """
 
 import msgspec
 
-from pipeline.routing.lengths import Means
 from schemas.arrays import count
 from schemas.turns import Part, TurnKey, TurnRequest
 
-KEPT_BYTES = 1024
+LENGTH_WEIGHT = 0.02
+"""Of the newest result in a running mean: the last hundred or so turns count."""
+
+TRACKED_TURNS = 64
+"""Turns whose numbers are told apart; all later ones are as one."""
+
+TRACKED_ENVIRONMENTS = 64
+"""Environments that are told apart, those that were asked for first; all others are as one."""
+
+
+class OutputLengths:
+    """Of one environment: running means of the fraction of `max_tokens` that turns really used."""
+
+    def __init__(self) -> None:
+        self._fractions = [1.0] * TRACKED_TURNS
+        self._seen = [0] * TRACKED_TURNS
+        self._begins = 1.0
+        """Where the mean of a turn begins that was not seen yet: at that of the newest result's turn; 1 before it."""
+
+    def record(self, turn: int, tokens: int, max_tokens: int) -> None:
+        if turn >= TRACKED_TURNS:
+            turn = TRACKED_TURNS - 1
+        seen = self._seen[turn] = self._seen[turn] + 1
+        fraction = self._fractions[turn]
+        weight = LENGTH_WEIGHT if seen * LENGTH_WEIGHT > 1.0 else 1.0 / seen
+        fraction += weight * ((tokens / max_tokens if tokens < max_tokens else 1.0) - fraction)
+        self._fractions[turn] = self._begins = fraction
+
+    def expected(self, turn: int, max_tokens: int) -> float:
+        if turn >= TRACKED_TURNS:
+            turn = TRACKED_TURNS - 1
+        tokens = max_tokens * (self._fractions[turn] if self._seen[turn] else self._begins)
+        return tokens if tokens > 1.0 else 1.0
+
+
+class LengthsByEnvironment:
+    """Of all environments."""
+
+    def __init__(self) -> None:
+        self._by_environment: dict[str, OutputLengths] = {}
+        self._others = OutputLengths()
+
+    def for_environment(self, environment: str) -> OutputLengths:
+        """What is learned of it, and goes on to be."""
+        known = self._by_environment.get(environment)
+        if known is not None:
+            return known
+        if len(self._by_environment) >= TRACKED_ENVIRONMENTS:
+            return self._others
+        return self._by_environment.setdefault(environment, OutputLengths())
+
+
+MAX_KEPT_BYTES = 1024
 """Of a request: one that is larger goes whole with its first dispatch, and by its place with those that may follow."""
 
 NO_TOKENS = msgspec.Raw(msgspec.msgpack.encode(b""))
@@ -23,7 +78,7 @@ def without_tokens(wire: bytes) -> bytes:
     return msgspec.msgpack.encode({**_fields.decode(wire), "appended": NO_TOKENS})
 
 
-class Trajectory(msgspec.Struct, eq=False, gc=False):
+class TrajectoryState(msgspec.Struct, eq=False, gc=False):
     """What is known of a trajectory between its turns."""
 
     turn: int = -1
@@ -31,14 +86,19 @@ class Trajectory(msgspec.Struct, eq=False, gc=False):
     worker: str = ""
     """Where its newest execution left its tokens; empty where none has."""
     incarnation: int = 0
-    cache: int = 0
+    cache_generation: int = 0
     """Of that start."""
     version: int = -1
     tokens: int = 0
 
-    def left(self, worker: str, incarnation: int, cache: int, version: int, tokens: int) -> None:
+    def set_prefix(self, worker: str, incarnation: int, cache_generation: int, version: int, tokens: int) -> None:
         """Remember where the newest execution left its tokens."""
-        self.worker, self.incarnation, self.cache, self.version = worker, incarnation, cache, version
+        self.worker, self.incarnation, self.cache_generation, self.version = (
+            worker,
+            incarnation,
+            cache_generation,
+            version,
+        )
         self.tokens = tokens
 
 
@@ -56,15 +116,15 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
     """Unix seconds, of the environment worker's clock."""
     digest: bytes
     """Of its context."""
-    anchors: bool
+    is_anchor: bool
     """Whether it was asked for with its context whole."""
-    wire: bytes
+    request_bytes: bytes
     """The request as it came, for its dispatches."""
     offset: int
     """Of the request in its home."""
-    trajectory: Trajectory
+    trajectory: TrajectoryState
     """What is known of its trajectory."""
-    lengths: Means
+    lengths: OutputLengths
     """Of its environment."""
     context_tokens: int
     epoch: int
@@ -83,7 +143,7 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
     """Attempts that ended by somebody's fault."""
     worker: str = ""
     """The executor that holds it; empty while it waits."""
-    execution: bytes = b""
+    execution_key: bytes = b""
     """The dispatch that is outstanding, as heartbeats list it."""
     new_tokens: float = 0.0
     """Expected when it was dispatched."""
@@ -95,30 +155,30 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
     """The same, on the clock of `Liveness`."""
     unlisted_since: float = 0.0
     """See `Execution`."""
-    taken_by: str = ""
+    preempted_by: str = ""
     """The executor that took it back, until it is known what that costs."""
     ticket: int = 0
     """Its place in the waiting order, 0 when it does not wait."""
-    begun: Part | None = None
+    partial: Part | None = None
     """The most that any attempt handed back of it: the next one goes on from there."""
-    cut: bool = False
-    """`wire` lacks what the request appends."""
-    torn: bool = False
+    by_reference: bool = False
+    """`request_bytes` lacks what the request appends."""
+    context_missing: bool = False
     """It waits for its anchor: no executor can read its context back."""
 
     @classmethod
-    def of(
+    def from_request(
         cls,
         request: TurnRequest,
-        wire: bytes,
+        request_bytes: bytes,
         offset: int,
         *,
-        trajectory: Trajectory,
-        lengths: Means,
+        trajectory: TrajectoryState,
+        lengths: OutputLengths,
         epoch: int,
         now: float,
     ) -> "Turn":
-        """One that waits since now. `wire`: the request's bytes as they came; `offset`: where, in its home."""
+        """One that waits since now. `request_bytes`: the request's bytes as they came; `offset`: where, in its home."""
         sampling = request.sampling
         return cls(
             trajectory_id=request.trajectory_id,
@@ -130,8 +190,8 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
             patience_seconds=request.patience_seconds,
             requested_at=request.requested_at,
             digest=request.digest,
-            anchors=request.anchors,
-            wire=wire,
+            is_anchor=request.is_anchor,
+            request_bytes=request_bytes,
             offset=offset,
             trajectory=trajectory,
             lengths=lengths,
@@ -142,28 +202,28 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
             queued_at=now,
         )
 
-    def asked_by(self, request: TurnRequest, wire: bytes, offset: int) -> None:
+    def replace_request(self, request: TurnRequest, request_bytes: bytes, offset: int) -> None:
         """It is asked for by this from now on, which has the same context."""
-        self.anchors, self.requested_at = request.anchors, request.requested_at
+        self.is_anchor, self.requested_at = request.is_anchor, request.requested_at
         self.patience_seconds = request.patience_seconds
         self.max_tokens, self.seeded = request.sampling.max_tokens, request.sampling.seed is not None
-        self.wire, self.offset, self.cut = wire, offset, False
+        self.request_bytes, self.offset, self.by_reference = request_bytes, offset, False
 
-    def sent(self) -> None:
+    def on_dispatched(self) -> None:
         """What it appends is with an executor, and on the log."""
-        if len(self.wire) > KEPT_BYTES and not self.cut:
-            self.wire, self.cut = without_tokens(self.wire), True
+        if len(self.request_bytes) > MAX_KEPT_BYTES and not self.by_reference:
+            self.request_bytes, self.by_reference = without_tokens(self.request_bytes), True
 
     @property
     def key(self) -> TurnKey:
         return TurnKey(self.trajectory_id, self.turn, self.attempt)
 
     @property
-    def begun_tokens(self) -> int:
-        return 0 if self.begun is None else count(self.begun.tokens)
+    def partial_tokens(self) -> int:
+        return 0 if self.partial is None else count(self.partial.tokens)
 
-    def keep(self, part: Part) -> None:
+    def keep_partial(self, part: Part) -> None:
         """Go on from this if it is sound, leaves something to sample, and is more than what is known."""
-        longer = self.begun_tokens < count(part.tokens) < self.max_tokens
-        if longer and not part.flaw:
-            self.begun = part
+        longer = self.partial_tokens < count(part.tokens) < self.max_tokens
+        if longer and not part.validation_error:
+            self.partial = part

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from confluent_kafka import KafkaError
 
-from topics.access import ENVIRONMENT, TRAINER, Role
-from topics.catalog import ENVIRONMENT_WRITERS, TRAINER_NAMES, Partitions
+from topics.acl import ENVIRONMENT, TRAINER, Role
+from topics.catalog import ENVIRONMENT_TRANSACTIONAL_PREFIX, TRAINER_PREFIX, Partitions
 from topics.errors import BusError
-from topics.log import await_decided
+from topics.log_reader import await_transactions
 from topics.records import Place
 from topics.settings import TRANSACTION_MILLISECONDS, BusSettings
 from topics.writer import Writer
@@ -31,8 +31,8 @@ SECONDS = 60.0
 """Within which a broker that has come up answers who fences."""
 
 WRITERS: dict[str, tuple[Role, str]] = {
-    "environment-0": (ENVIRONMENT, f"{ENVIRONMENT_WRITERS}environment-0"),
-    "trainer": (TRAINER, f"{TRAINER_NAMES}policy"),
+    "environment-0": (ENVIRONMENT, f"{ENVIRONMENT_TRANSACTIONAL_PREFIX}environment-0"),
+    "trainer": (TRAINER, f"{TRAINER_PREFIX}policy"),
 }
 """By the name of a process, what it writes and under which transactional id."""
 
@@ -46,7 +46,7 @@ def lost_ends(broker_log: Path, settings: BusSettings, process: str) -> int:
 def hangs(settings: BusSettings, process: str, partitions: Partitions) -> bool:
     """Whether a transaction is open in a topic that this process writes for longer than the broker lets it be."""
     try:
-        await_decided(settings, _places(process, partitions), seconds=UNDECIDED_SECONDS)
+        await_transactions(settings, _places(process, partitions), seconds=UNDECIDED_SECONDS)
     except BusError as error:
         if error.code != KafkaError._TIMED_OUT:
             raise
@@ -58,7 +58,7 @@ def abort_hanging(settings: BusSettings, process: str, partitions: Partitions) -
     """Abort what hangs in any partition of the topics that this process, which has been killed, writes."""
     patient = time.monotonic() + SECONDS
     writing = Writer(
-        settings, "operator", transactional_id=WRITERS[process][1], wanted=lambda: time.monotonic() < patient
+        settings, "operator", transactional_id=WRITERS[process][1], still_needed=lambda: time.monotonic() < patient
     )
     with closing(writing) as writer:
         writer.begin()
@@ -70,4 +70,6 @@ def abort_hanging(settings: BusSettings, process: str, partitions: Partitions) -
 
 def _places(process: str, partitions: Partitions) -> list[Place]:
     role, _ = WRITERS[process]
-    return [(topic, partition) for topic in role.writes for partition in range(partitions.of(topic.spread))]
+    return [
+        (topic, partition) for topic in role.writes for partition in range(partitions.count_of(topic.partition_setting))
+    ]

@@ -26,8 +26,8 @@ from tests.chaos.hanging import WRITERS, abort_hanging, hangs, lost_ends
 from tests.integration.lender_kit import MODEL, SERVING, healthy, server_flags
 from tests.waiting import WAIT_SECONDS, until
 from topics.admin import create_topics
-from topics.broker import Broker, free_ports
 from topics.catalog import Partitions
+from topics.local_broker.process import Broker, free_ports
 from topics.settings import BusSettings
 
 ROOT = Path(__file__).parents[2]

@@ -26,9 +26,9 @@ from tests.chaos.storm_roles import Roles
 from tests.integration.lender_kit import SERVING
 from topics.admin import create_topics
 from topics.apache_kafka import Cluster
-from topics.asking import offset_in
-from topics.broker import QUIET, Broker
 from topics.catalog import OUTCOMES, PROMPTS, REQUESTED, SAMPLES, Partitions
+from topics.local_broker.process import QUIET, Broker
+from topics.queries import offset_in
 from topics.settings import BusSettings
 
 MOST_STALL_SECONDS = 20.0

@@ -19,7 +19,7 @@ from pipeline.accounting.audit import audit_log
 from tests.chaos.storm_lines import Sort
 from tests.chaos.storm_plan import Plan, Role
 from topics.catalog import COMPLETED, DISPATCHED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES
-from topics.labels import OFFSET, PARTITION, TOPIC
+from topics.dead_letter_headers import OFFSET, PARTITION, TOPIC
 from topics.settings import BusSettings
 
 WAIT_SECONDS = 60.0

@@ -16,7 +16,7 @@ from enum import Enum
 from itertools import cycle, islice
 from typing import TypeAlias
 
-from schemas.homes import slot_of
+from schemas.partitioning import inbox_slot
 from tests.chaos.storm_lines import Line, Lines, Sort
 from tests.chaos.storm_shape import Shape
 
@@ -134,7 +134,7 @@ def first_of(shape: Shape) -> dict[Role, int]:
 
 def cell_of(worker: Worker, cells: int) -> int:
     """Where it begins: executors stand in for one another within a cell, which the name says; all others are of one."""
-    return slot_of(str(worker), SLOTS) % cells if worker.role is Role.EXECUTOR else 0
+    return inbox_slot(str(worker), SLOTS) % cells if worker.role is Role.EXECUTOR else 0
 
 
 FREEZE_SECONDS = (1.0, 15.0)

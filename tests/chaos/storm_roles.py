@@ -25,7 +25,7 @@ from tests.chaos.storm_plan import Act, Deed, Part, Role, Worker, cell_of
 from tests.integration.lender_kit import MODEL, server_flags
 from tests.upgrade.sites import Sites
 from topics.apache_kafka import Cluster
-from topics.broker import Broker, free_ports
+from topics.local_broker.process import Broker, free_ports
 
 LOOK_SECONDS = 0.1
 """Between two looks for roles that are leaving: their ends are in no queue."""

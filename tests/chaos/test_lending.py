@@ -113,7 +113,10 @@ def tell(run: Run, began: float, left: list[Left]) -> None:
 
 def results(settings: BusSettings) -> Counter[tuple[str | None, TurnOutcome]]:
     """How many turns each worker answered, and how."""
-    reader, found = Reader(settings, "chaos", group="chaos", ends=True), Counter[tuple[str | None, TurnOutcome]]()
+    reader, found = (
+        Reader(settings, "chaos", group="chaos", report_ends=True),
+        Counter[tuple[str | None, TurnOutcome]](),
+    )
     left = {(COMPLETED, home) for home in range(2)}
     reader.assign(dict.fromkeys(left, 0))
     while left:

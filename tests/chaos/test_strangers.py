@@ -21,7 +21,7 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from pipeline.command.health import MOST_LINES
 from pipeline.command.nursery import Forked, Nursery
 from schemas.errors import RecordError
-from schemas.homes import home_of, slot_of
+from schemas.partitioning import home_partition, inbox_slot
 from schemas.prompts import Prompt
 from schemas.record import Record
 from schemas.samples import SampleOutcome
@@ -31,7 +31,6 @@ from tests.golden.examples import EXAMPLES
 from tests.integration.lender_kit import MODEL
 from tests.strangers import Stranger, pester
 from topics.admin import create_topics
-from topics.broker import free_ports
 from topics.catalog import (
     CHUNKS,
     COMPLETED,
@@ -45,10 +44,11 @@ from topics.catalog import (
     Partitions,
     Topic,
 )
-from topics.letters import Buried
-from topics.log import read_topics
+from topics.dead_letters import DeadLetterIndex
+from topics.local_broker.process import free_ports
+from topics.log_reader import read_whole_topics
 from topics.reader import Reader
-from topics.records import Envelope, Raw
+from topics.records import Envelope, RawMessage
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.weights.signing import make_keys, public_key
@@ -58,7 +58,7 @@ SEED = int(os.environ.get("ROSE_STRANGERS_SEED", "1"))
 MESSAGES, ROUNDS, BOMBS = 20_000, 20, 20
 PARTITIONS = Partitions(home=2, slots=2, samples=1, chunks=1)
 NAMESPACE = "strangers."
-EXECUTOR = next(name for name in "abcdefgh" if slot_of(name, PARTITIONS.slots) == 0)
+EXECUTOR = next(name for name in "abcdefgh" if inbox_slot(name, PARTITIONS.slots) == 0)
 """Its inbox is the first; the other is nobody's."""
 
 GARBAGE = 300
@@ -78,7 +78,7 @@ LOOK_SECONDS = 0.5
 
 Place = tuple[Topic, int, int]
 """Topic, partition and offset."""
-Places = dict[Place, Raw]
+Places = dict[Place, RawMessage]
 
 
 class Run:
@@ -146,7 +146,7 @@ class Run:
         with closing(Reader(self.settings, "earnest", group="earnest")) as reader:
             reader.assign({(OUTCOMES, 0): reader.watermarks((OUTCOMES, 0))[1]})
             with closing(Writer(self.settings, "earnest")) as writer:
-                home = home_of(prompt.group_id, PARTITIONS.home)
+                home = home_partition(prompt.group_id, PARTITIONS.home)
                 writer.write(PROMPTS, prompt, key=prompt.group_id, partition=home)
                 writer.flush()
             deadline = time.monotonic() + seconds
@@ -159,7 +159,7 @@ class Run:
 
     def bury(self, wanted: set[Place], seconds: float) -> None:
         """Wait until these places are dead letters."""
-        found, deadline = Buried(self.settings, *(place[0] for place in wanted)), time.monotonic() + seconds
+        found, deadline = DeadLetterIndex(self.settings, *(place[0] for place in wanted)), time.monotonic() + seconds
         while left := [place for place in wanted if place[1:] not in found.places(place[0])]:
             self.check()
             assert time.monotonic() < deadline, f"{len(left)} of {len(wanted)} are no dead letters: {left[:5]}"
@@ -210,14 +210,14 @@ class Crowd:
         for producer in self._producers:
             assert producer.flush(60) == 0
 
-    def _produce(self, producer: Producer, topic: Topic, raw: Raw) -> None:
+    def _produce(self, producer: Producer, topic: Topic, raw: RawMessage) -> None:
         def stored(error: KafkaError | None, message: Message) -> None:
             if error is None:
                 self.stored[topic, int(message.partition() or 0), int(message.offset() or 0)] = raw
             else:
                 self.refused[error.name()] += 1
 
-        partition = self._stranger.draw.randrange(PARTITIONS.of(topic.spread))
+        partition = self._stranger.draw.randrange(PARTITIONS.count_of(topic.partition_setting))
         name, headers = self._settings.topic(topic), list(raw.headers)
         try:
             producer.produce(name, raw.value, raw.key, partition=partition, headers=headers, on_delivery=stored)
@@ -238,7 +238,7 @@ def versions_served(log: str) -> set[int]:
 def genuine_versions(run: Run) -> set[int]:
     """Of the manifests that the trainer has signed."""
     trust = Trust("policy", run_id(NAMESPACE, "fuzzed"), public_key(run.public))
-    found = (trust.believes(each) for each in read_topics(run.settings, [MANIFESTS]))
+    found = (trust.believes(each) for each in read_whole_topics(run.settings, [MANIFESTS]))
     return {manifest.version for manifest in found if manifest is not None}
 
 
@@ -246,7 +246,7 @@ def seen(settings: BusSettings) -> Iterator[Record]:
     """What a stranger may have seen of this run: its newest records of every topic but the chunks, which are large."""
     for topic in RECORD_TOPICS:
         if topic is not CHUNKS:
-            found = [each.record for each in read_topics(settings, [topic]) if each.record is not None]
+            found = [each.record for each in read_whole_topics(settings, [topic]) if each.record is not None]
             yield from found[-SEEN:]
 
 

@@ -11,7 +11,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Produ
 
 from tests.brokers import embedded_first, start
 from tests.conformance.kit import WAIT_SECONDS, Cluster, produce, until
-from topics.broker import Broker
+from topics.local_broker.process import Broker
 
 pytestmark = [pytest.mark.slow, embedded_first]
 

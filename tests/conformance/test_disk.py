@@ -13,7 +13,7 @@ from confluent_kafka import KafkaError
 
 from tests.brokers import embedded_first, start
 from tests.conformance.kit import WAIT_SECONDS, Cluster, produce
-from topics.broker import RESERVE_BYTES, Broker, BrokerFailed
+from topics.local_broker.process import RESERVE_BYTES, Broker, BrokerFailed
 
 pytestmark = [pytest.mark.slow, embedded_first]
 

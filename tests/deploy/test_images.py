@@ -17,7 +17,7 @@ from schemas.prompts import Prompt
 from tests.brokers import KAFKA, start
 from tests.deploy.images_kit import VERSION, WHOLE, Container, Debian, Images, is_ready, look_into, running
 from tests.waiting import until
-from topics.broker import free_ports
+from topics.local_broker.process import free_ports
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(3600)]
 

@@ -8,8 +8,8 @@ from tests.brokers import EMBEDDED, flags, start
 from tests.deploy.images_kit import BASE, Images, is_ready, look_into, running
 from tests.waiting import until
 from topics.admin import create_topics
-from topics.broker import free_ports
 from topics.catalog import Partitions
+from topics.local_broker.process import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -12,7 +12,7 @@ import msgspec
 from pipeline.command.config import load
 from pipeline.command.contracts import asyncapi
 from pipeline.command.options import Common
-from schemas.limits import INFO_BYTES, NESTED
+from schemas.limits import MAX_INFO_BYTES, MAX_NESTING
 from schemas.wire import RECORDS
 from topics.catalog import CATALOG, Topic
 
@@ -46,8 +46,8 @@ def contract() -> Schema:
             }
             for name, message in components["messages"].items()
         },
-        "limits": {"nested": NESTED, "info bytes": INFO_BYTES},
-        "bytes": {record.__name__: record.MOST_BYTES for record in RECORDS},
+        "limits": {"nested": MAX_NESTING, "info bytes": MAX_INFO_BYTES},
+        "bytes": {record.__name__: record.MAX_BYTES for record in RECORDS},
         "schemas": {name: _bare(schema) for name, schema in components["schemas"].items()},
     }
     as_json: Schema = json.loads(msgspec.json.encode(promised))
@@ -59,7 +59,7 @@ def keys_of(topic: Topic) -> list[str]:
     before, _, rest = topic.key.partition("[")
     inside, _, after = rest.partition("]")
     choices = ["", *inside.split("|")] if inside else [""]
-    return [*(f"{before}{choice}{after}" for choice in choices), *topic.marks]
+    return [*(f"{before}{choice}{after}" for choice in choices), *topic.marker_keys]
 
 
 def broken(shipped: Schema, now: Schema) -> list[str]:

@@ -3,15 +3,15 @@
 import msgspec
 
 from schemas.arrays import pack_logprobs, pack_tokens
-from schemas.capacity import CapacityGrant
 from schemas.cells import CellSummary, ExecutorLine
-from schemas.contexts import appending
-from schemas.environments import Applied, EnvSnapshot, Group, GroupState, SettleRequest, TrajectoryProgress
+from schemas.contexts import context_fields
+from schemas.grants import CapacityGrant
+from schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
+from schemas.progress import Applied, EnvSnapshot, Group, GroupState, SettleRequest, TrajectoryProgress
 from schemas.prompts import Prompt, PromptSampling, Sampling
 from schemas.record import Record
-from schemas.roles import RoleBegun
+from schemas.role_starts import RoleBegun
 from schemas.samples import Ending, Outcome, Sample, SampleOutcome, SampleTurn
-from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
 from schemas.turns import (
     Part,
     PlacementCost,
@@ -53,7 +53,7 @@ REQUEST = TurnRequest(
     home=5,
     environment="calculator",
     turn=2,
-    **appending(pack_tokens([1, 2, 70_000]), (7, 19), known=1),
+    **context_fields(pack_tokens([1, 2, 70_000]), (7, 19), known_tokens=1),
     sampling=SAMPLING,
     requested_at=1.5,
     patience_seconds=60.0,

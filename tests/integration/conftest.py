@@ -10,7 +10,7 @@ import pytest
 
 from schemas.samples import Sample
 from tests.brokers import AnyBroker
-from tests.integration.bus_kit import with_topics
+from tests.integration.bus_fixtures import with_topics
 from tests.integration.environment_kit import PARTITIONS, finish, once, submit_all
 from tests.integration.rose_command import Rose
 from tests.integration.scripted_executors import ScriptedExecutors, model_folder, worker_process
@@ -32,7 +32,7 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 @pytest.fixture
 def reader(settings: BusSettings) -> Iterator[Reader]:
     """One that tells ends."""
-    with closing(Reader(settings, "test", group="test", ends=True)) as reader:
+    with closing(Reader(settings, "test", group="test", report_ends=True)) as reader:
         yield reader
 
 

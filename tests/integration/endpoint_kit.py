@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from schemas.errors import RoseError
 from tests.integration.executor_kit import SLOT
-from topics.broker import free_ports
+from topics.local_broker.process import free_ports
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
 from workers.lender.endpoint.api import VISIBILITY_TENSOR

@@ -6,15 +6,15 @@ from confluent_kafka import ConsumerGroupState, Producer
 from confluent_kafka.admin import AdminClient
 
 from schemas.arrays import unpack_tokens
-from schemas.environments import Group
+from schemas.progress import Group
 from schemas.prompts import Prompt
 from schemas.samples import Sample
 from tests.integration.scripted_executors import END, ScriptedExecutors, essence
-from topics.admin import reach
+from topics.admin import connect
 from topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Partitions, Topic
 from topics.catalog import GROUPS as GROUPS_TOPIC
-from topics.letters import Letter, read_letters
-from topics.log import read_topics
+from topics.dead_letters import DeadLetter, read_dead_letters
+from topics.log_reader import read_whole_topics
 from topics.settings import BusSettings
 
 PARTITIONS = Partitions(home=4, slots=1, samples=2, chunks=1)
@@ -66,7 +66,7 @@ def produce(
 
 def homes_of_members(settings: BusSettings) -> list[set[int]]:
     """The prompt partitions of every member of a group that has settled."""
-    client: AdminClient = reach(settings)
+    client: AdminClient = connect(settings)
     name = settings.name(ENVIRONMENT_GROUP)
     group = client.describe_consumer_groups([name])[name].result()
     if group.state != ConsumerGroupState.STABLE:
@@ -78,15 +78,15 @@ def homes_of_members(settings: BusSettings) -> list[set[int]]:
     ]
 
 
-def letters(settings: BusSettings) -> list[Letter]:
+def letters(settings: BusSettings) -> list[DeadLetter]:
     """Dead prompts, by place."""
-    return sorted(read_letters(settings, PROMPTS), key=lambda letter: (letter.partition, letter.offset))
+    return sorted(read_dead_letters(settings, PROMPTS), key=lambda letter: (letter.partition, letter.offset))
 
 
 def groups(settings: BusSettings) -> dict[str, Group]:
     """The newest record of every group."""
     found: dict[str, Group] = {}
-    for envelope in read_topics(settings, [GROUPS_TOPIC]):
+    for envelope in read_whole_topics(settings, [GROUPS_TOPIC]):
         assert isinstance(envelope.record, Group)
         found[envelope.key] = envelope.record
     return found

@@ -12,9 +12,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pipeline.command.nursery import Forked, Nursery
 from pipeline.routing.turn import without_tokens
 from schemas.arrays import pack_tokens
-from schemas.contexts import appending
+from schemas.contexts import context_fields
+from schemas.heartbeats import SlackHeartbeat
 from schemas.prompts import Sampling
-from schemas.slack import SlackHeartbeat
 from schemas.turns import Part, PlacementCost, TurnDispatch, TurnKey, TurnRequest, TurnResult, held_hash
 from schemas.wire import encode
 from tests.brokers import flags
@@ -105,7 +105,7 @@ class Router:
             home=home,
             environment="calculator",
             turn=turn,
-            **appending(pack_tokens(context), chain, known=known),
+            **context_fields(pack_tokens(context), chain, known_tokens=known),
             sampling=Sampling(**{"max_tokens": 8, "stop_token_ids": (0,), **sampling}),
             requested_at=time.time(),
             patience_seconds=600.0,

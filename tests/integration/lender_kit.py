@@ -20,7 +20,7 @@ import psutil
 from schemas.arrays import pack_tokens
 from schemas.prompts import Sampling
 from tests.waiting import WAIT_SECONDS, until
-from topics.broker import free_ports
+from topics.local_broker.process import free_ports
 from workers.executor.ipc.messages import (
     REPORT_DECODER,
     Command,

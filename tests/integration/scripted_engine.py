@@ -18,11 +18,11 @@ import torch
 
 from schemas.arrays import pack_logprobs, pack_tokens
 from schemas.errors import RoseError
-from schemas.slack import WorkerClass
+from schemas.heartbeats import WorkerClass
 from schemas.turns import VersionSpan
 from tests.integration.executor_kit import SLOT, Router
 from tests.waiting import until
-from topics.processes import setter
+from topics.processes import signal_safe_setter
 from topics.settings import BusSettings
 from workers.executor import metrics
 from workers.executor.config import ExecutorConfig
@@ -191,7 +191,7 @@ class Answering(Engine):
 def played_executor(settings: BusSettings, config: ExecutorConfig, said: Path) -> None:
     """The program of a process: until SIGTERM, or another begins under its name. Its last words are in the file."""
     stop, channel = threading.Event(), ChannelFds.create()
-    set_stop = setter(stop)
+    set_stop = signal_safe_setter(stop)
     signal.signal(signal.SIGTERM, lambda *_: set_stop())
     engine, link = Answering(channel), EngineClient(channel, os.pidfd_open(os.getpid()))
     grants = GrantFollower(settings, config.worker, Lease())

@@ -20,8 +20,8 @@ from confluent_kafka import OFFSET_BEGINNING
 
 from pipeline.command.nursery import Forked
 from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
-from schemas.contexts import context_of
-from schemas.homes import home_of
+from schemas.contexts import assemble_context
+from schemas.partitioning import home_partition
 from schemas.prompts import Prompt
 from schemas.samples import Sample
 from schemas.turns import TurnOutcome, TurnRequest, TurnResult, VersionSpan
@@ -103,7 +103,7 @@ class ScriptedExecutors:
 
     def submit(self, prompt: Prompt, *, partition: int | None = None) -> None:
         """Into its home, unless another partition is named."""
-        home = home_of(prompt.group_id, self._homes) if partition is None else partition
+        home = home_partition(prompt.group_id, self._homes) if partition is None else partition
         self._writer.write(PROMPTS, prompt, key=prompt.group_id, partition=home)
         self._writer.flush()
 
@@ -133,7 +133,7 @@ class ScriptedExecutors:
 
     def context_of(self, request: TurnRequest) -> bytes:
         """As an executor reads it back."""
-        return context_of(request, self._links[request.home])
+        return assemble_context(request, self._links[request.home])
 
     def settle(self, sample: Sample) -> None:
         settle(self._writer, sample)

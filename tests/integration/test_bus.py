@@ -15,16 +15,16 @@ from schemas.errors import RecordError
 from schemas.prompts import Prompt
 from schemas.wire import encode
 from tests.golden.examples import OUTCOME, PROMPT
-from tests.integration.bus_kit import BAD, WAIT_SECONDS, put, read_until
+from tests.integration.bus_fixtures import BAD, WAIT_SECONDS, put, read_until
 from tests.waiting import until
 from topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS
+from topics.dead_letter_headers import MAX_REASON_CHARACTERS, MAX_VALUE_BYTES
+from topics.dead_letters import dead_lettered_places, read_dead_letters
 from topics.errors import TopicMissing
-from topics.fetch import REACH, Fetch, Find
-from topics.labels import BEGINNING_BYTES, REASON_CHARACTERS
-from topics.letters import buried, read_letters
-from topics.log import await_decided, read_back
+from topics.fetch import SEARCH_RECORDS, RecordFetch, RecordSearch
+from topics.log_reader import await_transactions, read_to_end
 from topics.reader import Reader
-from topics.records import EndOfPartition, Envelope, Passed, Place, Raw, Spoiled
+from topics.records import EndOfPartition, Envelope, InvalidMessage, Place, RawMessage, SkippedMessage
 from topics.retention import delete_before
 from topics.settings import BusSettings
 from topics.writer import Writer
@@ -42,47 +42,47 @@ def test_what_is_no_record_is_handed_out_as_it_came_and_nothing_is_written(
     reader.assign({(PROMPTS, 0): 0})
     good, bad = read_until(reader, 2)
     assert isinstance(good, Envelope) and good.record == PROMPT and good.raw.value == encode(PROMPT)
-    assert isinstance(bad, Spoiled) and bad.raw == Raw(b"own key", BAD, (("from", b"elsewhere"),))
+    assert isinstance(bad, InvalidMessage) and bad.raw == RawMessage(b"own key", BAD, (("from", b"elsewhere"),))
     assert "prompt" in bad.reason and (bad.partition, bad.offset) == (0, good.offset + 1)
-    assert not buried(settings, PROMPTS)
+    assert not dead_lettered_places(settings, PROMPTS)
 
 
 def test_a_dead_letter_is_the_message_as_it_came_and_says_where_it_lay(settings: BusSettings, reader: Reader) -> None:
     put(settings, [encode(PROMPT), BAD])
     reader.assign({(PROMPTS, 0): 0})
     good, bad = read_until(reader, 2)
-    assert isinstance(good, Envelope) and isinstance(bad, Spoiled)
+    assert isinstance(good, Envelope) and isinstance(bad, InvalidMessage)
     writer = Writer(settings, "test")
     for _ in range(2):  # a restart says it again
         writer.dead_letter(bad, bad.reason)
     writer.dead_letter(good, "its group is known")
     writer.flush()
-    letters = list(read_letters(settings, PROMPTS))
+    letters = list(read_dead_letters(settings, PROMPTS))
     assert [(letter.partition, letter.offset, letter.raw) for letter in letters] == [
         (0, bad.offset, bad.raw),
         (0, good.offset, good.raw),
     ]
     assert letters[1].reason == "its group is known"
-    assert buried(settings, PROMPTS) == {(0, bad.offset), (0, good.offset)}
+    assert dead_lettered_places(settings, PROMPTS) == {(0, bad.offset), (0, good.offset)}
 
 
 def test_a_letter_that_was_sent_back_and_died_again_says_where_it_died(settings: BusSettings, reader: Reader) -> None:
     put(settings, [BAD])
     reader.assign({(PROMPTS, 0): 0})
     [first] = read_until(reader, 1)
-    assert isinstance(first, Spoiled)
+    assert isinstance(first, InvalidMessage)
     writer = Writer(settings, "test")
     writer.dead_letter(first, "one")
     writer.flush()
-    [letter] = read_letters(settings, PROMPTS)
+    [letter] = read_dead_letters(settings, PROMPTS)
     writer.forward(PROMPTS, letter.raw, partition=1, key=b"own key")
     writer.flush()
     reader.assign({(PROMPTS, 1): 0})
     [again] = read_until(reader, 1)
-    assert isinstance(again, Spoiled)
+    assert isinstance(again, InvalidMessage)
     writer.dead_letter(again, "two")
     writer.flush()
-    found = [(letter.partition, letter.reason, letter.raw) for letter in read_letters(settings, PROMPTS)]
+    found = [(letter.partition, letter.reason, letter.raw) for letter in read_dead_letters(settings, PROMPTS)]
     assert found == [(0, "one", first.raw), (1, "two", first.raw)]
 
 
@@ -102,13 +102,13 @@ def test_what_is_too_large_once_unpacked_is_a_dead_letter_of_its_beginning(
     assert stranger.flush(WAIT_SECONDS) == 0
     reader.assign({(PROMPTS, 0): 0})
     [bad] = read_until(reader, 1)
-    assert isinstance(bad, Spoiled)
+    assert isinstance(bad, InvalidMessage)
     writer = Writer(settings, "test")
     writer.dead_letter(bad, bad.reason)
     writer.flush()
-    [letter] = read_letters(settings, PROMPTS)
+    [letter] = read_dead_letters(settings, PROMPTS)
     assert (letter.partition, letter.offset) == (0, bad.offset)
-    assert letter.raw == Raw(b"own key", value[:BEGINNING_BYTES])
+    assert letter.raw == RawMessage(b"own key", value[:MAX_VALUE_BYTES])
     assert f"{bad.raw.size} bytes lie there" in letter.reason and bad.reason in letter.reason
 
 
@@ -119,17 +119,17 @@ def test_whatever_a_topic_takes_fits_its_dead_letters_and_another_partition(
     """However many headers it is made of: each has two lengths of its own on the wire."""
     said = (("a", b""),) * headers
     for spare, limit in (("whole", MAX_MESSAGE_BYTES), ("sent on", FORWARD_BYTES)):
-        value = random.Random(headers).randbytes(limit - Raw(b"k", b"", said).size)
-        raw = Raw(b"k", value, said)
+        value = random.Random(headers).randbytes(limit - RawMessage(b"k", b"", said).size)
+        raw = RawMessage(b"k", value, said)
         writer = Writer(settings, "test")
         if spare == "sent on":
             writer.forward(PROMPTS, raw, partition=1, key=b"g" * 128)
         else:
-            writer.dead_letter(Spoiled(PROMPTS, 0, headers, raw, "bad"), "ü" * REASON_CHARACTERS)
+            writer.dead_letter(InvalidMessage(PROMPTS, 0, headers, raw, "bad"), "ü" * MAX_REASON_CHARACTERS)
         writer.flush()
-    [letter] = read_letters(settings, PROMPTS)
+    [letter] = read_dead_letters(settings, PROMPTS)
     # Megabytes stay out of a failed assertion: with CI set, pytest shows in minutes how they differ.
-    same = letter.raw == Raw(b"k", letter.raw.value, said)
+    same = letter.raw == RawMessage(b"k", letter.raw.value, said)
     assert (same, letter.raw.size) == (True, MAX_MESSAGE_BYTES)
 
 
@@ -147,8 +147,8 @@ def test_a_message_with_a_header_whose_name_is_no_text_is_read_without_headers(
     reader.assign({(PROMPTS, 0): 0})
     found = read_until(reader, 30)[10:]
     for good, bad in zip(found[::2], found[1::2], strict=True):
-        assert isinstance(good, Envelope) and good.record == PROMPT and good.raw == Raw(None, wire)
-        assert isinstance(bad, Spoiled) and bad.raw == Raw(None, BAD)
+        assert isinstance(good, Envelope) and good.record == PROMPT and good.raw == RawMessage(None, wire)
+        assert isinstance(bad, InvalidMessage) and bad.raw == RawMessage(None, BAD)
 
 
 def test_what_is_not_picked_is_not_decoded_and_tells_its_size(settings: BusSettings, reader: Reader) -> None:
@@ -159,15 +159,15 @@ def test_what_is_not_picked_is_not_decoded_and_tells_its_size(settings: BusSetti
     found: dict[tuple[int, int], object] = {}
 
     def all_there() -> bool:
-        for item in reader.pick(100, 0.2, {(PROMPTS, 0): {2, 3}}):
+        for item in reader.read_selected(100, 0.2, {(PROMPTS, 0): {2, 3}}):
             if not isinstance(item, EndOfPartition):
                 found[item.partition, item.offset] = item
         return len(found) == 5
 
     until(all_there)
-    assert isinstance(found[0, 2], Envelope) and isinstance(found[0, 3], Spoiled)
+    assert isinstance(found[0, 2], Envelope) and isinstance(found[0, 3], InvalidMessage)
     sizes = {(0, 0): len(wire), (0, 1): len(BAD), (1, 0): len(wire)}
-    assert {at: item.value_bytes for at, item in found.items() if isinstance(item, Passed)} == sizes
+    assert {at: item.value_bytes for at, item in found.items() if isinstance(item, SkippedMessage)} == sizes
 
 
 def test_who_has_fetched_ahead_all_it_may_is_not_left_with_nothing_to_read(settings: BusSettings) -> None:
@@ -189,7 +189,9 @@ def test_who_has_fetched_ahead_all_it_may_is_not_left_with_nothing_to_read(setti
 def test_every_place_that_is_asked_for_is_fetched_or_missing(settings: BusSettings, reader: Reader, far: int) -> None:
     put(settings, [BAD if number == 7 else encode(PROMPT) for number in range(40)])
     put(settings, [encode(PROMPT)] * 3, partition=1)
-    fetch = Fetch(reader, {(PROMPTS, 0): [30, 2, 3, 7, 39, 40, 1000], (PROMPTS, 1): [1], (PROMPTS, 9): [0]}, far=far)
+    fetch = RecordFetch(
+        reader, {(PROMPTS, 0): [30, 2, 3, 7, 39, 40, 1000], (PROMPTS, 1): [1], (PROMPTS, 9): [0]}, jump_records=far
+    )
     fetched = [(envelope.partition, envelope.offset) for envelope in fetch]
     assert sorted(fetched) == [(0, 2), (0, 3), (0, 30), (0, 39), (1, 1)]
     assert [offset for partition, offset in fetched if partition == 0] == [2, 3, 30, 39]
@@ -200,7 +202,7 @@ def test_every_place_that_is_asked_for_is_fetched_or_missing(settings: BusSettin
 def test_many_ends_asked_for_at_once_are_those_that_each_partition_tells(settings: BusSettings) -> None:
     writer = Writer(settings, "test", transactional_id="test")
     writer.transact(lambda: writer.write(OUTCOMES, OUTCOME, key="done"))
-    await_decided(settings, [(OUTCOMES, 0)], client_id="test")
+    await_transactions(settings, [(OUTCOMES, 0)], client_id="test")
     writer.begin()
     writer.write(PROMPTS, PROMPT, key="open", partition=0)
     places: list[Place] = [(PROMPTS, 0), (OUTCOMES, 0), (PROMPTS, 1)]
@@ -227,8 +229,11 @@ def test_what_is_looked_for_is_found_behind_its_hint_or_given_up(
         (PROMPTS, 0): {"3": 3, "7": 2, "2": 0, "40": 38, "nowhere": 20, "59": 59, "never": 2**53},
         (PROMPTS, 1): {"there": 0},
     }
-    find = Find(
-        reader, hints, lambda found: found.record.environment if isinstance(found.record, Prompt) else None, far=far
+    find = RecordSearch(
+        reader,
+        hints,
+        lambda found: found.record.environment if isinstance(found.record, Prompt) else None,
+        jump_records=far,
     )
     found = [(name, envelope.partition, envelope.offset) for name, envelope in find]
     wanted = [("2", 0, 2), ("3", 0, 3), ("7", 0, 7), ("40", 0, 40), ("59", 0, 59), ("there", 1, 1)]
@@ -240,16 +245,16 @@ def test_what_is_looked_for_is_found_behind_its_hint_or_given_up(
 def test_what_does_not_come_soon_after_its_hint_is_not_looked_for_to_the_end(
     settings: BusSettings, reader: Reader
 ) -> None:
-    put(settings, [encode(PROMPT)] * (2 * REACH))
-    find = Find(reader, {(PROMPTS, 0): {"nowhere": 0}}, lambda _found: None)
-    assert list(find) == [] and REACH < find.read < REACH + 1_000
+    put(settings, [encode(PROMPT)] * (2 * SEARCH_RECORDS))
+    find = RecordSearch(reader, {(PROMPTS, 0): {"nowhere": 0}}, lambda _found: None)
+    assert list(find) == [] and SEARCH_RECORDS < find.records_read < SEARCH_RECORDS + 1_000
 
 
 def test_what_is_needed_or_young_is_not_deleted(settings: BusSettings) -> None:
     put(settings, [encode(PROMPT)] * 5)
 
     def kept() -> list[int]:
-        return [envelope.offset for envelope in read_back(settings, {(PROMPTS, 0): 0})]
+        return [envelope.offset for envelope in read_to_end(settings, {(PROMPTS, 0): 0})]
 
     assert delete_before(settings, {(PROMPTS, 0): 4, (PROMPTS, 1): 0}, keep_seconds=3600.0, client_id="test") == {}
     assert kept() == [0, 1, 2, 3, 4]
@@ -262,12 +267,12 @@ def test_what_is_needed_or_young_is_not_deleted(settings: BusSettings) -> None:
 
 def test_reading_back_tells_what_is_spoiled_and_lets_its_caller_live(settings: BusSettings) -> None:
     put(settings, [encode(PROMPT), BAD, encode(PROMPT)])
-    spoiled: list[Spoiled] = []
+    spoiled: list[InvalidMessage] = []
     alive: list[int] = []
     found = [
         envelope.offset
-        for envelope in read_back(
-            settings, {(PROMPTS, 0): 0}, spoiled=spoiled.append, meanwhile=lambda: alive.append(1)
+        for envelope in read_to_end(
+            settings, {(PROMPTS, 0): 0}, on_invalid=spoiled.append, on_wait=lambda: alive.append(1)
         )
     ]
     assert found == [0, 2] and [item.offset for item in spoiled] == [1] and alive

@@ -10,17 +10,17 @@ from confluent_kafka import TopicPartition
 
 from schemas.wire import encode
 from tests.golden.examples import PROMPT
-from tests.integration.bus_kit import HOMES, WAIT_SECONDS, put, read_until
+from tests.integration.bus_fixtures import HOMES, WAIT_SECONDS, put, read_until
 from topics.catalog import PROMPTS
+from topics.local_broker.idle_consumer import IdleConsumer
 from topics.reader import Reader
 from topics.records import Envelope, Place
-from topics.resting import RestingConsumer
 from topics.settings import BusSettings
 
 
 def test_an_assignment_is_read_though_its_partition_was_paused_before(settings: BusSettings) -> None:
     put(settings, [encode(PROMPT)])
-    with closing(Reader(settings, "test", group="test", ends=True)) as reader:
+    with closing(Reader(settings, "test", group="test", report_ends=True)) as reader:
         for again in range(3):
             reader.assign({(PROMPTS, 0): 0, (PROMPTS, 1): 0})
             assert read_until(reader, 1), f"nothing is read after assignment {again}"
@@ -40,8 +40,8 @@ def test_a_members_new_assignment_is_read_though_it_had_paused_everything(settin
             return dict.fromkeys(places, 0)
 
         session: dict[str, Any] = {"session.timeout.ms": 6000}
-        reader = Reader(settings, name, group="members", member=name, **session)
-        reader.subscribe([PROMPTS], assigned=assigned, revoked=lambda places: None)
+        reader = Reader(settings, name, group="members", member_id=name, **session)
+        reader.subscribe([PROMPTS], on_assigned=assigned, on_revoked=lambda places: None)
         return reader, assignments
 
     def until(condition: object) -> None:
@@ -75,8 +75,8 @@ def test_whoever_joins_is_taken_in_however_soon_after_another(settings: BusSetti
             taken_in.append(f"{pair} {name}")
             return {}
 
-        reader = Reader(settings, name, group=f"pair-{pair}", member=f"{name}-{pair}")
-        reader.subscribe([PROMPTS], assigned=assigned, revoked=lambda places: None)
+        reader = Reader(settings, name, group=f"pair-{pair}", member_id=f"{name}-{pair}")
+        reader.subscribe([PROMPTS], on_assigned=assigned, on_revoked=lambda places: None)
         return reader
 
     members: list[Reader] = []
@@ -98,19 +98,19 @@ def test_a_member_that_asked_again_or_has_left_hears_nothing_of_what_its_former_
 ) -> None:
     """The answer to the first question may come just as the second is asked: then it is told as that consumer leaves,
     on a thread of its own."""
-    asked: list[tuple[RestingConsumer, dict[str, Any]]] = []
+    asked: list[tuple[IdleConsumer, dict[str, Any]]] = []
     told: list[list[Place]] = []
-    closed: list[RestingConsumer] = []
+    closed: list[IdleConsumer] = []
 
     def assigned(places: list[Place]) -> dict[Place, int]:
         told.append(places)
         return {}
 
-    monkeypatch.setattr(RestingConsumer, "subscribe", lambda self, _, **answers: asked.append((self, answers)))
-    monkeypatch.setattr(RestingConsumer, "close", lambda self: closed.append(self))
-    with closing(Reader(replace(settings, embedded=True), "late", group="late", member="late")) as reader:
-        reader.subscribe([PROMPTS], assigned=assigned, revoked=told.append)
-        reader._come_again()
+    monkeypatch.setattr(IdleConsumer, "subscribe", lambda self, _, **answers: asked.append((self, answers)))
+    monkeypatch.setattr(IdleConsumer, "close", lambda self: closed.append(self))
+    with closing(Reader(replace(settings, embedded=True), "late", group="late", member_id="late")) as reader:
+        reader.subscribe([PROMPTS], on_assigned=assigned, on_revoked=told.append)
+        reader._rejoin()
         (former, answers), (present, _) = asked
         home = TopicPartition(settings.topic(PROMPTS), 0)
         answers["on_assign"](former, [home])

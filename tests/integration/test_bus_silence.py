@@ -12,18 +12,18 @@ from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from tests.brokers import EMBEDDED, any_broker
 from tests.golden.examples import PROMPT
-from tests.integration.bus_kit import PARTITIONS, with_topics
+from tests.integration.bus_fixtures import PARTITIONS, with_topics
 from tests.waiting import until
-from topics import admin, asking
-from topics.admin import create_topics, reach
-from topics.asking import offset_in
-from topics.broker import Broker
+from topics import admin, queries
+from topics.admin import connect, create_topics
 from topics.catalog import CATALOG, PROMPTS
+from topics.dead_letters import dead_lettered_places
 from topics.errors import BusError
-from topics.letters import buried
-from topics.log import read_back, read_topics
+from topics.local_broker.process import Broker
+from topics.log_reader import read_to_end, read_whole_topics
+from topics.queries import offset_in
 from topics.reader import Reader
-from topics.records import Place, Raw, Spoiled
+from topics.records import InvalidMessage, Place, RawMessage
 from topics.settings import BusSettings
 from topics.writer import Writer
 
@@ -43,8 +43,8 @@ def settings(own_broker: Broker) -> Iterator[BusSettings]:
 
 
 READINGS: list[Callable[[BusSettings, Callable[[], None]], object]] = [
-    lambda settings, meanwhile: buried(settings, PROMPTS, meanwhile=meanwhile),
-    lambda settings, meanwhile: list(read_back(settings, {(PROMPTS, 0): 0}, meanwhile=meanwhile)),
+    lambda settings, meanwhile: dead_lettered_places(settings, PROMPTS, on_wait=meanwhile),
+    lambda settings, meanwhile: list(read_to_end(settings, {(PROMPTS, 0): 0}, on_wait=meanwhile)),
 ]
 
 
@@ -55,7 +55,7 @@ def test_reading_back_ends_when_whoever_reads_says_so(
 ) -> None:
     """Also once it has begun, where nothing else ends it before the broker is back."""
     with closing(Writer(settings, "test")) as writer:
-        writer.dead_letter(Spoiled(PROMPTS, 0, 0, Raw(b"g", b"v", ()), "spoiled"), "spoiled")
+        writer.dead_letter(InvalidMessage(PROMPTS, 0, 0, RawMessage(b"g", b"v", ()), "spoiled"), "spoiled")
         writer.write(PROMPTS, PROMPT, key="g", partition=0)
         writer.flush()
     calls = 0
@@ -106,7 +106,7 @@ def test_who_takes_a_name_over_is_heard_of_until_the_broker_is_back_and_has_it_t
         with pytest.raises(BusError):
             last.commit()
     last.close()
-    assert [envelope.partition for envelope in read_topics(settings, [PROMPTS])] == [1]
+    assert [envelope.partition for envelope in read_whole_topics(settings, [PROMPTS])] == [1]
 
 
 @any_broker
@@ -136,7 +136,7 @@ QUESTIONS: list[Callable[[Reader], object]] = [
     lambda reader: reader.committed([(PROMPTS, 0)]),
     lambda reader: reader.watermarks((PROMPTS, 0)),
     lambda reader: reader.all_watermarks([(PROMPTS, 0), (PROMPTS, 1)]),
-    lambda reader: reader.partitions(PROMPTS),
+    lambda reader: reader.partition_count(PROMPTS),
 ]
 
 
@@ -148,7 +148,7 @@ def test_a_question_ends_when_whoever_asks_says_so(
     def meanwhile() -> None:
         raise GivenUp
 
-    with closing(Reader(settings, "test", group="test", meanwhile=meanwhile)) as reader:
+    with closing(Reader(settings, "test", group="test", on_wait=meanwhile)) as reader:
         ask(reader)
         own_broker.send_signal(signal.SIGSTOP)
         with pytest.raises(GivenUp):
@@ -162,7 +162,7 @@ def test_who_creates_topics_asks_a_broker_again_that_did_not_answer(
     own_broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had answered before: a broker that never did is told at once."""
-    monkeypatch.setattr(asking, "ENDS_SECONDS", 4.0)
+    monkeypatch.setattr(queries, "WATERMARKS_SECONDS", 4.0)
     asked = 0
 
     class Thawing(AdminClient):  # type: ignore[misc]
@@ -173,8 +173,8 @@ def test_who_creates_topics_asks_a_broker_again_that_did_not_answer(
             return super().list_topics(*arguments, **named)
 
     settings = own_broker.settings()
-    reach(settings)
-    monkeypatch.setattr(admin, "reach", lambda settings: Thawing(settings.client("test")))
+    connect(settings)
+    monkeypatch.setattr(admin, "connect", lambda settings: Thawing(settings.client("test")))
     try:
         assert len(create_topics(settings, PARTITIONS)) == len(CATALOG)
     finally:
@@ -187,7 +187,7 @@ def test_a_leader_that_does_not_answer_is_not_taken_for_one_that_does(
     settings: BusSettings, own_broker: Broker
 ) -> None:
     """confluent-kafka raises nothing then."""
-    client = reach(settings)
+    client = connect(settings)
     place = TopicPartition(settings.topic(PROMPTS), 0)
 
     def asked(seconds: float) -> int:

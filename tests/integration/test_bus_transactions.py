@@ -12,14 +12,14 @@ import pytest
 
 from schemas.wire import encode
 from tests.golden.examples import OUTCOME, PROMPT
-from tests.integration.bus_kit import put, read_until
+from tests.integration.bus_fixtures import put, read_until
 from tests.waiting import until
 from topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS
 from topics.errors import BusError
-from topics.fetch import Fetch
-from topics.log import await_decided, read_back
+from topics.fetch import RecordFetch
+from topics.log_reader import await_transactions, read_to_end
 from topics.reader import Reader
-from topics.records import Envelope, Place, Raw
+from topics.records import Envelope, Place, RawMessage
 from topics.settings import BusSettings
 from topics.writer import Writer
 
@@ -45,7 +45,7 @@ def test_who_reads_on_sees_what_the_next_owner_of_a_transactional_id_commits(
     Writer(settings, "test", transactional_id="test")
     with pytest.raises(BusError) as refused:
         writer.commit()
-    assert refused.value.fenced
+    assert refused.value.is_fenced
 
 
 def test_a_transaction_that_the_broker_undoes_is_made_again_whole_and_once(
@@ -61,7 +61,7 @@ def test_a_transaction_that_the_broker_undoes_is_made_again_whole_and_once(
         return dict.fromkeys(places, 0)
 
     with closing(Reader(settings, "member", group="test")) as member:
-        member.subscribe([PROMPTS], assigned=assigned, revoked=lambda places: None)
+        member.subscribe([PROMPTS], on_assigned=assigned, on_revoked=lambda places: None)
         until(lambda: bool(member.read(1, 0.1)) or bool(came))
         gone = member.group_metadata()
     with closing(Reader(settings, "test", group="test")) as reader:
@@ -72,7 +72,7 @@ def test_a_transaction_that_the_broker_undoes_is_made_again_whole_and_once(
             writer.transact(lambda: writer.write(OUTCOMES, OUTCOME, key="outcome"), {(PROMPTS, 0): offset}, reader)
             assert reader.committed([(PROMPTS, 0)]) == {(PROMPTS, 0): offset}
         assert not said
-    found = list(read_back(settings, {(OUTCOMES, 0): 0}, client_id="test"))
+    found = list(read_to_end(settings, {(OUTCOMES, 0): 0}, client_id="test"))
     assert [each.key for each in found] == ["outcome", "outcome"]
 
 
@@ -83,7 +83,9 @@ def test_a_transaction_with_a_record_that_no_broker_takes_is_not_made_again(sett
 
     def write() -> None:
         tried.append(1)
-        writer.forward(OUTCOMES, Raw(b"", random.Random(1).randbytes(2 * MAX_MESSAGE_BYTES)), partition=0, key=b"large")
+        writer.forward(
+            OUTCOMES, RawMessage(b"", random.Random(1).randbytes(2 * MAX_MESSAGE_BYTES)), partition=0, key=b"large"
+        )
 
     with pytest.raises(BusError):
         writer.transact(write)
@@ -95,9 +97,9 @@ def test_a_transaction_of_who_was_fenced_is_not_made_again(settings: BusSettings
     new = Writer(settings, "test", transactional_id="test")
     with pytest.raises(BusError) as raised:
         old.transact(lambda: old.write(OUTCOMES, OUTCOME, key="old"))
-    assert raised.value.fenced
+    assert raised.value.is_fenced
     new.transact(lambda: new.write(OUTCOMES, OUTCOME, key="new"))
-    assert [each.key for each in read_back(settings, {(OUTCOMES, 0): 0}, client_id="test")] == ["new"]
+    assert [each.key for each in read_to_end(settings, {(OUTCOMES, 0): 0}, client_id="test")] == ["new"]
 
 
 def test_a_writer_that_was_fenced_amid_a_transaction_says_so_at_whatever_it_does_next(settings: BusSettings) -> None:
@@ -108,7 +110,7 @@ def test_a_writer_that_was_fenced_amid_a_transaction_says_so_at_whatever_it_does
     with pytest.raises(BusError) as refused:
         for _ in range(1_000_000):
             old.write(PROMPTS, PROMPT, key="g", partition=0)
-    assert refused.value.fenced and "fenced by a newer instance" in str(refused.value)
+    assert refused.value.is_fenced and "fenced by a newer instance" in str(refused.value)
 
 
 def test_no_client_lives_longer_than_its_writer_nor_as_long_if_it_only_began_with_it(settings: BusSettings) -> None:
@@ -128,8 +130,10 @@ def test_a_transactions_marker_is_a_place_where_nothing_is(settings: BusSettings
         writer.begin()
         writer.write(PROMPTS, PROMPT, key="g", partition=0)
         writer.commit()
-    await_decided(settings, [(PROMPTS, 0)], client_id="test")  # Kafka writes a commit's marker after it has said yes
-    fetch = Fetch(reader, {(PROMPTS, 0): range(4)})
+    await_transactions(
+        settings, [(PROMPTS, 0)], client_id="test"
+    )  # Kafka writes a commit's marker after it has said yes
+    fetch = RecordFetch(reader, {(PROMPTS, 0): range(4)})
     fetched = [envelope.offset for envelope in fetch]
     assert len(fetched) == 2 and sorted(fetched + [offset for _, offset in fetch.missing]) == [0, 1, 2, 3]
 

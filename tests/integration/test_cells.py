@@ -6,14 +6,14 @@ from contextlib import ExitStack
 import pytest
 
 from pipeline.command.nursery import Forked
-from pipeline.routing.seat import SESSION_SECONDS, SeatLost, Seats
+from pipeline.routing.membership import SESSION_SECONDS, OwnershipLost, RouterMembership
 from schemas.cells import CellSummary
 from tests.brokers import EMBEDDED, AnyBroker, kafka_first
-from tests.integration.router_kit import Bus, router_process
+from tests.integration.router_fixtures import RouterHarness, router_process
 from tests.roles import freeze, kill, stop, thaw
 from topics.admin import create_topics
 from topics.catalog import SUMMARIES, Partitions
-from topics.log import read_topics
+from topics.log_reader import read_whole_topics
 
 CELLS = 6
 PARTITIONS = Partitions(home=CELLS, slots=2 * CELLS, samples=1, chunks=1, cells=CELLS)
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 class Routers:
     """Routers by number, and what they say of the cells."""
 
-    def __init__(self, bus: Bus, processes: ExitStack) -> None:
+    def __init__(self, bus: RouterHarness, processes: ExitStack) -> None:
         self._bus = bus
         self._processes = processes
         self.running: dict[int, Forked] = {}
@@ -36,7 +36,7 @@ class Routers:
 
     def by_cell(self) -> dict[int, str]:
         """Of each cell, who summed it up last."""
-        found = read_topics(self._bus.settings, [SUMMARIES])
+        found = read_whole_topics(self._bus.settings, [SUMMARIES])
         return {each.record.cell: each.record.router for each in found if isinstance(each.record, CellSummary)}
 
     def until_shared_by(self, *numbers: int) -> None:
@@ -46,10 +46,10 @@ class Routers:
 
 
 @pytest.fixture
-def bus(broker: AnyBroker, namespace: str) -> Iterator[Bus]:
+def bus(broker: AnyBroker, namespace: str) -> Iterator[RouterHarness]:
     settings = broker.settings(namespace)
     create_topics(settings, PARTITIONS)
-    bus = Bus(settings, PARTITIONS)
+    bus = RouterHarness(settings, PARTITIONS)
     for worker in range(PARTITIONS.slots):
         bus.beat(worker, slot=worker, max_turns=MAX_TURNS)
     yield bus
@@ -57,12 +57,12 @@ def bus(broker: AnyBroker, namespace: str) -> Iterator[Bus]:
 
 
 @pytest.fixture
-def routers(bus: Bus) -> Iterator[Routers]:
+def routers(bus: RouterHarness) -> Iterator[Routers]:
     with ExitStack() as processes:
         yield Routers(bus, processes)
 
 
-def whole(bus: Bus) -> None:
+def whole(bus: RouterHarness) -> None:
     """Every turn is answered once, by an executor of its own cell, and none ever held more than it offers."""
     bus.finish()
     assert all(each.slot % CELLS == each.home % CELLS for each in bus.inboxes)
@@ -70,7 +70,7 @@ def whole(bus: Bus) -> None:
 
 
 @kafka_first
-def test_they_share_the_cells_and_who_joins_or_leaves_takes_only_some(bus: Bus, routers: Routers) -> None:
+def test_they_share_the_cells_and_who_joins_or_leaves_takes_only_some(bus: RouterHarness, routers: Routers) -> None:
     routers.begin(0)
     routers.until_shared_by(0)
     bus.keep_turns_moving(1.0, 2 * CELLS)
@@ -87,7 +87,7 @@ def test_they_share_the_cells_and_who_joins_or_leaves_takes_only_some(bus: Bus, 
 
 
 @kafka_first
-def test_cells_of_one_that_is_killed_go_on_elsewhere(bus: Bus, routers: Routers, broker_kind: str) -> None:
+def test_cells_of_one_that_is_killed_go_on_elsewhere(bus: RouterHarness, routers: Routers, broker_kind: str) -> None:
     routers.begin(0, 1, 2)
     routers.until_shared_by(0, 1, 2)
     bus.keep_turns_moving(1.0, 2 * CELLS)
@@ -104,7 +104,7 @@ def test_cells_of_one_that_is_killed_go_on_elsewhere(bus: Bus, routers: Routers,
 
 
 @kafka_first
-def test_one_that_was_frozen_does_no_harm_in_any_cell(bus: Bus, routers: Routers) -> None:
+def test_one_that_was_frozen_does_no_harm_in_any_cell(bus: RouterHarness, routers: Routers) -> None:
     routers.begin(0, 1, 2)
     routers.until_shared_by(0, 1, 2)
     freeze(routers.running[2])
@@ -115,22 +115,22 @@ def test_one_that_was_frozen_does_no_harm_in_any_cell(bus: Bus, routers: Routers
     whole(bus)
 
 
-def test_a_seat_is_one_unbroken_time(bus: Bus) -> None:
-    one = Seats(bus.settings, "router-0")
-    bus.until(lambda: len(one.wait(0.05)) == CELLS)
-    alone = one.held
+def test_a_seat_is_one_unbroken_time(bus: RouterHarness) -> None:
+    one = RouterMembership(bus.settings, "router-0")
+    bus.until(lambda: len(one.poll(0.05)) == CELLS)
+    alone = one.owned
     if not bus.settings.embedded:  # there a leaver's cells wait for it
-        other = Seats(bus.settings, "router-1")
-        bus.until(lambda: 0 < len(one.wait(0.05)) < CELLS > len(other.wait(0.05)) > 0)
-        kept, lost = one.held, alone - one.held
+        other = RouterMembership(bus.settings, "router-1")
+        bus.until(lambda: 0 < len(one.poll(0.05)) < CELLS > len(other.poll(0.05)) > 0)
+        kept, lost = one.owned, alone - one.owned
         assert kept < alone, "what it keeps is what it had"
-        assert {each.cell for each in other.held} == {each.cell for each in lost}
-        with pytest.raises(SeatLost):
-            one.hold(next(iter(lost)))
+        assert {each.cell for each in other.owned} == {each.cell for each in lost}
+        with pytest.raises(OwnershipLost):
+            one.ensure_owner(next(iter(lost)))
         other.close()
-        bus.until(lambda: len(one.wait(0.05)) == CELLS)
-        assert one.held & alone == kept, "what it comes by again may have been another's"
-    one.leave()
-    bus.until(lambda: len(one.wait(0.05)) == CELLS)
-    assert not one.held & alone
+        bus.until(lambda: len(one.poll(0.05)) == CELLS)
+        assert one.owned & alone == kept, "what it comes by again may have been another's"
+    one.rejoin()
+    bus.until(lambda: len(one.poll(0.05)) == CELLS)
+    assert not one.owned & alone
     one.close()

@@ -13,9 +13,9 @@ from confluent_kafka.admin import NewTopic
 from schemas.wire import encode
 from tests.brokers import AnyBroker
 from tests.golden.examples import PROMPT
-from tests.integration.bus_kit import PARTITIONS, put, with_topics
+from tests.integration.bus_fixtures import PARTITIONS, put, with_topics
 from topics import retention
-from topics.admin import create_topics, drift, reach, wanted_settings
+from topics.admin import connect, create_topics, expected_settings, find_drift
 from topics.catalog import CATALOG, PROMPTS, SAMPLES
 from topics.settings import BusSettings
 
@@ -59,8 +59,8 @@ def test_a_topic_that_is_stamped_by_its_writers_differs_from_the_catalog(broker:
     settings = broker.settings(namespace)
     _make_stamped_by_writers(settings)
     create_topics(settings, PARTITIONS)
-    [found] = drift(settings, PARTITIONS)
-    assert (found.topic, found.what, found.wanted, found.found) == (
+    [found] = find_drift(settings, PARTITIONS)
+    assert (found.topic, found.subject, found.expected, found.actual) == (
         settings.topic(SAMPLES),
         "message.timestamp.type",
         "LogAppendTime",
@@ -71,8 +71,8 @@ def test_a_topic_that_is_stamped_by_its_writers_differs_from_the_catalog(broker:
 
 def _make_stamped_by_writers(settings: BusSettings) -> None:
     """As 0.2.0 made it."""
-    config = {name: value for name, value in wanted_settings(SAMPLES).items() if name != "message.timestamp.type"}
+    config = {name: value for name, value in expected_settings(SAMPLES).items() if name != "message.timestamp.type"}
     topic = NewTopic(settings.topic(SAMPLES), num_partitions=1, replication_factor=1, config=config)
-    admin = reach(settings)  # to be held while it is asked
+    admin = connect(settings)  # to be held while it is asked
     for made in admin.create_topics([topic]).values():
         made.result()

@@ -17,12 +17,12 @@ from confluent_kafka.admin import AdminClient
 from tests.brokers import KAFKA, flags, home_of
 from tests.golden.examples import OUTCOME
 from tests.waiting import until
-from topics.admin import create_topics, reach
+from topics.admin import connect, create_topics
 from topics.apache_kafka import Cluster
-from topics.broker import Broker
 from topics.catalog import ENVIRONMENT_GROUP, OUTCOMES, Partitions
 from topics.errors import BusError
-from topics.log import read_back
+from topics.local_broker.process import Broker
+from topics.log_reader import read_to_end
 from topics.reader import Reader
 from topics.settings import BusSettings
 from topics.writer import Writer
@@ -98,7 +98,7 @@ def test_a_commit_ends_though_its_coordinator_is_frozen_and_one_given_up_is_deci
     """Given up while it is on its way to the next coordinator it may still come true: then, and not later."""
 
     def keys() -> list[str | None]:
-        return [each.key for each in read_back(settings, {(OUTCOMES, 0): 0}, client_id="test")]
+        return [each.key for each in read_to_end(settings, {(OUTCOMES, 0): 0}, client_id="test")]
 
     settings = cluster.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1), replication_factor=3)
@@ -153,7 +153,7 @@ def test_a_coordinator_that_is_frozen_is_not_reached_until_another_has_its_place
         try:
             with pytest.raises(BusError, match="reaching the coordinator"):
                 reader.reach_coordinator((OUTCOMES, 0))
-            reach(settings)
+            connect(settings)
             until(partial(_reaches, reader))
         finally:
             frozen.send_signal(signal.SIGCONT)

@@ -12,17 +12,17 @@ import pytest
 
 from pipeline.command.health import Unwell, tell_health
 from pipeline.command.options import Common
-from schemas.homes import home_of
+from schemas.partitioning import home_partition
 from schemas.prompts import Prompt
 from schemas.samples import Outcome, SampleOutcome
 from tests.brokers import AnyBroker, any_broker, flags
-from tests.integration.log_kit import Log
+from tests.integration.log_fixtures import Log
 from tests.roles import role_process, rose, started, stop
 from tests.waiting import until
 from topics.admin import create_topics
-from topics.broker import free_ports
 from topics.catalog import CATALOG, OUTCOMES, PROMPTS, Partitions
-from topics.log import read_topics
+from topics.local_broker.process import free_ports
+from topics.log_reader import read_whole_topics
 from topics.writer import Writer
 
 pytestmark = pytest.mark.slow
@@ -152,13 +152,13 @@ def test_submit_sends_all_or_nothing(broker: AnyBroker, namespace: str, tmp_path
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(good.read_bytes() + b"\n{}\n")
     refused(rose("submit", str(bad), *common), "line 6", "nothing was sent", status=2)
-    assert list(read_topics(settings, [PROMPTS])) == []
+    assert list(read_whole_topics(settings, [PROMPTS])) == []
     done = rose("submit", str(good), *common)
     assert done.returncode == 0, done.stderr
     assert "5 prompts submitted, 10 trajectories" in done.stdout
-    sent = list(read_topics(settings, [PROMPTS]))
+    sent = list(read_whole_topics(settings, [PROMPTS]))
     assert sorted((envelope.record for envelope in sent), key=str) == sorted(prompts, key=str)
-    assert all(envelope.partition == home_of(envelope.key, Partitions().home) for envelope in sent)
+    assert all(envelope.partition == home_partition(envelope.key, Partitions().home) for envelope in sent)
 
 
 @any_broker

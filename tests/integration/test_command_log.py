@@ -12,21 +12,21 @@ from pipeline.command.letters import LetterRefused, list_letters, retry_letter, 
 from pipeline.command.options import Common
 from pipeline.command.telling import replay_trajectory, tell_why
 from pipeline.replay.search import UnknownTrajectory
-from schemas.environments import GroupState
 from schemas.errors import UsageError
+from schemas.progress import GroupState
 from schemas.prompts import Prompt
 from schemas.samples import Outcome, Sample
 from schemas.wire import SCHEMA_HEADER
 from tests.brokers import AnyBroker
-from tests.integration.bus_kit import read_until
-from tests.integration.log_kit import PARTITIONS, Log
-from topics.admin import reach
+from tests.integration.bus_fixtures import read_until
+from tests.integration.log_fixtures import PARTITIONS, Log
+from topics.admin import connect
 from topics.catalog import COMPLETED, DISPATCHED, PROMPTS, REQUESTED, SAMPLES
-from topics.labels import OFFSET, PARTITION
-from topics.letters import buried, read_letters
-from topics.log import read_topics
+from topics.dead_letter_headers import OFFSET, PARTITION
+from topics.dead_letters import dead_lettered_places, read_dead_letters
+from topics.log_reader import read_whole_topics
 from topics.reader import Reader
-from topics.records import Envelope, Raw, Spoiled
+from topics.records import Envelope, InvalidMessage, RawMessage
 from topics.settings import BusSettings
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,9 @@ def elsewhere(log: Log, group_id: str) -> int:
 def bury(log: Log, group_id: str, partition: int, offset: int, reason: str = "no such environment") -> None:
     """Bury the prompt that lies there, as an environment worker does."""
     [found] = [
-        each for each in read_topics(log.settings, [PROMPTS]) if (each.partition, each.offset) == (partition, offset)
+        each
+        for each in read_whole_topics(log.settings, [PROMPTS])
+        if (each.partition, each.offset) == (partition, offset)
     ]
     log.writer.dead_letter(found, reason)
     log.writer.flush()
@@ -87,7 +89,7 @@ def test_the_audit_counts_by_groups_and_needs_no_prompt_and_no_turn(log: Log) ->
     log.prompt("c")
     log.prompt("d", partition=elsewhere(log, "d"), key="anything")
     turns = [log.settings.topic(topic) for topic in (REQUESTED, COMPLETED, DISPATCHED)]
-    admin = reach(log.settings)
+    admin = connect(log.settings)
     for deleted in admin.delete_topics(turns).values():
         deleted.result()
     found = inspect_log(log.settings)
@@ -119,14 +121,16 @@ def test_a_sample_that_was_dead_lettered_breaks_no_law(log: Log) -> None:
     log.sample("g:7")
     accused = audit_log(log.settings)
     assert (accused.clean, accused.unasked) == (False, ("g:7",))
-    [stranger] = [each for each in read_topics(log.settings, [SAMPLES]) if named(each) == "g:7"]
+    [stranger] = [each for each in read_whole_topics(log.settings, [SAMPLES]) if named(each) == "g:7"]
     log.writer.dead_letter(stranger, "g:7 is no trajectory of group g")
     half = msgspec.msgpack.encode({"trajectory_id": "g:0"})
-    log.writer.forward(SAMPLES, Raw(b"g", half), partition=0, key=b"g")
+    log.writer.forward(SAMPLES, RawMessage(b"g", half), partition=0, key=b"g")
     log.writer.flush()
     assert audit_log(log.settings).doubled == ("g:0",)
     [end] = [Reader(log.settings, "test", group="test").watermarks((SAMPLES, 0))[1]]
-    log.writer.dead_letter(Spoiled(SAMPLES, 0, end - 1, Raw(b"g", half), "missing fields"), "missing fields")
+    log.writer.dead_letter(
+        InvalidMessage(SAMPLES, 0, end - 1, RawMessage(b"g", half), "missing fields"), "missing fields"
+    )
     log.writer.flush()
     found = inspect_log(log.settings)
     assert found.audit.clean
@@ -156,7 +160,7 @@ def test_a_place_is_found_in_a_namespace_with_which_topics_begin_too(
     broker: AnyBroker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = Log(broker.settings("rose"))
-    found = Spoiled(PROMPTS, 0, 5, Raw(b"key", b"no prompt"), "no prompt")
+    found = InvalidMessage(PROMPTS, 0, 5, RawMessage(b"key", b"no prompt"), "no prompt")
     log.writer.dead_letter(found, found.reason)
     log.writer.flush()
     for place in (f"{PROMPTS.name}/0/5", f"rose{PROMPTS.name}/0/5"):
@@ -168,11 +172,11 @@ def test_a_prompt_whose_id_is_too_long_is_a_dead_letter_and_never_not_opened(log
     line = {"group_id": "x" * 127, "group_size": 2, "environment": "calculator", "seed": 1}
     offset = produce(log.settings, msgspec.json.encode(line))
     assert audit_log(log.settings).requested == 0
-    spoiled: list[Spoiled] = []
+    spoiled: list[InvalidMessage] = []
     with_ends = Reader(log.settings, "test", group="test")
     with_ends.assign({(PROMPTS, 0): offset})
     while not spoiled:
-        spoiled += [item for item in with_ends.read(10, 1.0) if isinstance(item, Spoiled)]
+        spoiled += [item for item in with_ends.read(10, 1.0) if isinstance(item, InvalidMessage)]
     with_ends.close()
     log.writer.dead_letter(spoiled[0], spoiled[0].reason)
     log.writer.flush()
@@ -277,74 +281,76 @@ def spoiled_place(log: Log) -> str:
     away = elsewhere(log, "mended")
     offset = produce(log.settings, msgspec.json.encode(line), key=b"\x00key", partition=away)
     raw_value = msgspec.json.encode(line)
-    found = Spoiled(PROMPTS, away, offset, Raw(b"key", raw_value, (("team", b"blue"),)), "group_size must be >= 1")
+    found = InvalidMessage(
+        PROMPTS, away, offset, RawMessage(b"key", raw_value, (("team", b"blue"),)), "group_size must be >= 1"
+    )
     log.writer.dead_letter(found, found.reason)
     log.writer.flush()
     return f"{PROMPTS.name}/{away}/{offset}"
 
 
 def prompts_of(log: Log, group_id: str) -> list[Envelope]:
-    found = read_topics(log.settings, [PROMPTS])
+    found = read_whole_topics(log.settings, [PROMPTS])
     return [each for each in found if isinstance(each.record, Prompt) and each.record.group_id == group_id]
 
 
 def test_a_letter_is_listed_shown_mended_and_sent_home_once(
     log: Log, spoiled_place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reach = common(log.settings)
-    list_letters(reach, None)
+    connect = common(log.settings)
+    list_letters(connect, None)
     listed = capsys.readouterr().out
     assert listed.startswith(f"{spoiled_place}  20")
     assert "group_size must be >= 1  key key\n1 dead letters" in listed
-    show_letter(reach, spoiled_place)
+    show_letter(connect, spoiled_place)
     shown = capsys.readouterr().out
     for words in ("because  group_size must be >= 1", "key      key", "header   team = blue", '"group_size": 0'):
         assert words in shown
     with pytest.raises(LetterRefused, match=r"would be refused again: .*group_size"):
-        retry_letter(reach, spoiled_place, None, None)
+        retry_letter(connect, spoiled_place, None, None)
     with pytest.raises(UsageError, match=r"the fields are .*group_size"):
-        retry_letter(reach, spoiled_place, None, ["size=2"])
+        retry_letter(connect, spoiled_place, None, ["size=2"])
     with pytest.raises(LetterRefused, match="the workers of this configuration run"):
-        retry_letter(reach, spoiled_place, None, ["group_size=2", "environment=nowhere"])
+        retry_letter(connect, spoiled_place, None, ["group_size=2", "environment=nowhere"])
     with pytest.raises(LetterRefused, match="would be refused again: top_p"):
-        retry_letter(reach, spoiled_place, None, ["group_size=2", 'sampling={"top_p": 0.5}'])
+        retry_letter(connect, spoiled_place, None, ["group_size=2", 'sampling={"top_p": 0.5}'])
     assert prompts_of(log, "mended") == []
-    retry_letter(reach, spoiled_place, None, ["group_size=2"])
+    retry_letter(connect, spoiled_place, None, ["group_size=2"])
     [sent] = prompts_of(log, "mended")
     assert isinstance(sent.record, Prompt)
     assert (sent.record.group_size, sent.key, sent.partition) == (2, "key", log.home("mended"))
     assert sent.raw.header("team") == b"blue"
     with pytest.raises(UsageError, match=r"was sent back .*--again"):
-        retry_letter(reach, spoiled_place, None, ["group_size=2"])
+        retry_letter(connect, spoiled_place, None, ["group_size=2"])
     assert len(prompts_of(log, "mended")) == 1
-    retry_letter(reach, spoiled_place, None, ["group_size=2"], again=True)
+    retry_letter(connect, spoiled_place, None, ["group_size=2"], again=True)
     assert len(prompts_of(log, "mended")) == 2
-    assert len(list(read_letters(log.settings, PROMPTS))) == len(buried(log.settings, PROMPTS)) == 1
+    assert len(list(read_dead_letters(log.settings, PROMPTS))) == len(dead_lettered_places(log.settings, PROMPTS)) == 1
     capsys.readouterr()
-    list_letters(reach, PROMPTS.name)
+    list_letters(connect, PROMPTS.name)
     assert "(sent back 20" in capsys.readouterr().out
 
 
 def test_a_prompt_keeps_its_own_headers_whatever_they_are_called(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     own = (("topic", b"math"), ("key", b"k"), ("exception", b"none"), ("offset", b"-1"), ("sent-back", b"no"))
     line = msgspec.json.encode({"group_id": "mended", "group_size": 0, "environment": "calculator", "seed": 1})
-    home, reach = log.home("mended"), common(log.settings)
-    log.writer.forward(PROMPTS, Raw(b"mended", line, own), partition=home, key=b"mended")
+    home, connect = log.home("mended"), common(log.settings)
+    log.writer.forward(PROMPTS, RawMessage(b"mended", line, own), partition=home, key=b"mended")
     log.writer.flush()
     with closing(Reader(log.settings, "test")) as reader:
         reader.assign({(PROMPTS, home): 0})
         [found] = read_until(reader, 1)
-    assert isinstance(found, Spoiled)
+    assert isinstance(found, InvalidMessage)
     log.writer.dead_letter(found, found.reason)
     log.writer.flush()
-    [letter] = read_letters(log.settings, PROMPTS)
-    assert (letter.raw, letter.sent_back_at) == (Raw(b"mended", line, own), None)
-    show_letter(reach, letter.place)
+    [letter] = read_dead_letters(log.settings, PROMPTS)
+    assert (letter.raw, letter.sent_back_at) == (RawMessage(b"mended", line, own), None)
+    show_letter(connect, letter.place)
     assert "header   topic = math" in capsys.readouterr().out
-    retry_letter(reach, letter.place, None, ["group_size=2"])
+    retry_letter(connect, letter.place, None, ["group_size=2"])
     [sent] = prompts_of(log, "mended")
     assert [header for header in sent.raw.headers if header[0] != SCHEMA_HEADER] == list(own)
-    [letter] = read_letters(log.settings, PROMPTS)
+    [letter] = read_dead_letters(log.settings, PROMPTS)
     assert letter.raw.headers == own and letter.sent_back_at is not None
 
 

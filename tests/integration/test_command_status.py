@@ -25,17 +25,17 @@ from pipeline.command.screen import Screen
 from pipeline.command.soundings import Sounder
 from pipeline.command.status import Unwell, show_status, unseen
 from pipeline.command.watching import Watch
-from schemas.environments import GroupState
-from schemas.slack import ExecutorState, Tenant
+from schemas.heartbeats import ExecutorState, Tenant
+from schemas.progress import GroupState
 from schemas.weights import SIGNATURE_HEADER, WeightManifest
 from schemas.wire import encode
 from tests import waiting as waits
 from tests.brokers import KAFKA, AnyBroker
 from tests.golden.examples import EXAMPLES
-from tests.integration.log_kit import PARTITIONS, Log
+from tests.integration.log_fixtures import PARTITIONS, Log
 from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, MANIFESTS, PROMPTS
 from topics.reader import Reader
-from topics.records import Place, Raw, Spoiled
+from topics.records import InvalidMessage, Place, RawMessage
 from topics.settings import BusSettings
 from workers.weights.trust import Trust, run_id
 
@@ -170,10 +170,10 @@ def test_members_homes_lag_and_letters_are_asked_of_the_broker(log: Log) -> None
     assert (alone.environment_workers, alone.homes_owned, alone.prompts_waiting) == (0, 0, 0)
     offset = log.prompt("a")
     log.result(log.request("a:0"))
-    spoiled = Spoiled(PROMPTS, log.home("a"), offset, Raw(None, b"x"), "no prompt")
+    spoiled = InvalidMessage(PROMPTS, log.home("a"), offset, RawMessage(None, b"x"), "no prompt")
     log.writer.dead_letter(spoiled, "no prompt")
     log.writer.flush()
-    reader = Reader(log.settings, "member", group=ENVIRONMENT_GROUP, member="member")
+    reader = Reader(log.settings, "member", group=ENVIRONMENT_GROUP, member_id="member")
     begun: list[Place] = []
 
     def assigned(places: list[Place]) -> dict[Place, int]:
@@ -182,8 +182,8 @@ def test_members_homes_lag_and_letters_are_asked_of_the_broker(log: Log) -> None
 
     reader.subscribe(
         [PROMPTS, COMPLETED],
-        assigned=assigned,
-        revoked=lambda places: None,
+        on_assigned=assigned,
+        on_revoked=lambda places: None,
     )
     deadline = time.monotonic() + WAIT_SECONDS
     while not begun and time.monotonic() < deadline:
@@ -256,14 +256,14 @@ def test_prompts_that_a_worker_with_room_does_not_open_are_unwell(
     log.prompt("a")
     own = common(log.settings)
     own = replace(own, settings=[*(own.settings or []), "environment.step_timeout_seconds=1"])
-    with closing(Reader(log.settings, "member", group=ENVIRONMENT_GROUP, member="member")) as member:
+    with closing(Reader(log.settings, "member", group=ENVIRONMENT_GROUP, member_id="member")) as member:
         begun: list[Place] = []
 
         def assigned(places: list[Place]) -> dict[Place, int]:
             begun.extend(places)
             return dict.fromkeys(places, 0)
 
-        member.subscribe([PROMPTS, COMPLETED], assigned=assigned, revoked=lambda places: None)
+        member.subscribe([PROMPTS, COMPLETED], on_assigned=assigned, on_revoked=lambda places: None)
         waits.until(lambda: bool(member.read(1, 0.1)) or bool(begun))
         with beating(log, **IDLE), pytest.raises(Unwell):
             show_status(own, as_json=True)
@@ -303,9 +303,9 @@ def test_a_worker_that_stands_still_is_named_while_another_goes_on(log: Log, mon
     with ExitStack() as stack:
         members = []
         for name in ("environment-0", "environment-1"):
-            member = Reader(log.settings, f"rose-{name}", group=ENVIRONMENT_GROUP, member=name)
+            member = Reader(log.settings, f"rose-{name}", group=ENVIRONMENT_GROUP, member_id=name)
             members.append(stack.enter_context(closing(member)))
-            member.subscribe([PROMPTS, COMPLETED], assigned=partial(assigned, name), revoked=lambda _: None)
+            member.subscribe([PROMPTS, COMPLETED], on_assigned=partial(assigned, name), on_revoked=lambda _: None)
 
         def shared() -> bool:
             for member in members:

@@ -10,9 +10,9 @@ import pytest
 
 from pipeline.command.screen import Screen
 from pipeline.command.submit import work_of
-from schemas.environments import Group, GroupState
 from schemas.errors import UsageError
-from schemas.homes import home_of
+from schemas.partitioning import home_partition
+from schemas.progress import Group, GroupState
 from schemas.prompts import Prompt
 from tests.brokers import AnyBroker, any_broker, flags
 from tests.integration.rose_command import Rose
@@ -20,7 +20,7 @@ from tests.waiting import until
 from topics.admin import create_topics
 from topics.catalog import GROUPS, PROMPTS, Partitions
 from topics.errors import TopicMissing
-from topics.log import read_topics
+from topics.log_reader import read_whole_topics
 from topics.settings import BusSettings
 from topics.writer import Writer
 
@@ -55,14 +55,14 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 def submit(settings: BusSettings, *prompts: Prompt) -> None:
     writer = Writer(settings, "test")
     for each in prompts:
-        writer.write(PROMPTS, each, key=each.group_id, partition=home_of(each.group_id, HOMES))
+        writer.write(PROMPTS, each, key=each.group_id, partition=home_partition(each.group_id, HOMES))
     writer.flush()
 
 
 def decide(settings: BusSettings, *groups: Group) -> None:
     writer = Writer(settings, "test")
     for each in groups:
-        writer.write(GROUPS, each, key=each.group_id, partition=home_of(each.group_id, HOMES))
+        writer.write(GROUPS, each, key=each.group_id, partition=home_partition(each.group_id, HOMES))
     writer.flush()
 
 
@@ -76,7 +76,7 @@ def test_a_prompt_that_waits_or_was_decided_is_not_sent_again_and_one_that_was_r
 ) -> None:
     waits, settled, refused, new = (prompt(name) for name in ("waits", "settled", "refused", "new"))
     submit(settings, waits, refused)
-    places = {each.key: each.offset for each in read_topics(settings, [PROMPTS])}
+    places = {each.key: each.offset for each in read_whole_topics(settings, [PROMPTS])}
     decide(
         settings,
         group_of(settled, GroupState.SETTLED, 0),
@@ -125,7 +125,7 @@ def test_more_is_never_settled_than_was_asked_for() -> None:
 
 def opened(settings: BusSettings) -> set[str]:
     try:
-        return {each.key for each in read_topics(settings, [GROUPS])}
+        return {each.key for each in read_whole_topics(settings, [GROUPS])}
     except TopicMissing:  # the run has not created it yet
         return set()
 
@@ -162,7 +162,7 @@ def test_a_run_has_its_folder_to_itself_and_started_again_sends_nothing_twice(
         assert any("3 of 3 prompts are on the log already, and are not sent again" in line for line in lines)
         assert any(" of 9 trajectories settled" in line for line in lines)
         ended(again)
-    assert len(list(read_topics(settings, [PROMPTS]))) == 3
+    assert len(list(read_whole_topics(settings, [PROMPTS]))) == 3
 
 
 def refused(rose: Rose, *arguments: str) -> tuple[int, str]:

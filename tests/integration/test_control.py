@@ -12,21 +12,21 @@ import pytest
 
 from pipeline.command.granting import release_grant
 from schemas.arrays import pack_logprobs, pack_tokens
-from schemas.capacity import CapacityGrant
-from schemas.slack import ExecutorState
+from schemas.grants import CapacityGrant
+from schemas.heartbeats import ExecutorState
 from schemas.turns import TurnOutcome, VersionSpan
 from tests.brokers import AnyBroker, flags, kafka_first
 from tests.integration.executor_kit import Router
-from tests.integration.router_kit import router_process
+from tests.integration.router_fixtures import router_process
 from tests.integration.scripted_engine import NAME, Engine, running
 from tests.integration.test_executor_gate import common_of, grant
 from tests.roles import freeze, kill, role_process, rose, stop, thaw
-from tests.unit.routing_world import request
+from tests.unit.routing_fixtures import request
 from topics.admin import create_topics
-from topics.broker import free_ports
 from topics.catalog import GRANTS, REQUESTED, SUMMARIES, Partitions
-from topics.letters import read_letters
-from topics.log import read_topics
+from topics.dead_letters import read_dead_letters
+from topics.local_broker.process import free_ports
+from topics.log_reader import read_whole_topics
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.executor.grants import GrantFollower, Lease
@@ -170,7 +170,7 @@ def test_work_wakes_a_lender_its_end_parks_it_and_without_a_control_app_its_leas
             router.until(lambda: len(router.beats[-1].holds) == 5 * 8)
             stop(control)
         until_parked(router, "its grant ran out")
-    grants = [each.record for each in read_topics(settings, [GRANTS]) if isinstance(each.record, CapacityGrant)]
+    grants = [each.record for each in read_whole_topics(settings, [GRANTS]) if isinstance(each.record, CapacityGrant)]
     assert grants and all(each.reason and each.lease_seconds == CONTROL["lease_seconds"] for each in grants)
     assert {each.job for each in grants} == {run_id(settings.namespace, "demo")}
 
@@ -215,12 +215,12 @@ def test_what_is_no_summary_is_buried_and_the_next_one_is_read(settings: BusSett
             writer = Writer(settings, "stranger")
             writer.forward(SUMMARIES, read_any(settings)._replace(value=b"litter"), partition=0, key=b"0")
             writer.flush()
-            router.until(lambda: bool(list(read_letters(settings, SUMMARIES))))
+            router.until(lambda: bool(list(read_dead_letters(settings, SUMMARIES))))
             assert router.beats[-1].state is ExecutorState.READY
 
 
 def read_any(settings: BusSettings) -> Any:
-    return next(iter(read_topics(settings, [SUMMARIES]))).raw
+    return next(iter(read_whole_topics(settings, [SUMMARIES]))).raw
 
 
 def test_what_only_a_person_can_mend_is_one_sentence(settings: BusSettings) -> None:

@@ -14,10 +14,10 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from tests.brokers import embedded_first, home_of, start
-from topics.admin import create_topics, reach
-from topics.broker import Broker, BrokerFailed, free_ports
+from topics.admin import connect, create_topics
 from topics.catalog import PROMPTS, Partitions
-from topics.embedded import start_broker
+from topics.local_broker.process import Broker, BrokerFailed, free_ports
+from topics.local_broker.start import start_broker
 from topics.reader import Reader
 
 REPOSITORY = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
 
 
 def test_a_port_is_given_to_one_process_while_it_lives() -> None:
-    asking = "import topics.broker as b; b.PORTS = range({0}, {0} + 1); print(b.free_ports(1))"
+    asking = "import topics.local_broker.process as b; b.PORTS = range({0}, {0} + 1); print(b.free_ports(1))"
     [own] = free_ports(1)
     ask = [sys.executable, "-c", asking.format(own)]
     assert subprocess.run(ask, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout == "[]\n"
@@ -112,7 +112,7 @@ def test_a_broker_says_what_it_is_and_is_seen_to_die(own_broker: Broker) -> None
 
 def test_a_broker_that_was_told_to_stop_stands_still_at_once(own_broker: Broker) -> None:
     """All its threads do, also those that are answering; one that goes on for a moment answers whoever asks then."""
-    client, done = reach(own_broker.settings()), Event()
+    client, done = connect(own_broker.settings()), Event()
 
     def ask() -> None:
         while not done.is_set():
@@ -153,7 +153,7 @@ def listening_addresses(port: int) -> set[str]:
 PARENT = """
 import sys
 from pathlib import Path
-from topics.embedded import start_broker
+from topics.local_broker.start import start_broker
 broker = start_broker(Path(sys.argv[1]), kafka_home=Path(sys.argv[2]) if sys.argv[2] else None)
 print(broker.bootstrap, flush=True)
 sys.stdin.read()

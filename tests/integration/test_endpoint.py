@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from schemas.arrays import unpack_logprobs, unpack_tokens
-from schemas.slack import ExecutorState, WorkerClass
+from schemas.heartbeats import ExecutorState, WorkerClass
 from schemas.turns import Refusal, TurnOutcome, TurnResult
 from tests.brokers import AnyBroker, any_broker, kafka_first
 from tests.integration.endpoint_kit import MOST_TOKENS, Fault, Lending, ScriptedEndpoint, lending

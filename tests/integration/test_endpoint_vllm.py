@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from schemas.arrays import unpack_logprobs, unpack_tokens
-from schemas.slack import ExecutorState, WorkerClass
+from schemas.heartbeats import ExecutorState, WorkerClass
 from schemas.turns import TurnOutcome, TurnResult
 from tests.brokers import AnyBroker, best_broker, flags
 from tests.integration.executor_kit import SLOT, WAIT_SECONDS, Router
@@ -20,8 +20,8 @@ from tests.integration.lender_kit import SERVING, healthy, server_flags
 from tests.integration.policies import logprobs_of, new_policy, save_policy
 from tests.waiting import until
 from topics.admin import create_topics
-from topics.broker import free_ports
 from topics.catalog import Partitions
+from topics.local_broker.process import free_ports
 from topics.settings import BusSettings
 from workers.weights.config import DEFAULT_RUN
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from schemas.arrays import count, pack_logprobs, pack_tokens, unpack_logprobs, unpack_tokens
-from schemas.contexts import appending
+from schemas.contexts import context_fields
 from schemas.prompts import Sampling
 from schemas.turns import Part, TurnDispatch
 from tests.integration.engine_rig import BLOCK, TOLERANCE, Rig, contexts_of, folder_config
 from tests.integration.policies import VOCABULARY, new_policy, save_policy
-from tests.unit.routing_world import dispatched, request
+from tests.unit.routing_fixtures import dispatched, request
 from workers.executor.results import concatenate_parts, remaining_sampling, resumed_context
 from workers.executor.vllm.engine import Engine, EngineRefusal, FinishedTurn
 from workers.executor.vllm.seeded_sampling import seed_at
@@ -36,7 +36,7 @@ def rigs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Rig]]:
 
 
 def dispatch_of(context: Sequence[int], sampling: Sampling) -> TurnDispatch:
-    asked = msgspec.structs.replace(request("g0:0"), **appending(pack_tokens(context)), sampling=sampling)
+    asked = msgspec.structs.replace(request("g0:0"), **context_fields(pack_tokens(context)), sampling=sampling)
     return dispatched(asked)
 
 
@@ -107,7 +107,7 @@ def test_a_turn_that_is_broken_time_and_again_ends_as_it_would_have_ended(rigs: 
 def test_a_turn_that_is_broken_before_its_first_token_begins_anew(rigs: list[Rig]) -> None:
     dispatch = dispatch_of(contexts_of(random.Random(2), 60), Sampling(max_tokens=20, seed=4))
     begun, _ = go_on(rigs[0], dispatch, 0)
-    assert begun.begun is not None and begun.begun.flaw
+    assert begun.begun is not None and begun.begun.validation_error
     assert whole_of(rigs[1], msgspec.structs.replace(begun, begun=None)) == whole_of(rigs[0], dispatch)
 
 
@@ -118,7 +118,7 @@ def test_versions_of_all_parts_are_told_and_a_new_one_finds_no_prefix(rigs: list
     for rig in rigs:
         rig.swap()
     whole, finished = go_on(rigs[0], begun)
-    assert whole.begun is not None and whole.begun.flaw == ""
+    assert whole.begun is not None and whole.begun.validation_error == ""
     assert [(span.start, span.end, span.version) for span in whole.begun.spans] == [
         (0, 12, version),
         (12, MOST_TOKENS, version + 1),

@@ -14,8 +14,8 @@ from tests.brokers import EMBEDDED
 from tests.integration.environment_kit import GROUPS, finish, once, prompt_of
 from tests.integration.scripted_executors import ScriptedExecutors
 from topics import transactions
-from topics.asking import nothing
 from topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Topic
+from topics.queries import noop
 from topics.records import Item
 from topics.writer import Writer
 from workers.environments.config import EnvironmentConfig
@@ -56,13 +56,13 @@ class Commits:
             self.taken[worker._life, item.topic, item.partition].append(item.offset)
             take(worker, item)
 
-        patch.setattr("topics.writer.in_turns", self._in_turns)
+        patch.setattr("topics.writer.in_time_slices", self._in_turns)
         patch.setattr(Writer, "commit", commits)
         patch.setattr(Membership, "read", reads)
         patch.setattr(EnvironmentWorker, "_take", takes)
 
     def _in_turns(self, call: Callable[[float], object]) -> Callable[[float], bool]:
-        goes_on, never = transactions.in_turns(call), Event()
+        goes_on, never = transactions.in_time_slices(call), Event()
 
         def late(seconds: float) -> bool:
             if not (self._amid and self.held):
@@ -100,7 +100,7 @@ def test_who_commits_for_long_stays_a_member_and_takes_in_once_what_it_reads_mea
         what = "a prompt that is read amid a commit"
         executors.pump_until(lambda: any(item.topic is PROMPTS for item in commits.read_amid), what=what)
         if joins:
-            with closing(Membership(settings, "other", ENVIRONMENT_GROUP, meanwhile=nothing)) as other:
+            with closing(Membership(settings, "other", ENVIRONMENT_GROUP, meanwhile=noop)) as other:
                 other.join()
 
                 def have_moved() -> bool:

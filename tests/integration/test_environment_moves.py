@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from confluent_kafka.admin import AdminClient
 
-from schemas.environments import GroupState
-from schemas.homes import home_of
+from schemas.partitioning import home_partition
+from schemas.progress import GroupState
 from schemas.prompts import Sampling
 from schemas.samples import Sample
 from schemas.wire import encode
@@ -29,9 +29,9 @@ from tests.integration.environment_kit import (
 )
 from tests.integration.scripted_executors import ScriptedExecutors, worker_process
 from tests.roles import freeze, kill, thaw
-from topics.admin import reach
+from topics.admin import connect
 from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, PROMPTS, REQUESTED, Topic
-from topics.letters import read_letters
+from topics.dead_letters import read_dead_letters
 from topics.reader import Reader
 from topics.settings import BusSettings
 from workers.environments.membership import Abandoned
@@ -126,11 +126,11 @@ def test_a_prompt_that_lies_in_another_home_is_sent_on_and_repeated_ones_open_no
     wires = {prompt_of(number).group_id: encode(prompt_of(number)) for number in range(GROUPS)}
     with worker_process(settings, 0, config):
         for number, (name, wire) in enumerate(wires.items()):
-            astray = (home_of(name, PARTITIONS.home) + 1 + number % 3) % PARTITIONS.home
+            astray = (home_partition(name, PARTITIONS.home) + 1 + number % 3) % PARTITIONS.home
             produce(settings, wire, partition=astray, key=None if number % 2 else name.encode())
         finish(executors)
         for name, wire in wires.items():
-            produce(settings, wire, partition=home_of(name, PARTITIONS.home), key=b"a key of its own")
+            produce(settings, wire, partition=home_partition(name, PARTITIONS.home), key=b"a key of its own")
         executors.pump_until(lambda: len(letters(settings)) == GROUPS, what="dead letters of the second prompts")
     assert all("submitted before" in letter.reason for letter in letters(settings))
     assert {letter.raw.key for letter in letters(settings)} == {b"a key of its own"}
@@ -164,7 +164,7 @@ def test_what_is_poison_is_a_dead_letter_once_as_it_came_however_often_workers_s
     settings = executors.settings
     values = [begin % b"poison" if b"%s" in begin else begin for begin, _ in POISON.values()]
     values = [begin + end for begin, (_, end) in zip(values, POISON.values(), strict=True)]
-    produce(settings, *values, partition=home_of("poison", PARTITIONS.home))
+    produce(settings, *values, partition=home_partition("poison", PARTITIONS.home))
     produce(settings, b"no result", topic=COMPLETED)
     for number in range(2):
         executors.submit(prompt_of(number))
@@ -174,11 +174,11 @@ def test_what_is_poison_is_a_dead_letter_once_as_it_came_however_often_workers_s
             finish(executors, (3 + start) * SIZE)
             executors.pump_until(lambda: len(letters(settings)) >= len(POISON), what="dead letters")
         if start == 1 and broker_kind != EMBEDDED:  # it never takes a member for gone
-            client: AdminClient = reach(settings)
+            client: AdminClient = connect(settings)
             for deleted in client.delete_consumer_groups([settings.name(ENVIRONMENT_GROUP)]).values():
                 deleted.result()
     assert [letter.raw.value for letter in letters(settings)] == values
-    assert [letter.raw.value for letter in read_letters(settings, COMPLETED)] == [b"no result"]
+    assert [letter.raw.value for letter in read_dead_letters(settings, COMPLETED)] == [b"no result"]
     once(executors)
     states = {name: group.state for name, group in groups(settings).items()}
     assert {name for name, state in states.items() if state is GroupState.REFUSED} <= {"poison"}
@@ -260,7 +260,7 @@ def test_recovery_reads_what_is_live_and_nothing_is_deleted_that_it_needs(
             lambda: sum(group.state is GroupState.SETTLED for group in groups(settings).values()) == GROUPS,
             what="settled groups",
         )
-    home = home_of(last.group_id, PARTITIONS.home)
+    home = home_partition(last.group_id, PARTITIONS.home)
     before = recovered(settings, home)
     (trajectories,) = [held.trajectories for held in before.homes.values()]
     assert set(trajectories) >= names and before.broken == []

@@ -12,9 +12,9 @@ import pytest
 from confluent_kafka import OFFSET_BEGINNING
 
 from schemas.arrays import pack_tokens, unpack_tokens
-from schemas.environments import GroupState
 from schemas.errors import UsageError
-from schemas.homes import home_of
+from schemas.partitioning import home_partition
+from schemas.progress import GroupState
 from schemas.prompts import Prompt, PromptSampling
 from schemas.samples import Sample
 from schemas.turns import Refusal, TurnOutcome, TurnRequest, TurnResult
@@ -41,11 +41,11 @@ from tests.integration.scripted_executors import (
 )
 from tests.roles import kill
 from tests.unit.trajectory_world import RULES
-from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, ENVIRONMENT_WRITERS, PROMPTS
+from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, ENVIRONMENT_TRANSACTIONAL_PREFIX, PROMPTS
 from topics.errors import BrokerUnreachable, BusError
-from topics.log import await_decided, read_back
+from topics.log_reader import await_transactions, read_to_end
 from topics.reader import Reader
-from topics.records import Raw, Spoiled
+from topics.records import InvalidMessage, RawMessage
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.environments import metrics
@@ -136,10 +136,10 @@ def test_what_is_aborted_and_decided_again_is_counted_once(executors: ScriptedEx
             outbox.fence()
             outbox.begins({(PROMPTS, 0): 0, (COMPLETED, 0): 0}, {0: 0})
             home = Home(0, homes=PARTITIONS.home)
-            home.submitted(Spoiled(PROMPTS, 0, 0, Raw(None, b"none", ()), "it is none"))
+            home.submitted(InvalidMessage(PROMPTS, 0, 0, RawMessage(None, b"none", ()), "it is none"))
             home.decide(room=True, outcomes_from=0)
             if fenced:
-                Writer(settings, "intruder", transactional_id=f"{ENVIRONMENT_WRITERS}w0").close()
+                Writer(settings, "intruder", transactional_id=f"{ENVIRONMENT_TRANSACTIONAL_PREFIX}w0").close()
                 with pytest.raises(BusError):
                     outbox.commit({0: home}, [])
                 assert metrics.ENVIRONMENT.get_sample_value(refused) == begun
@@ -178,10 +178,10 @@ def test_who_takes_over_waits_for_what_another_has_under_way(executors: Scripted
     other.write(PROMPTS, prompt_of(1), key="g1", partition=1)
     other.flush()
     with pytest.raises(BusError, match="waiting for a transaction"):
-        await_decided(executors.settings, [place], seconds=0.2)
+        await_transactions(executors.settings, [place], seconds=0.2)
     other.commit()
-    await_decided(executors.settings, [place])
-    assert [envelope.key for envelope in read_back(executors.settings, {place: OFFSET_BEGINNING})] == ["g1"]
+    await_transactions(executors.settings, [place])
+    assert [envelope.key for envelope in read_to_end(executors.settings, {place: OFFSET_BEGINNING})] == ["g1"]
 
 
 @kafka_first
@@ -203,7 +203,7 @@ def test_prompts_that_cannot_be_opened_are_dead_lettered_and_the_stream_goes_on(
     executors: ScriptedExecutors, model: str
 ) -> None:
     settings = executors.settings
-    here = iter(name for name in map("p{}".format, itertools.count()) if home_of(name, PARTITIONS.home) == 0)
+    here = iter(name for name in map("p{}".format, itertools.count()) if home_partition(name, PARTITIONS.home) == 0)
     first, second, third, fourth, fifth, sixth, seventh = (prompt_of(1, group_id=next(here)) for _ in range(7))
     bad = [
         msgspec.structs.replace(second, environment="chess"),
@@ -352,7 +352,7 @@ def test_a_turn_whose_context_is_torn_is_asked_for_again_whole(
 
     def results(request: TurnRequest, context: bytes) -> list[TurnResult]:
         sound = results_of(request, context)[-1]
-        if request.anchors:
+        if request.is_anchor:
             return [sound]
         torn = msgspec.structs.replace(sound, outcome=TurnOutcome.REFUSED, refusal=Refusal.CONTEXT, tokens=b"")
         return [torn, torn]

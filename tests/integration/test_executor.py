@@ -16,9 +16,9 @@ from pipeline.command.health import Unwell, tell_health
 from pipeline.command.nursery import Forked, Nursery
 from pipeline.command.options import Common
 from schemas.arrays import unpack_logprobs, unpack_tokens
-from schemas.slack import ExecutorState
+from schemas.heartbeats import ExecutorState
 from schemas.turns import (
-    CLAIM_KEY,
+    FENCING_KEY,
     Refusal,
     TurnOutcome,
     TurnResult,
@@ -29,11 +29,11 @@ from tests.integration.executor_kit import SLOT, WAIT_SECONDS, Router, engine_of
 from tests.integration.policies import logprobs_of, new_policy
 from tests.waiting import until
 from topics.admin import create_topics
-from topics.broker import Broker, free_ports
 from topics.catalog import DISPATCHED, Partitions
-from topics.letters import read_letters
-from topics.log import read_topics
-from topics.records import Raw
+from topics.dead_letters import read_dead_letters
+from topics.local_broker.process import Broker, free_ports
+from topics.log_reader import read_whole_topics
+from topics.records import RawMessage
 from topics.settings import BusSettings
 
 pytestmark = pytest.mark.slow
@@ -195,22 +195,22 @@ def test_a_context_that_is_not_kept_is_read_back_by_its_places(router: Router) -
 def test_what_it_holds_is_listed_and_what_an_older_claim_or_no_record_says_is_not_done(router: Router) -> None:
     router.publish(new_policy(0, tied=True), 0)
     router.until(lambda: router.serves(0))
-    marks = [each for each in read_topics(router.settings, [DISPATCHED]) if each.record is None]
+    marks = [each for each in read_whole_topics(router.settings, [DISPATCHED]) if each.record is None]
     assert [(each.key, each.partition) for each in marks] == [("executor-1", SLOT)]
     assert router.beats[-1].incarnation >> 16 == marks[0].offset
 
     key = router.dispatch("held", [3, 4, 5], max_tokens=200, stop=())
     router.until(lambda: router.lists(key))
-    router.writer.tombstone(DISPATCHED, key=CLAIM_KEY, partition=SLOT)
+    router.writer.tombstone(DISPATCHED, key=FENCING_KEY, partition=SLOT)
     router.writer.flush()
     router.dispatch("zombie", [3, 4, 5])
-    router.writer.forward(DISPATCHED, Raw(b"poison", b"no dispatch"), partition=SLOT, key=b"poison")
+    router.writer.forward(DISPATCHED, RawMessage(b"poison", b"no dispatch"), partition=SLOT, key=b"poison")
     router.dispatch("unanswerable", [3, 4, 5], home=2)
     router.dispatch("after", [3, 4, 5], claim=1000)
     assert router.result("after").outcome is router.result("held").outcome is TurnOutcome.COMPLETED
     router.until(lambda: not router.beats[-1].holds)
     assert not any(result.trajectory_id == "zombie" for result in router.results)
-    letter, other = read_letters(router.settings, DISPATCHED)
+    letter, other = read_dead_letters(router.settings, DISPATCHED)
     assert (letter.raw.value, letter.partition) == (b"no dispatch", SLOT)
     assert "home 2, and there are 2" in other.reason
 

@@ -17,7 +17,7 @@ from prometheus_client import REGISTRY
 from pipeline.command.granting import NotDrained, drain, release_drain, send_grant
 from pipeline.command.options import Common
 from schemas.errors import UsageError
-from schemas.slack import ExecutorState
+from schemas.heartbeats import ExecutorState
 from schemas.turns import Refusal, TurnOutcome, held_hash
 from tests.brokers import AnyBroker, kafka_first
 from tests.integration.executor_kit import SLOT
@@ -25,8 +25,8 @@ from tests.integration.scripted_engine import NAME, TICK, running
 from tests.waiting import until
 from topics.admin import create_topics
 from topics.catalog import COMPLETED, HEARTBEATS, Partitions, Topic
-from topics.fetch import Fetch
-from topics.health import HEALTH, START_SECONDS, Standing, standing
+from topics.fetch import RecordFetch
+from topics.health import HEALTH, START_SECONDS, HealthStatus, status_of
 from topics.records import Envelope
 from topics.settings import BusSettings
 from topics.writer import Writer
@@ -96,9 +96,9 @@ def test_an_executor_is_alive_for_as_long_as_an_engine_may_take_to_load(settings
     executor = threading.Thread(target=run_executor, args=(settings, config, EngineClient(channel, life), {}, stop))
     executor.start()
     try:
-        until(lambda: "loads" in HEALTH.standing.sentence)
-        word = HEALTH._word
-        assert standing(word, word.at + START_SECONDS - 1) == Standing(True, False, word.said)
+        until(lambda: "loads" in HEALTH.status.sentence)
+        word = HEALTH._report
+        assert status_of(word, word.at + START_SECONDS - 1) == HealthStatus(True, False, word.activity)
     finally:
         stop.set()
         executor.join()
@@ -167,12 +167,12 @@ def test_what_waits_for_its_context_while_the_guest_changes_is_never_run_without
     """Also where the next guest does not take the version that served."""
     answers = threading.Event()
 
-    class Late(Fetch):
+    class Late(RecordFetch):
         def __iter__(self) -> Iterator[Envelope]:
             answers.wait()
             yield from super().__iter__()
 
-    monkeypatch.setattr("workers.executor.contexts.Fetch", Late)
+    monkeypatch.setattr("workers.executor.contexts.RecordFetch", Late)
     with running(settings, lambda: UNRESTRICTED) as (engine, router):
         try:
             engine.serve()

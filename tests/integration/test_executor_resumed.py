@@ -12,14 +12,14 @@ import pytest
 
 from pipeline.command.nursery import Forked, Nursery
 from schemas.arrays import count, pack_tokens, unpack_logprobs, unpack_tokens
-from schemas.contexts import appending
+from schemas.contexts import context_fields
+from schemas.heartbeats import ExecutorState, SlackHeartbeat
 from schemas.prompts import Sampling
-from schemas.slack import ExecutorState, SlackHeartbeat
 from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
 from tests.brokers import AnyBroker, any_broker
 from tests.integration.executor_kit import start_executor
 from tests.integration.policies import new_policy, tensors_of
-from tests.integration.router_kit import router_process
+from tests.integration.router_fixtures import router_process
 from topics.admin import create_topics
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, Partitions
 from topics.reader import Reader
@@ -89,7 +89,7 @@ class Log:
                 home=0,
                 environment="calculator",
                 turn=0,
-                **appending(pack_tokens([1 + (number + place) % 40 for place in range(CONTEXT_TOKENS)])),
+                **context_fields(pack_tokens([1 + (number + place) % 40 for place in range(CONTEXT_TOKENS)])),
                 sampling=Sampling(max_tokens=MOST_TOKENS, seed=number),
                 requested_at=time.time(),
                 patience_seconds=600.0,

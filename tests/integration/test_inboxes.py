@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from schemas.turns import CLAIM_KEY
+from schemas.turns import FENCING_KEY
 from tests.brokers import AnyBroker
-from tests.integration.router_kit import PARTITIONS, Bus, router_process
+from tests.integration.router_fixtures import PARTITIONS, RouterHarness, router_process
 from tests.waiting import until
-from topics.admin import create_topics, describe_topics, drift
+from topics.admin import create_topics, describe_topics, find_drift
 from topics.catalog import DISPATCHED
-from topics.log import read_topics
+from topics.log_reader import read_whole_topics
 from topics.settings import BusSettings
 
 ONE = replace(PARTITIONS, slots=1)
@@ -25,25 +25,25 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 
 def claimed(settings: BusSettings) -> set[int]:
     """The inboxes that a router has claimed."""
-    return {each.partition for each in read_topics(settings, [DISPATCHED]) if each.key == CLAIM_KEY}
+    return {each.partition for each in read_whole_topics(settings, [DISPATCHED]) if each.key == FENCING_KEY}
 
 
 def test_to_create_the_topics_again_adds_inboxes_and_changes_nothing_else(settings: BusSettings) -> None:
     before = {state.topic: state.partitions for state in describe_topics(settings)}
-    [found] = drift(settings, PARTITIONS)
-    assert found.creatable and (found.what, found.found, found.wanted) == ("partitions", "1", "3")
+    [found] = find_drift(settings, PARTITIONS)
+    assert found.creatable and (found.subject, found.actual, found.expected) == ("partitions", "1", "3")
     assert create_topics(settings, replace(PARTITIONS, home=5, samples=7)) == []
     assert {state.topic: state.partitions for state in describe_topics(settings)} == before | {DISPATCHED: 3}
-    assert drift(settings, PARTITIONS) == []
+    assert find_drift(settings, PARTITIONS) == []
     assert create_topics(settings, ONE) == [], "inboxes are never taken away"
-    assert drift(settings, PARTITIONS) == []
+    assert find_drift(settings, PARTITIONS) == []
 
 
 def test_a_router_that_serves_takes_in_inboxes_that_are_added(settings: BusSettings) -> None:
     with router_process(settings):
         until(lambda: claimed(settings) == {0})
         create_topics(settings, PARTITIONS)
-        bus = Bus(settings)
+        bus = RouterHarness(settings)
         bus.beat(2, slot=2)
         bus.ask("g:0")
         bus.until_dispatched(1)

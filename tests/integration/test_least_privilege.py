@@ -18,22 +18,22 @@ from pipeline.command.sections import WARM_START
 from pipeline.command.soundings import Sounder
 from pipeline.command.watching import Watch
 from pipeline.control.config import ControlConfig
-from pipeline.control.main import run_control
+from pipeline.control.service import run_control
 from pipeline.routing.config import RouterConfig
-from pipeline.routing.main import run_router
+from pipeline.routing.service import run_router
 from schemas.errors import RoseError
-from schemas.homes import home_of as home_of_group
+from schemas.partitioning import home_partition as home_of_group
 from schemas.turns import TurnOutcome, TurnResult
 from tests.integration.executor_kit import Router
 from tests.integration.lender_kit import MODEL, SERVING, Server, server_flags
-from tests.integration.secured_kit import Users, rose, start_audited
+from tests.integration.secured_fixtures import Users, rose, start_audited
 from tests.integration.test_lend import CONTEXT, START_SECONDS, lending, prove
-from tests.unit.routing_world import request
+from tests.unit.routing_fixtures import request
 from tests.waiting import WAIT_SECONDS, until
-from topics.access import (
+from topics.acl import (
     ADMIN,
-    BURIED,
     CONTROL,
+    DEAD_LETTERED,
     ENVIRONMENT,
     EXECUTOR,
     OPERATOR,
@@ -47,36 +47,35 @@ from topics.access import (
     Resource,
     Role,
     acls,
+    connect_as,
 )
-from topics.admin import create_topics, reach
+from topics.admin import connect, create_topics, durability_warnings
 from topics.apache_kafka.secured import SecuredNode
-from topics.broker import free_ports
 from topics.catalog import (
-    BEGUN,
     CHUNKS,
     COMPLETED,
+    DEAD_LETTER_SOURCES,
+    DEAD_LETTERS_TRANSACTIONAL_ID,
     DISPATCHED,
     HEARTBEATS,
-    LETTERED,
-    LETTERS_WRITER,
     PROMPTS,
     REQUESTED,
+    ROLE_STARTS,
     SAMPLES,
     SUMMARIES,
-    TRAINER_NAMES,
+    TRAINER_PREFIX,
     Partitions,
     Topic,
 )
-from topics.errors import NotLetIn
-from topics.keeping import weaknesses
-from topics.letters import read_letters, send_back
-from topics.log import read_topics
-from topics.permission import reach_as
+from topics.dead_letters import read_dead_letters, resend
+from topics.errors import AuthenticationFailed
+from topics.local_broker.process import free_ports
+from topics.log_reader import read_whole_topics
 from topics.reader import Reader
 from topics.records import Place
 from topics.retention import delete_before, lowest_committed
+from topics.role_announcements import announce_starts
 from topics.settings import PREFIX, BusSettings
-from topics.telling import telling
 from topics.writer import Writer
 from workers.environments.config import EnvironmentConfig
 from workers.environments.main import run_environment_worker
@@ -88,7 +87,9 @@ from workers.weights.trust import Trust
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 PARTITIONS = Partitions(home=2, slots=2, samples=2, chunks=2)
-TO_TELL = [Acl(operation, Resource.TOPIC, f"less.{BEGUN.name}") for operation in (Operation.READ, Operation.WRITE)]
+TO_TELL = [
+    Acl(operation, Resource.TOPIC, f"less.{ROLE_STARTS.name}") for operation in (Operation.READ, Operation.WRITE)
+]
 LENDER = "lender"
 """An executor too: what it does on the bus is the same."""
 GROUPS_ASKED = 9
@@ -186,7 +187,7 @@ def litter(settings: BusSettings, *places: tuple[Topic, int]) -> None:
 def mislead(settings: BusSettings) -> None:
     """Before anybody has begun: letters of nobody's, a prompt far from home, a turn that nobody takes up in time."""
     producer = Producer(settings.producer("mislead"))
-    for topic in BURIED:
+    for topic in DEAD_LETTERED:
         producer.produce(f"{settings.namespace}{topic.dead_letters}", value=b"litter", key=b"litter", partition=0)
     far = 1 - home_of_group("g0", PARTITIONS.home)
     producer.produce(settings.topic(PROMPTS), value=json.dumps(prompt(0)).encode(), key=b"g0", partition=far)
@@ -224,9 +225,14 @@ def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(ru
     until(lambda: "event=lend" in run.log(CONTROL))
     litter(everything, (HEARTBEATS, 0), (SUMMARIES, 0), (DISPATCHED, 0), (DISPATCHED, 1))
     viewer = users.settings(VIEW)
-    until(lambda: {each.topic for each in read_letters(viewer, *BURIED) if each.partition >= 0} == set(BURIED))
+    until(
+        lambda: (
+            {each.topic for each in read_dead_letters(viewer, *DEAD_LETTERED) if each.partition >= 0}
+            == set(DEAD_LETTERED)
+        )
+    )
     file.write_text(json.dumps(prompt(GROUPS_ASKED)))
-    place = next(each.place for each in read_letters(viewer, PROMPTS) if each.partition >= 0)
+    place = next(each.place for each in read_dead_letters(viewer, PROMPTS) if each.partition >= 0)
     run.ask(OPERATOR, "letters", "retry", place, "--edit", str(file))
     run.ask(OPERATOR, "grant", "executor-1", "--no-lend")
     until(lambda: "said=park" in run.log(LENDER))
@@ -247,13 +253,17 @@ def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(ru
         f"{seen.user}: {seen.operation} {seen.name} ({seen.request})" for seen in users.seen() if not seen.allowed
     }
     assert not refused
-    never = {f"Read on topic {users.namespace}{topic.dead_letters}" for topic in LETTERED if topic not in BURIED}
+    never = {
+        f"Read on topic {users.namespace}{topic.dead_letters}"
+        for topic in DEAD_LETTER_SOURCES
+        if topic not in DEAD_LETTERED
+    }
     assert users.unused() == {VIEW.name: never}  # it would read them if anything lay there
 
 
 def has_answered(settings: BusSettings, worker: str) -> bool:
     """Whether the worker has run a turn to its end."""
-    results = [each.record for each in read_topics(settings, [COMPLETED]) if isinstance(each.record, TurnResult)]
+    results = [each.record for each in read_whole_topics(settings, [COMPLETED]) if isinstance(each.record, TurnResult)]
     return any(each.worker == worker and each.outcome is TurnOutcome.COMPLETED for each in results)
 
 
@@ -263,14 +273,14 @@ def do_what_is_seldom(users: Users) -> None:
         reader.assign({(REQUESTED, 0): OFFSET_BEGINNING})
         until(lambda: bool(reader.read(1, 0.1)))
     operator = users.settings(OPERATOR)
-    for topic in BURIED:
-        letter = next(each for each in read_letters(operator, topic) if each.partition >= 0)
-        send_back(operator, letter, letter.raw, partition=letter.partition)
+    for topic in DEAD_LETTERED:
+        letter = next(each for each in read_dead_letters(operator, topic) if each.partition >= 0)
+        resend(operator, letter, letter.raw, partition=letter.partition)
     environment, trainer = users.settings(ENVIRONMENT), users.settings(TRAINER)
     sweeper = Sweeper(environment, "environment-0", keep_seconds=0.0)
     sweeper.sweep(ends(environment, PROMPTS, REQUESTED, COMPLETED))
     sweeper.join()
-    lowest_committed(trainer, TRAINER_NAMES, [(SAMPLES, 0)], client_id="trainer")
+    lowest_committed(trainer, TRAINER_PREFIX, [(SAMPLES, 0)], client_id="trainer")
     delete_before(trainer, ends(trainer, SAMPLES, CHUNKS), keep_seconds=0.0, client_id="trainer")
     for settings, topics in ((environment, (PROMPTS, REQUESTED, COMPLETED)), (trainer, (SAMPLES, CHUNKS))):
         with closing(Reader(settings, "test")) as reader:
@@ -281,7 +291,7 @@ def do_what_is_seldom(users: Users) -> None:
 
 def ends(settings: BusSettings, *topics: Topic) -> dict[Place, int]:
     with closing(Reader(settings, "test")) as reader:
-        places = [(topic, partition) for topic in topics for partition in range(reader.partitions(topic))]
+        places = [(topic, partition) for topic in topics for partition in range(reader.partition_count(topic))]
         return {place: reader.watermarks(place)[1] for place in places}
 
 
@@ -295,7 +305,7 @@ def others(node: SecuredNode, tmp_path_factory: pytest.TempPathFactory) -> Users
 
 def begin(role: Role, settings: BusSettings) -> None:
     """What a role does first that takes rights to groups and transactional ids, until it raises."""
-    reach_as(settings, role)
+    connect_as(settings, role)
     stop = Event()
     timer = Timer(WAIT_SECONDS / 2, stop.set)
     timer.daemon = True
@@ -315,10 +325,10 @@ def begin(role: Role, settings: BusSettings) -> None:
         if sounder.trouble:
             raise RoseError(sounder.trouble)
     elif role is OPERATOR:
-        Writer(settings, "letters", transactional_id=LETTERS_WRITER)
+        Writer(settings, "letters", transactional_id=DEAD_LETTERS_TRANSACTIONAL_ID)
     elif role is ADMIN:
         create_topics(replace(settings, namespace=f"{settings.namespace}{PREFIX}"), PARTITIONS)
-        for weakness in weaknesses(settings):
+        for weakness in durability_warnings(settings):
             raise RoseError(weakness)
     with closing(Reader(settings, "test")) as reader:  # by hand, as every reader of the log
         reader.assign({(role.reads[0], 0): OFFSET_BEGINNING})
@@ -329,7 +339,7 @@ def begin(role: Role, settings: BusSettings) -> None:
 @pytest.mark.parametrize("role", ROLES.values(), ids=list(ROLES))
 def test_a_role_that_lacks_a_right_names_it(others: Users, role: Role) -> None:
     settings = others.settings(role)
-    reach_as(settings, role)
+    connect_as(settings, role)
     for acl in acls(role, others.namespace):
         if acl in TO_TELL:
             continue
@@ -340,7 +350,7 @@ def test_a_role_that_lacks_a_right_names_it(others: Users, role: Role) -> None:
         told = str(refused.value)
         assert "this client has no right to " in told, f"without {acl}: {told}"
         assert named(acl) in told, f"without {acl}: {told}"
-    reach_as(settings, role)
+    connect_as(settings, role)
 
 
 @pytest.mark.parametrize("role", [ROUTER, VIEW], ids=lambda role: role.name)
@@ -352,9 +362,9 @@ def test_a_role_begins_without_the_right_to_tell_that_it_does(
     [acl] = [acl for acl in acls(role, others.namespace) if acl in TO_TELL]
     others.node.forbid(others.name(role), acl)
     try:
-        reach_as(settings, role)
+        connect_as(settings, role)
         if role is ROUTER:
-            with telling(settings, "router-0"):
+            with announce_starts(settings, "router-0"):
                 until(lambda: f"no right to {acl}" in capsys.readouterr().out)
         else:
             Watch(settings, trust=Trust("policy", "run"), whole=False, window_groups=1, max_lag_versions=4).close()
@@ -368,7 +378,7 @@ def named(acl: Acl) -> str:
         return f"{acl.operation.value} on cluster"
     if acl.resource is Resource.GROUP:
         return f" on group {acl.name}"
-    return f"{acl.operation.value} on {acl.resource.words} {acl.name}"
+    return f"{acl.operation.value} on {acl.resource.label} {acl.name}"
 
 
 def test_a_role_on_the_command_line_says_it_in_one_sentence_and_ends(others: Users, tmp_path: Path) -> None:
@@ -444,5 +454,5 @@ def test_versions_that_nobody_signed_are_neither_published_nor_taken(
 def test_who_is_not_known_is_told_so(others: Users) -> None:
     settings = others.node.settings()
     for changed in ({"sasl.password": "guessed"}, {"ssl.ca.location": ""}):
-        with pytest.raises(NotLetIn, match=r"do not trust each other .* correct sasl\.\* and ssl\.\*"):
-            reach(replace(settings, properties={**settings.properties, **changed}))
+        with pytest.raises(AuthenticationFailed, match=r"do not trust each other .* correct sasl\.\* and ssl\.\*"):
+            connect(replace(settings, properties={**settings.properties, **changed}))

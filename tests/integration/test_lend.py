@@ -17,8 +17,8 @@ import pytest
 from safetensors.torch import load_file
 
 from schemas.arrays import unpack_logprobs, unpack_tokens
-from schemas.capacity import CapacityGrant
-from schemas.slack import ExecutorState, WorkerClass
+from schemas.grants import CapacityGrant
+from schemas.heartbeats import ExecutorState, WorkerClass
 from schemas.turns import TurnOutcome, TurnResult
 from tests.brokers import AnyBroker, best_broker, flags
 from tests.integration.executor_kit import SLOT, WAIT_SECONDS, Router
@@ -37,8 +37,8 @@ from tests.integration.lender_kit import (
 )
 from tests.waiting import until
 from topics.admin import create_topics
-from topics.broker import Broker, free_ports
 from topics.catalog import GRANTS, Partitions
+from topics.local_broker.process import Broker, free_ports
 from topics.settings import BusSettings
 from workers.lender.config import LendConfig
 from workers.lender.vllm_server import CORE_LOST_STATUS

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from schemas.slack import ExecutorState
+from schemas.heartbeats import ExecutorState
 from schemas.turns import TurnOutcome
 from tests.brokers import AnyBroker, best_broker, flags
 from tests.integration.executor_kit import Router

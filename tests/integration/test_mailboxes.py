@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from schemas.heartbeats import ExecutorState, SlackHeartbeat
 from schemas.record import Record
-from schemas.slack import ExecutorState, SlackHeartbeat
 from schemas.turns import TurnDispatch, TurnOutcome, TurnResult
 from tests.brokers import AnyBroker, flags, kafka_first
-from tests.integration.router_kit import router_process
+from tests.integration.router_fixtures import router_process
 from tests.integration.scripted_engine import Played, played
 from tests.roles import rose
-from tests.unit.routing_world import request
+from tests.unit.routing_fixtures import request
 from topics.admin import create_topics
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, Partitions
-from topics.log import read_topics
+from topics.log_reader import read_whole_topics
 from topics.reader import Reader
 from topics.records import Envelope
 from topics.settings import BusSettings
@@ -112,7 +112,7 @@ def start(settings: BusSettings, tmp_path: Path) -> Iterator[Callable[[str], Pla
 def attempts(settings: BusSettings) -> dict[str, list[TurnDispatch]]:
     """Every dispatch of each turn, in order."""
     found: dict[str, list[TurnDispatch]] = defaultdict(list)
-    for each in read_topics(settings, [DISPATCHED]):
+    for each in read_whole_topics(settings, [DISPATCHED]):
         if isinstance(each.record, TurnDispatch):
             found[each.record.request.trajectory_id].append(each.record)
     return found

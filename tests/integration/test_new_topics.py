@@ -7,10 +7,10 @@ from confluent_kafka import Consumer, TopicPartition
 
 from tests.brokers import AnyBroker
 from tests.golden.examples import PROMPT
-from tests.integration.bus_kit import PARTITIONS, with_topics
-from topics.admin import create_topics, reach
-from topics.asking import ends_of
+from tests.integration.bus_fixtures import PARTITIONS, with_topics
+from topics.admin import connect, create_topics
 from topics.catalog import PROMPTS
+from topics.queries import watermarks_of
 from topics.writer import Writer
 
 
@@ -25,12 +25,12 @@ def test_a_topic_that_comes_while_it_is_asked_for_is_not_called_missing(broker: 
             return super().list_topics(*named, **timeout)
 
     with closing(Late(settings.consumer("test", "test"))) as consumer:
-        assert ends_of(consumer, TopicPartition(settings.topic(PROMPTS), 0)) == (0, 0)
+        assert watermarks_of(consumer, TopicPartition(settings.topic(PROMPTS), 0)) == (0, 0)
 
 
 def test_a_topic_that_was_deleted_is_there_when_it_was_created_anew(broker: AnyBroker, namespace: str) -> None:
     settings = with_topics(broker.settings(namespace))
-    admin = reach(settings)
+    admin = connect(settings)
     for _ in range(3):
         for deleted in admin.delete_topics([settings.topic(PROMPTS)]).values():
             deleted.result()

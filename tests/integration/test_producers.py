@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.homes import home_of
+from schemas.partitioning import home_partition
 from schemas.prompts import Prompt
 from schemas.wire import SCHEMA_HEADER, decode
 from tests import brokers as kinds
@@ -19,7 +19,7 @@ from tests.integration.environment_kit import PARTITIONS, letters
 from tests.integration.scripted_executors import ScriptedExecutors, worker_process
 from topics.admin import create_topics
 from topics.catalog import PROMPTS
-from topics.messages import read_keyed, whole
+from topics.log_reader import read_keyed_messages, topic_starts
 from topics.settings import BusSettings
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "producers.md").read_text()
@@ -62,10 +62,10 @@ def test_prompts_of_kcat_and_of_java_are_prompts_and_lie_at_home(
     settings = brokers(kinds.KAFKA).settings(namespace)
     create_topics(settings, PARTITIONS)
     submit(settings, tmp_path)
-    found = list(read_keyed(settings, whole(settings, [PROMPTS])))
+    found = list(read_keyed_messages(settings, topic_starts(settings, [PROMPTS])))
     assert {each.key for each in found} == GROUPS | {"kcat-3"}
     for each in found:
-        assert each.partition == home_of(each.key, PARTITIONS.home)
+        assert each.partition == home_partition(each.key, PARTITIONS.home)
         assert each.raw.header(SCHEMA_HEADER) == Prompt.SCHEMA.encode()
         if each.key in GROUPS:
             assert decode(Prompt, each.raw.value or b"", each.raw.headers).group_id == each.key

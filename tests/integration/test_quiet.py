@@ -13,15 +13,15 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from pipeline.accounting.audit import audit_log
-from schemas.homes import home_of
+from schemas.partitioning import home_partition
 from schemas.prompts import Prompt
 from tests.brokers import KAFKA, flags, start
 from tests.chaos.storm_log import read_log
 from tests.chaos.storm_plan import Role, Worker
 from tests.chaos.storm_roles import Roles
 from topics.admin import create_topics
-from topics.broker import Broker
 from topics.catalog import DISPATCHED, HEARTBEATS, PROMPTS, Partitions
+from topics.local_broker.process import Broker
 from topics.settings import BusSettings
 from topics.writer import Writer
 
@@ -89,7 +89,7 @@ def submit(settings: BusSettings, prompts: list[Prompt]) -> None:
     """To their homes, so that none is forwarded."""
     writer = Writer(settings, "test")
     for prompt in prompts:
-        home = home_of(prompt.group_id, PARTITIONS.home)
+        home = home_partition(prompt.group_id, PARTITIONS.home)
         writer.write(PROMPTS, prompt, key=prompt.group_id, partition=home)
     writer.flush()
 

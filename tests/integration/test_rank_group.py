@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.lender_kit import SERVING
 from tests.waiting import WAIT_SECONDS
-from topics.broker import free_ports
+from topics.local_broker.process import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

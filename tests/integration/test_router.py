@@ -10,17 +10,17 @@ import pytest
 from confluent_kafka import Producer
 
 from pipeline.routing.config import RouterConfig
-from pipeline.routing.liveness import Standing
-from pipeline.routing.loop import RouterLoop
+from pipeline.routing.liveness import ExecutorStatus
+from pipeline.routing.service import RouterService
 from schemas.turns import Refusal, TurnOutcome
 from tests.brokers import AnyBroker, kafka_first
-from tests.integration.router_kit import PARTITIONS, Bus, router_process, with_properties
+from tests.integration.router_fixtures import PARTITIONS, RouterHarness, router_process, with_properties
 from tests.roles import kill, stop
-from tests.unit.routing_world import request, result
+from tests.unit.routing_fixtures import request, result
 from topics.admin import create_topics
 from topics.catalog import COMPLETED, HEARTBEATS, REQUESTED, ROUTER_GROUP, Topic
+from topics.dead_letters import read_dead_letters
 from topics.errors import TopicMissing
-from topics.letters import read_letters
 from topics.reader import Reader
 from topics.settings import BusSettings
 
@@ -28,10 +28,10 @@ pytestmark = [pytest.mark.slow, kafka_first]
 
 
 @pytest.fixture
-def bus(broker: AnyBroker, namespace: str) -> Iterator[Bus]:
+def bus(broker: AnyBroker, namespace: str) -> Iterator[RouterHarness]:
     settings = broker.settings(namespace)
     create_topics(settings, PARTITIONS)
-    bus = Bus(settings)
+    bus = RouterHarness(settings)
     yield bus
     bus.close()
 
@@ -50,7 +50,7 @@ def spoil(settings: BusSettings, topic: Topic, partition: int, value: bytes) -> 
     producer.flush()
 
 
-def test_turns_go_to_inboxes_and_their_results_free_the_room(bus: Bus) -> None:
+def test_turns_go_to_inboxes_and_their_results_free_the_room(bus: RouterHarness) -> None:
     with router_process(bus.settings):
         bus.beat(0, max_turns=1)
         bus.ask("g0:0")
@@ -67,7 +67,7 @@ def test_turns_go_to_inboxes_and_their_results_free_the_room(bus: Bus) -> None:
         bus.until_dispatched(3)
 
 
-def test_a_restarted_router_knows_what_is_outstanding_and_what_waits(bus: Bus) -> None:
+def test_a_restarted_router_knows_what_is_outstanding_and_what_waits(bus: RouterHarness) -> None:
     with router_process(bus.settings) as before:
         bus.beat(0, max_turns=1)
         for index in range(3):
@@ -84,7 +84,7 @@ def test_a_restarted_router_knows_what_is_outstanding_and_what_waits(bus: Bus) -
     assert not bus.zombies
 
 
-def test_the_low_water_stays_at_the_oldest_unfinished_turn(bus: Bus) -> None:
+def test_the_low_water_stays_at_the_oldest_unfinished_turn(bus: RouterHarness) -> None:
     with router_process(bus.settings) as before:
         bus.beat(0, max_turns=5)
         for index in range(5):
@@ -102,7 +102,7 @@ def test_the_low_water_stays_at_the_oldest_unfinished_turn(bus: Bus) -> None:
         bus.until(lambda: committed(bus.settings, 1) == 5)
 
 
-def test_what_was_generated_of_a_preempted_turn_outlives_the_router(bus: Bus) -> None:
+def test_what_was_generated_of_a_preempted_turn_outlives_the_router(bus: RouterHarness) -> None:
     with router_process(bus.settings) as before:
         bus.beat(0)
         bus.ask("g0:0")
@@ -124,7 +124,7 @@ def test_what_was_generated_of_a_preempted_turn_outlives_the_router(bus: Bus) ->
     assert (again.attempt, again.failures) == (1, 0)
 
 
-def test_turns_of_a_silent_executor_go_to_another_as_the_next_attempt(bus: Bus) -> None:
+def test_turns_of_a_silent_executor_go_to_another_as_the_next_attempt(bus: RouterHarness) -> None:
     with router_process(bus.settings):
         bus.beat(0)
         bus.ask("g0:0")
@@ -137,7 +137,7 @@ def test_turns_of_a_silent_executor_go_to_another_as_the_next_attempt(bus: Bus) 
     assert (first.attempt, second.attempt) == (0, 1)
 
 
-def test_a_silence_of_the_whole_fleet_fails_no_turn_and_burns_no_attempt(bus: Bus) -> None:
+def test_a_silence_of_the_whole_fleet_fails_no_turn_and_burns_no_attempt(bus: RouterHarness) -> None:
     with router_process(bus.settings, max_attempts=1):
         bus.beat(0, max_turns=4)
         for index in range(12):
@@ -154,7 +154,7 @@ def test_a_silence_of_the_whole_fleet_fails_no_turn_and_burns_no_attempt(bus: Bu
     assert all(each.outcome is TurnOutcome.COMPLETED for each in bus.results())
 
 
-def test_a_turn_that_nobody_takes_up_gets_a_failed_result_at_its_home(bus: Bus) -> None:
+def test_a_turn_that_nobody_takes_up_gets_a_failed_result_at_its_home(bus: RouterHarness) -> None:
     with router_process(bus.settings):
         bus.ask("g0:0", home=1, patience_seconds=0.2)
         bus.until(lambda: bus.results())
@@ -163,7 +163,7 @@ def test_a_turn_that_nobody_takes_up_gets_a_failed_result_at_its_home(bus: Bus) 
     assert "no executor has taken it up in 0.2 s" in failed.reason
 
 
-def test_a_failed_result_that_died_with_its_router_is_written_by_the_next(bus: Bus) -> None:
+def test_a_failed_result_that_died_with_its_router_is_written_by_the_next(bus: RouterHarness) -> None:
     # Of this router nothing but what it waits for leaves the machine: its results do not.
     slow = with_properties(bus.settings, {"linger.ms": "600000"})
     bus.ask("g0:0", home=1)
@@ -179,7 +179,7 @@ def test_a_failed_result_that_died_with_its_router_is_written_by_the_next(bus: B
     assert (failed.outcome, failed.trajectory_id) == (TurnOutcome.FAILED, "g0:1")
 
 
-def test_what_does_not_decode_is_buried_once_whoever_routes(bus: Bus) -> None:
+def test_what_does_not_decode_is_buried_once_whoever_routes(bus: RouterHarness) -> None:
     poison = b"\xc1 this is no record"
     spoil(bus.settings, REQUESTED, 1, poison)  # while no router runs
     bent = msgspec.msgpack.encode(msgspec.structs.replace(request("g0:0", home=1), appended=b"\0" * 400))
@@ -191,22 +191,22 @@ def test_what_does_not_decode_is_buried_once_whoever_routes(bus: Bus) -> None:
         spoil(bus.settings, REQUESTED, 1, bent)
         spoil(bus.settings, COMPLETED, 1, b"no result")  # an environment worker buries that
         spoil(bus.settings, HEARTBEATS, 0, b"no heartbeat")
-        bus.until(lambda: list(read_letters(bus.settings, HEARTBEATS)))
+        bus.until(lambda: list(read_dead_letters(bus.settings, HEARTBEATS)))
     with router_process(bus.settings):
         bus.ask("g0:1", home=1)
         bus.until_dispatched(2)
-    assert list(read_letters(bus.settings, COMPLETED)) == []
-    letter, *others = read_letters(bus.settings, REQUESTED)
+    assert list(read_dead_letters(bus.settings, COMPLETED)) == []
+    letter, *others = read_dead_letters(bus.settings, REQUESTED)
     assert [other.raw.value for other in others] == [bent, bent] and "appended" in others[0].reason
     assert (letter.raw.value, letter.raw.key) == (poison, b"g0:0")
     assert (letter.partition, letter.offset) == (1, 0) and "turn-request" in letter.reason
     reader = Reader(bus.settings, "test-letters", group="test")
-    dead = Topic(REQUESTED.dead_letters, None, "", REQUESTED.spread)
+    dead = Topic(REQUESTED.dead_letters, None, "", REQUESTED.partition_setting)
     assert reader.watermarks((dead, 0))[1] == 3, "there is one copy of each"
     reader.close()
 
 
-def test_an_executor_of_an_inbox_that_does_not_exist_gets_nothing(bus: Bus) -> None:
+def test_an_executor_of_an_inbox_that_does_not_exist_gets_nothing(bus: RouterHarness) -> None:
     with router_process(bus.settings):
         bus.beat(7, slot=7)
         bus.beat(1)
@@ -218,58 +218,62 @@ def test_an_executor_of_an_inbox_that_does_not_exist_gets_nothing(bus: Bus) -> N
 
 
 @pytest.fixture
-def short_of_room(bus: Bus) -> Iterator[RouterLoop]:
+def short_of_room(bus: RouterHarness) -> Iterator[RouterService]:
     """A router of this process that serves, and leaves requests on their topic while more than two turns wait."""
     config = RouterConfig(max_waiting_turns=2, low_water_seconds=0.0)
-    with closing(RouterLoop(bus.settings, config, name="router-0")) as loop:
-        bus.until(lambda: bool(loop.reigns), loop.turn_over)
+    with closing(RouterService(bus.settings, config, name="router-0")) as loop:
+        bus.until(lambda: bool(loop.sessions), loop.run_once)
         yield loop
 
 
-def test_requests_are_left_on_their_topic_while_too_many_turns_wait(bus: Bus, short_of_room: RouterLoop) -> None:
-    (reign,) = short_of_room.reigns.values()
+def test_requests_are_left_on_their_topic_while_too_many_turns_wait(
+    bus: RouterHarness, short_of_room: RouterService
+) -> None:
+    (reign,) = short_of_room.sessions.values()
     for group in ("g0", "g1", "g2"):
-        waiting = len(reign.router.waiting)
+        waiting = len(reign.router.queue)
         bus.ask(f"{group}:0")
-        bus.until(lambda: len(reign.router.waiting) > waiting, short_of_room.turn_over)  # noqa: B023
+        bus.until(lambda: len(reign.router.queue) > waiting, short_of_room.run_once)  # noqa: B023
     bus.ask("g3:0")
     for _ in range(5):
-        short_of_room.turn_over()
-    assert len(reign.router.waiting) == 3
+        short_of_room.run_once()
+    assert len(reign.router.queue) == 3
     bus.beat(0)
-    bus.until(lambda: len(bus.inboxes) == 4, short_of_room.turn_over)
+    bus.until(lambda: len(bus.inboxes) == 4, short_of_room.run_once)
 
 
-def test_torn_contexts_do_not_keep_the_requests_back_that_mend_them(bus: Bus, short_of_room: RouterLoop) -> None:
-    (reign,) = short_of_room.reigns.values()
+def test_torn_contexts_do_not_keep_the_requests_back_that_mend_them(
+    bus: RouterHarness, short_of_room: RouterService
+) -> None:
+    (reign,) = short_of_room.sessions.values()
     bus.beat(0)
     for number in range(3):
         bus.ask(f"g{number}:0", 1)
-        bus.until(lambda: len(bus.inboxes) > number, short_of_room.turn_over)  # noqa: B023
+        bus.until(lambda: len(bus.inboxes) > number, short_of_room.run_once)  # noqa: B023
         torn = bus.fleet.held[0].pop()
         bus.say(COMPLETED, result(torn, TurnOutcome.REFUSED, refusal=Refusal.CONTEXT), "", torn.home)
-        bus.until(lambda: reign.router.counters.torn > number, short_of_room.turn_over)  # noqa: B023
+        bus.until(lambda: reign.router.counters.context_missing > number, short_of_room.run_once)  # noqa: B023
     for number in range(3):
         bus.ask(f"g{number}:0", 1, anchors=True)
-    bus.until(lambda: len(bus.inboxes) == 6, short_of_room.turn_over)
+    bus.until(lambda: len(bus.inboxes) == 6, short_of_room.run_once)
 
 
-def worker_of(bus: Bus) -> dict[str, str]:
+def worker_of(bus: RouterHarness) -> dict[str, str]:
     """By trajectory, who was sent it last."""
     return {each.request.trajectory_id: each.worker for each in bus.inboxes}
 
 
 def test_an_inbox_that_takes_no_claim_holds_up_none_of_the_others(
-    bus: Bus, short_of_room: RouterLoop, monkeypatch: pytest.MonkeyPatch
+    bus: RouterHarness, short_of_room: RouterService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its leader is away: to wait for it would cost the router its seat."""
     loop, later = short_of_room, list[Callable[[], None]]()
-    (reign,) = loop.reigns.values()
+    (reign,) = loop.sessions.values()
     bus.beat(0)
     bus.ask("g0:0")
-    bus.until(lambda: len(bus.inboxes) == 1, loop.turn_over)
-    assert loop._station is not None
-    writer, write = loop._station.writer, loop._station.writer.tombstone
+    bus.until(lambda: len(bus.inboxes) == 1, loop.run_once)
+    assert loop._context is not None
+    writer, write = loop._context.writer, loop._context.writer.tombstone
 
     def tombstone(topic: Topic, *, partition: int, **more: Any) -> None:
         now = partial(write, topic, partition=partition, **more)
@@ -282,22 +286,22 @@ def test_an_inbox_that_takes_no_claim_holds_up_none_of_the_others(
     monkeypatch.setattr(writer, "flush", flush)
     bus.beat(1)
     bus.fleet.held[0].clear()  # a dispatch that was lost
-    bus.until(lambda: bool(later), loop.turn_over)
+    bus.until(lambda: bool(later), loop.run_once)
     away = reign.router.liveness.executors["w0"]
-    bus.until(lambda: away.standing is Standing.GONE, loop.turn_over)  # whatever it says
+    bus.until(lambda: away.status is ExecutorStatus.GONE, loop.run_once)  # whatever it says
     bus.ask("g1:0")
-    bus.until(lambda: len(newest := worker_of(bus)) == 2 and set(newest.values()) == {"w1"}, loop.turn_over)
+    bus.until(lambda: len(newest := worker_of(bus)) == 2 and set(newest.values()) == {"w1"}, loop.run_once)
     [now] = later
     now()
     for number in range(4):
         bus.ask(f"g2:{number}")
-    bus.until(lambda: len(worker_of(bus)) == 6, loop.turn_over)
+    bus.until(lambda: len(worker_of(bus)) == 6, loop.run_once)
     assert "w0" in worker_of(bus).values()
     assert not bus.zombies
     monkeypatch.undo()
 
 
-def test_the_program_stops_cleanly_when_asked(bus: Bus) -> None:
+def test_the_program_stops_cleanly_when_asked(bus: RouterHarness) -> None:
     with router_process(bus.settings, low_water_seconds=1000.0) as router:
         bus.beat(0)
         bus.ask("g0:0", home=0)
@@ -311,4 +315,4 @@ def test_the_program_stops_cleanly_when_asked(bus: Bus) -> None:
 
 def test_missing_topics_are_named(broker: AnyBroker, namespace: str) -> None:
     with pytest.raises(TopicMissing, match=rf"{namespace}rose\.turns\.requested\.v1.*rose topics create"):
-        RouterLoop(broker.settings(namespace), RouterConfig())
+        RouterService(broker.settings(namespace), RouterConfig())

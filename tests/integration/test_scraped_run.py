@@ -25,7 +25,7 @@ from pipeline.observability.table import metrics
 from tests.brokers import EMBEDDED
 from tests.integration.rose_command import Rose, small
 from tests.waiting import until
-from topics.broker import free_ports
+from topics.local_broker.process import free_ports
 
 pytestmark = [
     pytest.mark.long,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.accounting.audit import audit_log
-from schemas.environments import GroupState
+from schemas.progress import GroupState
 from schemas.samples import Sample
 from tests.brokers import any_broker, flags, kafka_first
 from tests.integration.environment_kit import SIZE, finish, groups, once, prompt_of

@@ -14,10 +14,10 @@ from tests.integration.trainer_kit import everyone, group_name, make_samples, on
 from topics.admin import create_topics
 from topics.catalog import Partitions
 from topics.errors import BusError
+from topics.held_offsets import committed_offsets
 from topics.reader import Reader
 from topics.records import Place
 from topics.settings import BusSettings
-from topics.undecided import committed_offsets
 from topics.writer import Writer
 from workers.trainer.stream import SampleStream
 
@@ -74,9 +74,9 @@ def give_up(
     """Have the writer's next commit be given up, when all of the transaction is on the broker, or its end as well."""
     commit = writer.commit
 
-    def hang(offsets: Mapping[Place, int], reader: Reader, *, mark: str) -> None:
+    def hang(offsets: Mapping[Place, int], reader: Reader, *, metadata: str) -> None:
         if committed:
-            commit(offsets, reader, mark=mark)
+            commit(offsets, reader, metadata=metadata)
         else:
             writer.flush()
         meanwhile()
@@ -133,7 +133,7 @@ def test_what_was_given_up_is_not_made_again_once_another_trainer_has_settled(
         give_up(stream._standing.writer, monkeypatch, committed=committed, meanwhile=another)
         with pytest.raises(BusError) as refused:
             stream.settle(outcomes_of(group for group in taken if group.group_id != group_name(0)))
-    assert refused.value.fenced is not settings.embedded  # which has it make nothing again
+    assert refused.value.is_fenced is not settings.embedded  # which has it make nothing again
     assert on_log(settings) == everyone({*settles, 1, 2} if committed else settles)
 
 
@@ -150,7 +150,7 @@ def test_a_settlement_is_not_taken_for_there_that_another_trainer_has_made_of_th
         give_up(stream._standing.writer, monkeypatch, committed=False, meanwhile=another)
         with pytest.raises(BusError) as refused:
             stream.settle(outcomes_of(stream.take(1)))
-    assert refused.value.fenced is not settings.embedded  # which has it make nothing again
+    assert refused.value.is_fenced is not settings.embedded  # which has it make nothing again
     assert on_log(settings) == everyone([0])
 
 
@@ -168,7 +168,7 @@ def test_who_gives_a_settlement_up_leaves_a_newer_stream_its_place_though_that_h
         )
         with pytest.raises(BusError) as refused:
             stream.settle(outcomes_of(stream.take(1)))
-        assert refused.value.fenced is not settings.embedded  # which has it make nothing again
+        assert refused.value.is_fenced is not settings.embedded  # which has it make nothing again
         [left] = newer
         with left:
             left.settle(outcomes_of(left.take(2)))
@@ -197,7 +197,7 @@ def test_a_stream_that_hangs_as_it_begins_leaves_a_newer_one_its_place(
     monkeypatch.setattr("workers.trainer.standing.committed_offsets", amid)
     with pytest.raises(BusError) as refused:
         SampleStream(settings, "policy")
-    assert refused.value.fenced
+    assert refused.value.is_fenced
     with newer[0] as stream:
         stream.settle(outcomes_of(stream.take(2)))
     assert on_log(settings) == everyone(range(3))

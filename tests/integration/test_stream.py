@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from pipeline.accounting.audit import audit_log
-from schemas.environments import Group, GroupState
-from schemas.homes import home_of
+from schemas.partitioning import home_partition
+from schemas.progress import Group, GroupState
 from tests.brokers import AnyBroker
 from tests.integration.trainer_kit import (
     GROUP_SIZE,
@@ -24,12 +24,12 @@ from tests.integration.trainer_kit import (
     write_samples,
 )
 from tests.waiting import until
-from topics.admin import create_topics, reach
+from topics.admin import connect, create_topics
 from topics.catalog import GROUPS, SAMPLES, Partitions
+from topics.dead_letters import read_dead_letters
 from topics.errors import BusError
-from topics.letters import read_letters
 from topics.reader import Reader
-from topics.records import Raw
+from topics.records import RawMessage
 from topics.retention import delete_before
 from topics.settings import BusSettings
 from topics.writer import Writer
@@ -52,7 +52,7 @@ def say(settings: BusSettings, number: int, state: GroupState) -> None:
     """What an environment worker says of a group."""
     name, writer = group_name(number), Writer(settings, "test")
     record = Group(group_id=name, group_size=GROUP_SIZE, state=state, offset=0, changed_at=0.0)
-    writer.write(GROUPS, record, key=name, partition=home_of(name, HOMES))
+    writer.write(GROUPS, record, key=name, partition=home_partition(name, HOMES))
     writer.flush()
 
 
@@ -205,7 +205,7 @@ def test_a_newer_stream_fences_the_older(settings: BusSettings) -> None:
         with SampleStream(settings, "policy") as new:
             with pytest.raises(BusError) as refused:
                 old.settle(outcomes_of(groups))
-            assert refused.value.fenced
+            assert refused.value.is_fenced
             new.settle(outcomes_of(new.take(1)))
     assert on_log(settings) == everyone(range(1))
 
@@ -216,7 +216,7 @@ def test_what_is_no_sample_is_a_dead_letter_once(settings: BusSettings) -> None:
     samples = make_samples(groups=range(2))
     stranger = msgspec.structs.replace(samples[0], trajectory_id="g00:77")
     write_samples(settings, [samples[0], stranger])
-    no_sample = Raw(b"g00", b"no record", (("rose-schema", b"sample/3"),))
+    no_sample = RawMessage(b"g00", b"no record", (("rose-schema", b"sample/3"),))
     writer.forward(SAMPLES, no_sample, partition=0, key=b"g00")
     writer.flush()
     for _ in range(3):
@@ -225,7 +225,7 @@ def test_what_is_no_sample_is_a_dead_letter_once(settings: BusSettings) -> None:
     write_samples(settings, samples[1:])
     with SampleStream(settings, "policy") as stream:
         stream.settle(outcomes_of(stream.take(2)))
-    letters = list(read_letters(settings, SAMPLES))
+    letters = list(read_dead_letters(settings, SAMPLES))
     assert sorted(letter.raw.value == b"no record" for letter in letters) == [False, True]
     assert on_log(settings) == everyone(range(2))
 
@@ -300,7 +300,7 @@ def test_a_log_that_ends_before_the_place_to_read_from_is_refused(broker: AnyBro
     write_samples(settings, make_samples(groups=range(4)))
     with SampleStream(settings, "policy") as stream:
         stream.settle(outcomes_of(stream.take(4)))
-    admin = reach(settings)
+    admin = connect(settings)
     for deleted in admin.delete_topics([settings.topic(SAMPLES)]).values():
         deleted.result()
     until(lambda: settings.topic(SAMPLES) not in admin.list_topics(timeout=10).topics)  # nodes hear of it by and by

@@ -37,8 +37,8 @@ from tests.integration.trainer_kit import (
 )
 from topics.admin import create_topics
 from topics.catalog import MANIFESTS, Partitions
-from topics.health import HEALTH, standing
-from topics.log import read_topics
+from topics.health import HEALTH, status_of
+from topics.log_reader import read_whole_topics
 from topics.settings import BusSettings
 from workers.trainer.checkpoint import CheckpointRefused
 from workers.trainer.loop import Trainer, TrainerFenced
@@ -129,7 +129,7 @@ def test_a_policy_that_transformers_renames_is_published_and_exported_as_its_fol
     tiny_policy("gpt_neox", folder, vocab_size=VOCABULARY)
     (folder / "generation_config.json").write_text('{"temperature": 0.6}')
     run_trainer(settings, config_of(folder, tmp_path / "run"), Event())
-    versions = [envelope.record for envelope in read_topics(settings, [MANIFESTS])]
+    versions = [envelope.record for envelope in read_whole_topics(settings, [MANIFESTS])]
     assert len(versions) == STEPS + 1
     for version in versions:
         assert isinstance(version, WeightManifest)
@@ -217,7 +217,7 @@ def test_every_start_stores_the_present_version_whole(
     run_trainer(settings, config, Event())
     before = newest_of(settings)
     run_trainer(settings, config, Event())
-    records = [envelope.record for envelope in read_topics(settings, [MANIFESTS])]
+    records = [envelope.record for envelope in read_whole_topics(settings, [MANIFESTS])]
     again = [one for one in records if isinstance(one, WeightManifest)][-1]
     assert (again.order, again.digest, again.base_version) == (before.order, before.digest, None)
 
@@ -231,8 +231,8 @@ def test_a_run_that_is_complete_is_not_trained_again(
     write_samples(settings, make_samples(6, groups=range(50, 60)))
     run_trainer(settings, config, Event())
     assert result_of(settings) == before
-    last = HEALTH._word  # a large policy takes minutes to be exported: nobody is to start it again meanwhile
-    assert standing(last, last.at + config.hung_seconds - 1).alive and "exported" in last.said
+    last = HEALTH._report  # a large policy takes minutes to be exported: nobody is to start it again meanwhile
+    assert status_of(last, last.at + config.hung_seconds - 1).alive and "exported" in last.activity
 
 
 def test_samples_that_come_twice_are_trained_once(settings: BusSettings, policy_folder: Path, tmp_path: Path) -> None:

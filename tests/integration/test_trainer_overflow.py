@@ -29,7 +29,7 @@ from tests.integration.trainer_kit import (
     trainer_of,
 )
 from topics.catalog import CHUNKS, MANIFESTS, OUTCOMES
-from topics.log import read_topics
+from topics.log_reader import read_whole_topics
 from topics.settings import BusSettings
 from workers.trainer.loop import PolicyRefused, StepsInVain, Trainer
 from workers.trainer.main import run_trainer
@@ -66,7 +66,7 @@ def spoiled_folder(folder: Path, value: float) -> Path:
 
 def on_log(settings: BusSettings) -> int:
     """How many records there are of what a trainer writes."""
-    return len(list(read_topics(settings, [CHUNKS, MANIFESTS, OUTCOMES])))
+    return len(list(read_whole_topics(settings, [CHUNKS, MANIFESTS, OUTCOMES])))
 
 
 def test_samples_of_a_minibatch_that_was_not_applied_are_settled_as_failed_and_all_others_are_trained(
@@ -79,7 +79,7 @@ def test_samples_of_a_minibatch_that_was_not_applied_are_settled_as_failed_and_a
     failed = {name for name, outcome, _ in result.outcomes if outcome is Outcome.INFRA_FAILED}
     assert failed == {f"g04:{index}" for index in range(GROUP_SIZE)} | {f"{group_name(FAILED_GROUP)}:0"}
     assert result.counts[Outcome.TRAINED] == (GROUPS - 2) * GROUP_SIZE - 1
-    records = [envelope.record for envelope in read_topics(settings, [OUTCOMES])]
+    records = [envelope.record for envelope in read_whole_topics(settings, [OUTCOMES])]
     reasons = {one.reason for one in records if isinstance(one, SampleOutcome) and one.group_id == "g04"}
     assert reasons == {"the gradient of its minibatch is not finite, and was not applied"}
     lines = read_step_log(tmp_path / "run")

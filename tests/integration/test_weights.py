@@ -14,9 +14,9 @@ from torch import Tensor
 from schemas.errors import UsageError
 from schemas.weights import WeightChunk, WeightManifest
 from tests.brokers import AnyBroker, kafka_first
-from topics.admin import create_topics, reach
+from topics.admin import connect, create_topics
 from topics.catalog import CHUNKS, MANIFESTS, Partitions
-from topics.log import read_topics
+from topics.log_reader import read_whole_topics
 from topics.reader import Reader
 from topics.settings import BusSettings
 from topics.writer import Writer
@@ -224,7 +224,7 @@ def test_chunks_that_retention_has_deleted_refuse_the_version(trainer: Trainer) 
         0,
         max(chunk.offset for piece in old.slices for chunk in piece.chunks if chunk.partition == 0) + 1,
     )
-    admin = reach(trainer.settings)
+    admin = connect(trainer.settings)
     for deleted in admin.delete_records([cut]).values():
         deleted.result()
     with receiving(trainer.settings) as receiver:
@@ -386,12 +386,12 @@ def test_chunks_that_no_version_needs_any_more_are_deleted(trainer: Trainer, mon
 def test_a_version_that_is_not_finite_is_refused_before_anything_of_it_is_on_the_log(trainer: Trainer) -> None:
     with WeightPublisher(trainer.settings, MODEL) as publisher:
         publisher.publish(tensors_of(0).items()).result()
-        before = len(list(read_topics(trainer.settings, [CHUNKS, MANIFESTS])))
+        before = len(list(read_whole_topics(trainer.settings, [CHUNKS, MANIFESTS])))
         spoiled = tensors_of(1)
         spoiled["embed"][999, 699] = float("inf")
         with pytest.raises(UsageError, match="embed holds a value that is not finite"):
             publisher.publish(spoiled.items())
-    assert len(list(read_topics(trainer.settings, [CHUNKS, MANIFESTS]))) == before
+    assert len(list(read_whole_topics(trainer.settings, [CHUNKS, MANIFESTS]))) == before
 
 
 def test_a_version_that_is_not_finite_is_not_taken_whoever_published_it(trainer: Trainer) -> None:

@@ -22,7 +22,7 @@ from tests.brokers import AnyBroker
 from tests.unit.samples import turns_of
 from topics.admin import create_topics
 from topics.catalog import MANIFESTS, OUTCOMES, PROMPTS, SAMPLES, Partitions
-from topics.log import read_topics
+from topics.log_reader import read_whole_topics
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.trainer.config import TrainerConfig
@@ -148,7 +148,7 @@ class Result:
 
 
 def result_of(settings: BusSettings) -> Result:
-    records = [envelope.record for envelope in read_topics(settings, [MANIFESTS, OUTCOMES])]
+    records = [envelope.record for envelope in read_whole_topics(settings, [MANIFESTS, OUTCOMES])]
     manifests = [record for record in records if isinstance(record, WeightManifest)]
     digests = {manifest.version: manifest.digest for manifest in manifests}
     assert all(digests[one.version] == one.digest for one in manifests), "a version number stands for two policies"
@@ -223,7 +223,7 @@ def log_with_samples(broker: AnyBroker, namespace: str, *, partitions: int = 1) 
 
 
 def newest_of(settings: BusSettings) -> WeightManifest:
-    records = [envelope.record for envelope in read_topics(settings, [MANIFESTS])]
+    records = [envelope.record for envelope in read_whole_topics(settings, [MANIFESTS])]
     return max((one for one in records if isinstance(one, WeightManifest)), key=lambda manifest: manifest.order)
 
 
@@ -244,7 +244,7 @@ def outcomes_of(groups: Iterable[CompleteGroup]) -> list[SampleOutcome]:
 
 def on_log(settings: BusSettings) -> list[str]:
     """The trajectories with an outcome, one entry for each outcome."""
-    records = [envelope.record for envelope in read_topics(settings, [OUTCOMES])]
+    records = [envelope.record for envelope in read_whole_topics(settings, [OUTCOMES])]
     return sorted(record.trajectory_id for record in records if isinstance(record, SampleOutcome))
 
 

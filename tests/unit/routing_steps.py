@@ -2,9 +2,9 @@
 
 from hypothesis import strategies as st
 
-from schemas.slack import ExecutorState
+from schemas.heartbeats import ExecutorState
 from schemas.turns import Refusal, TurnOutcome
-from tests.unit.routing_world import World, request, result
+from tests.unit.routing_fixtures import RoutingSimulation, request, result
 
 WORKERS = st.integers(0, 2)
 TRAJECTORIES = st.sampled_from([f"g{group}:{index}" for group in range(3) for index in range(3)])
@@ -46,7 +46,7 @@ STEPS = st.one_of(
 )
 
 
-def step(world: World, what: str, *values: object) -> None:
+def step(world: RoutingSimulation, what: str, *values: object) -> None:
     """Let one thing happen in the world; steps that make no sense at the moment do nothing."""
     match what, *values:
         case "ask", str(trajectory), int(context), int(most), float(patience):
@@ -105,19 +105,19 @@ def step(world: World, what: str, *values: object) -> None:
             world.pass_time(seconds)
 
 
-def ask_next(world: World, trajectory: str, **fields: object) -> None:
+def ask_next(world: RoutingSimulation, trajectory: str, **fields: object) -> None:
     turn = world.asked[trajectory][0].turn + 1 if trajectory in world.asked else 0
     if turn == world.done.get(trajectory, -1) + 1:
         world.ask(request(trajectory, turn, **fields))  # type: ignore[arg-type]
 
 
-def started() -> World:
-    world = World()
+def started() -> RoutingSimulation:
+    world = RoutingSimulation()
     step(world, "beats")
     return world
 
 
-def settle(world: World) -> None:
+def settle(world: RoutingSimulation) -> None:
     """The fleet is well from now on: every turn ends."""
     world.loses = False
     world.read_on()

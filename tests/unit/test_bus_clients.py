@@ -19,12 +19,12 @@ from schemas.errors import RoseError, UsageError
 from tests.unit.test_health import Clock
 from tests.waiting import until
 from topics import admin, settings, transactions
-from topics.asking import KNOWN_SECONDS, all_ends_of, ends_of, nothing
 from topics.catalog import HEARTBEATS, PROMPTS
-from topics.errors import BrokerUnreachable, BusError, NotLetIn, TopicMissing
-from topics.hung import Wait
+from topics.errors import AuthenticationFailed, BrokerUnreachable, BusError, TopicMissing
+from topics.queries import PROPAGATION_SECONDS, all_watermarks_of, noop, watermarks_of
 from topics.reader import Reader
 from topics.settings import BusSettings
+from topics.transactions import CallWatchdog
 from topics.writer import Writer
 
 NOBODY = BusSettings("127.0.0.1:9")
@@ -57,10 +57,10 @@ class StartedAgain:
 
 
 def test_a_topic_that_is_listed_is_not_missing_though_its_leader_has_not_heard_of_it() -> None:
-    broker = StartedAgain(answers_at=KNOWN_SECONDS + 0.5)
-    assert ends_of(broker, TopicPartition("there", 0)) == (3, 7)
+    broker = StartedAgain(answers_at=PROPAGATION_SECONDS + 0.5)
+    assert watermarks_of(broker, TopicPartition("there", 0)) == (3, 7)
     with pytest.raises(TopicMissing):
-        ends_of(broker, TopicPartition("there", 1))
+        watermarks_of(broker, TopicPartition("there", 1))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_ends_are_asked_for_at_once_and_one_by_one_where_a_leader_does_not_tell(
     leaders: Leaders, partitions: int, questions: list[str]
 ) -> None:
     wanted = [TopicPartition("topic", each) for each in range(partitions)]
-    assert all_ends_of(leaders, wanted, lambda: leaders.asked.append("meanwhile")) == [(3, 7)] * partitions
+    assert all_watermarks_of(leaders, wanted, lambda: leaders.asked.append("meanwhile")) == [(3, 7)] * partitions
     assert leaders.asked == questions
 
 
@@ -220,7 +220,7 @@ def drop(writer: Writer) -> None:
 
 def drop_after_an_error(writer: Writer) -> None:
     """Which has the writer until it is forgotten."""
-    reader = SimpleNamespace(right_to_group="", group_metadata=lambda: None, reach_coordinator=nothing)
+    reader = SimpleNamespace(right_to_group="", group_metadata=lambda: None, reach_coordinator=noop)
     with pytest.raises(BusError):
         writer.commit({(PROMPTS, 0): 1}, reader)  # type: ignore[arg-type]
     writer.close()
@@ -271,7 +271,7 @@ def test_a_call_of_a_transaction_that_is_to_be_made_again_has_taken_its_turn(mon
             raise KafkaException(KafkaError(KafkaError._CONFLICT, "busy", False, True))
 
     monkeypatch.setattr(transactions, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
-    goes_on = transactions.in_turns(call)
+    goes_on = transactions.in_time_slices(call)
     assert [goes_on(1.0) for _ in range(4)] == [False, False, False, True]
     assert clock.now == began + 3.0
 
@@ -309,7 +309,7 @@ def test_offsets_go_to_the_next_coordinator_when_theirs_has_moved(
     client.send_offsets_to_transaction = send  # type: ignore[method-assign, assignment]
     client.commit_transaction = lambda seconds: None  # type: ignore[attr-defined]
     writer._producer = client
-    reader = SimpleNamespace(right_to_group="", group_metadata=lambda: None, reach_coordinator=nothing)
+    reader = SimpleNamespace(right_to_group="", group_metadata=lambda: None, reach_coordinator=noop)
     if gone_on_for is None:
         writer.commit({(PROMPTS, 0): 1}, reader)  # type: ignore[arg-type]
         assert not left
@@ -332,8 +332,8 @@ def test_a_commit_of_offsets_is_given_up_once_the_coordinator_answers_others_not
         if asked <= away_for:
             raise BusError("reaching the coordinator of a group", KafkaError(KafkaError._TIMED_OUT))
 
-    monkeypatch.setattr("topics.writer.reach", lambda _: None)
-    monkeypatch.setattr("topics.writer.Wait", partial(Wait, look_seconds=0.001, seconds=0.01))
+    monkeypatch.setattr("topics.writer.connect", lambda _: None)
+    monkeypatch.setattr("topics.writer.CallWatchdog", partial(CallWatchdog, check_seconds=0.001, seconds=0.01))
     writer = Writer(NOBODY, "test")
     client = Client([])
     client.send_offsets_to_transaction = lambda *_: never.wait()  # type: ignore[method-assign, assignment]
@@ -363,7 +363,7 @@ def test_the_first_of_several_servers_that_is_away_is_no_trouble_and_all_that_ar
     monkeypatch.setattr(settings, "time", SimpleNamespace(monotonic=clock))
     heard = BusSettings(",".join(servers)).client("test")["error_cb"]
     assert callable(heard)
-    settings._said.clear()
+    settings._warned_at.clear()
     clock.now += age
     with structlog.testing.capture_logs() as logs:
         heard(KafkaError(KafkaError._ALL_BROKERS_DOWN, said))
@@ -384,9 +384,9 @@ BROKEN_OFF = (
 @pytest.mark.parametrize(
     ("said", "raised", "why"),
     [
-        ((DISCONNECTED, ALL_DOWN, UNTRUSTED, DISCONNECTED), NotLetIn, "certificate verify failed"),
-        ((UNKNOWN, ALL_DOWN), NotLetIn, "wrong password"),
-        ((*BROKEN_OFF, UNKNOWN), NotLetIn, "wrong password"),
+        ((DISCONNECTED, ALL_DOWN, UNTRUSTED, DISCONNECTED), AuthenticationFailed, "certificate verify failed"),
+        ((UNKNOWN, ALL_DOWN), AuthenticationFailed, "wrong password"),
+        ((*BROKEN_OFF, UNKNOWN), AuthenticationFailed, "wrong password"),
         ((REFUSED, ALL_DOWN, *BROKEN_OFF), BrokerUnreachable, "Connection refused"),
         ((), BrokerUnreachable, "transport failure"),
     ],
@@ -406,7 +406,7 @@ def test_who_is_not_trusted_is_told_so_whatever_else_was_heard(
 
     monkeypatch.setattr(admin, "AdminClient", Refused)
     with pytest.raises(raised, match=why):
-        admin.reach(NOBODY)
+        admin.connect(NOBODY)
 
 
 def test_a_record_that_is_refused_for_its_time_is_told_with_what_to_do() -> None:
@@ -433,7 +433,7 @@ def test_a_broker_that_names_places_where_nobody_answers_is_told_with_them(
 
         monkeypatch.setattr(admin, "AdminClient", Elsewhere)
         if answers:
-            admin.reach(NOBODY)
+            admin.connect(NOBODY)
             return
         with pytest.raises(BrokerUnreachable, match=f"its nodes are at 127.0.0.1:{places[0][1]}, where nobody answers"):
-            admin.reach(NOBODY)
+            admin.connect(NOBODY)

@@ -5,19 +5,19 @@ import re
 import msgspec
 import pytest
 
-from schemas.capacity import CapacityGrant, Voice, key_of
+from schemas.grants import CapacityGrant, GrantSource, grant_key
 from schemas.turns import TurnDispatch, TurnRequest
 from schemas.weights import WeightManifest
 from tests.golden.contract import keys_of
 from tests.golden.examples import EXAMPLES
 from topics.catalog import DEAD_LETTERS, GRANTS, MANIFESTS, RECORD_TOPICS, Topic
-from topics.labels import ORIGIN, PREFIX
+from topics.dead_letter_headers import HEADER_PREFIX, ORIGIN
 from workers.weights.manifests import manifest_key
 
 
 def fields_of(topic: Topic) -> set[str]:
     if topic.record is None:
-        return {name.removeprefix(PREFIX) for name in ORIGIN}
+        return {name.removeprefix(HEADER_PREFIX) for name in ORIGIN}
     asked = TurnRequest.__struct_fields__ if topic.record is TurnDispatch else ()
     file = ["file"] if topic.record is WeightManifest else []
     return {*topic.record.__struct_fields__, *asked, *file}
@@ -33,7 +33,7 @@ def test_keys_are_made_of_what_the_record_says(topic: Topic) -> None:
 def test_a_grant_has_a_key_for_each_who_speaks() -> None:
     (grant,) = (each for each in EXAMPLES if isinstance(each, CapacityGrant))
     keys = {form.format(worker=grant.worker) for form in keys_of(GRANTS)}
-    assert keys == {key_of(grant.worker, voice) for voice in Voice}
+    assert keys == {grant_key(grant.worker, voice) for voice in GrantSource}
 
 
 def test_a_manifest_has_a_key_with_the_file_of_its_anchor_and_one_without() -> None:

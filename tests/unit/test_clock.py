@@ -5,7 +5,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.clock import steady_clock, told
+from pipeline.clock import format_utc, steady_clock
 
 
 def test_seconds_that_never_jump_are_unix_seconds() -> None:
@@ -15,4 +15,4 @@ def test_seconds_that_never_jump_are_unix_seconds() -> None:
 
 @given(st.floats())
 def test_whatever_number_was_stamped_on_a_message_it_can_be_told(seconds: float) -> None:
-    assert told(seconds)
+    assert format_utc(seconds)

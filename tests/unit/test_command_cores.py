@@ -26,12 +26,12 @@ from pipeline.command.supervisor import MOST_QUICK_CRASHES, QUICK_SECONDS, Resta
 from pipeline.command.tasks import training_prompts
 from pipeline.command.view import View
 from pipeline.routing.liveness import FORGET_SECONDS
-from schemas.environments import Group, GroupState
 from schemas.errors import UsageError
+from schemas.heartbeats import ExecutorState, SlackHeartbeat, Tenant
+from schemas.progress import Group, GroupState
 from schemas.prompts import Prompt
-from schemas.roles import RoleBegun
+from schemas.role_starts import RoleBegun
 from schemas.samples import Sample, SampleOutcome
-from schemas.slack import ExecutorState, SlackHeartbeat, Tenant
 from tests.golden.examples import EXAMPLES
 from workers.environments.registry import BUILT_IN
 
@@ -54,7 +54,7 @@ def test_what_is_longer_as_json_than_on_the_bus_is_read(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     said = {"group_id": "g1", "group_size": 2, "environment": "calculator", "arguments": {"text": "\u8bed" * 160_000}}
     file.write_text(json.dumps(said))
-    assert file.stat().st_size > Prompt.MOST_BYTES
+    assert file.stat().st_size > Prompt.MAX_BYTES
     assert read_prompts(file, BUILT_IN) == [msgspec.convert(said, Prompt)]
 
 

@@ -11,9 +11,9 @@ from pipeline.command.facts import Facts, Patience
 from pipeline.command.places import Places
 from pipeline.command.soundings import Member, Sounding
 from pipeline.command.view import View
-from schemas.environments import Group, GroupState
-from schemas.homes import home_of
-from schemas.slack import ExecutorState, SlackHeartbeat, Tenant
+from schemas.heartbeats import ExecutorState, SlackHeartbeat, Tenant
+from schemas.partitioning import home_partition
+from schemas.progress import Group, GroupState
 from schemas.turns import TurnResult
 from tests.golden.examples import EXAMPLES
 from topics.catalog import DISPATCHED
@@ -27,7 +27,7 @@ EVERY = 2.0
 
 def group_at(home: int, homes: int) -> str:
     """The id of a group of this home."""
-    return next(name for number in range(10_000) if home_of(name := f"g{number}", homes) == home)
+    return next(name for number in range(10_000) if home_partition(name := f"g{number}", homes) == home)
 
 
 class Run:

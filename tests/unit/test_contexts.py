@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.arrays import pack_tokens
-from schemas.contexts import Torn, appending, context_of
-from schemas.limits import CHAIN
+from schemas.contexts import ContextMissing, assemble_context, context_fields
+from schemas.limits import MAX_CHAIN
 from schemas.turns import TurnDispatch, TurnRequest
 from schemas.wire import decode, encode
-from tests.unit.routing_world import dispatched, request
+from tests.unit.routing_fixtures import dispatched, request
 from tests.waiting import until
 from topics.errors import BusError
 from topics.records import Envelope, Place
@@ -33,7 +33,7 @@ def asked(parts: list[list[int]], anchors: frozenset[int] = frozenset({0})) -> l
         context += pack_tokens(part)
         if turn in anchors:
             chain, known = (), 0
-        fields = appending(context, chain, known=known)
+        fields = context_fields(context, chain, known_tokens=known)
         requests.append(msgspec.structs.replace(request("g0:0"), turn=turn, **fields))
         chain, known = (*chain, 10 + 10 * turn), fields["context_tokens"]
     return requests
@@ -50,9 +50,9 @@ def links_of(requests: list[TurnRequest]) -> dict[int, TurnRequest]:
 @given(APPENDED, st.frozensets(st.integers(1, 7)))
 def test_a_chain_leads_to_the_whole(parts: list[list[int]], anchors: frozenset[int]) -> None:
     requests = [decode(TurnRequest, encode(each)) for each in asked(parts, anchors | {0})]
-    assert [each.anchors for each in requests] == [turn in anchors | {0} for turn in range(len(parts))]
+    assert [each.is_anchor for each in requests] == [turn in anchors | {0} for turn in range(len(parts))]
     for turn, each in enumerate(requests):
-        assert context_of(each, links_of(requests)) == whole(parts[: turn + 1])
+        assert assemble_context(each, links_of(requests)) == whole(parts[: turn + 1])
 
 
 @given(APPENDED.filter(lambda parts: len(parts) > 1), st.data())
@@ -61,15 +61,15 @@ def test_a_chain_that_is_not_what_was_written_is_torn(parts: list[list[int]], da
     links = links_of(requests)
     last = requests[-1]
     gone = data.draw(st.sampled_from(last.chain))
-    with pytest.raises(Torn, match=f"offset {gone}"):
-        context_of(last, {offset: each for offset, each in links.items() if offset != gone})
+    with pytest.raises(ContextMissing, match=f"offset {gone}"):
+        assemble_context(last, {offset: each for offset, each in links.items() if offset != gone})
     other = msgspec.structs.replace(links[gone], trajectory_id="g1:0")
-    with pytest.raises(Torn, match=f"offset {gone}"):
-        context_of(last, links | {gone: other})
+    with pytest.raises(ContextMissing, match=f"offset {gone}"):
+        assemble_context(last, links | {gone: other})
     bent = bytearray(links[gone].appended)
     bent[data.draw(st.integers(0, len(bent) - 1))] ^= 1
-    with pytest.raises(Torn, match="are not its"):
-        context_of(last, links | {gone: msgspec.structs.replace(links[gone], appended=bytes(bent))})
+    with pytest.raises(ContextMissing, match="are not its"):
+        assemble_context(last, links | {gone: msgspec.structs.replace(links[gone], appended=bytes(bent))})
 
 
 @given(APPENDED, st.data())
@@ -100,7 +100,7 @@ def test_an_executor_has_the_whole_or_reads_it_back(parts: list[list[int]], data
 def test_what_was_served_is_kept_and_the_longest_unused_goes_first() -> None:
     kept = ContextCache(most_bytes=2 * (ENTRY_BYTES + 16) + 8)
     for number in (0, 1, 0, 2):
-        carried = msgspec.structs.replace(request(f"g{number}:0"), **appending(pack_tokens([number] * 4)))
+        carried = msgspec.structs.replace(request(f"g{number}:0"), **context_fields(pack_tokens([number] * 4)))
         assert kept.lookup(dispatched(carried)) == pack_tokens([number] * 4)
     assert (len(kept), kept.size) == (2, 2 * (ENTRY_BYTES + 16))
     (_, later) = asked([[0] * 4, [9]])
@@ -111,7 +111,7 @@ def test_what_was_served_is_kept_and_the_longest_unused_goes_first() -> None:
 def test_contexts_of_no_tokens_are_as_few_as_room_allows() -> None:
     kept = ContextCache(most_bytes=10 * ENTRY_BYTES)
     for number in range(100):
-        nothing = msgspec.structs.replace(request(f"g{number}:0"), **appending(b""))
+        nothing = msgspec.structs.replace(request(f"g{number}:0"), **context_fields(b""))
         assert kept.lookup(dispatched(nothing)) == b""
     assert len(kept) <= 10
 
@@ -122,8 +122,8 @@ def test_a_digest_that_is_wrong_is_never_served() -> None:
     assert kept.lookup(dispatched(first)) == pack_tokens([1, 2])
     wrong = msgspec.structs.replace(second, digest=bytes(16))
     assert kept.lookup(dispatched(wrong)) is None
-    with pytest.raises(Torn):
-        context_of(wrong, links_of([first, wrong]))
+    with pytest.raises(ContextMissing):
+        assemble_context(wrong, links_of([first, wrong]))
     assert kept.lookup(dispatched(second)) == pack_tokens([1, 2, 3])
 
 
@@ -135,15 +135,15 @@ def cut_of(asked: TurnRequest, offset: int) -> TurnDispatch:
 def test_of_what_a_dispatch_names_no_more_is_held_than_its_context_has_tokens() -> None:
     """A forged chain of 64 anchors of 65,536 tokens took 16 MB for each turn that was read back, however short."""
     long, own = pack_tokens([7] * 1000), asked([[1], [2]])[-1]
-    forged = msgspec.structs.replace(own, chain=tuple(range(CHAIN)))
+    forged = msgspec.structs.replace(own, chain=tuple(range(MAX_CHAIN)))
     back = ContextReadBack(dispatched(forged))
     tracemalloc.start()
     for offset in back.offsets:
-        back.on_request(offset, msgspec.structs.replace(own, **appending(bytes(bytearray(long)))))
+        back.on_request(offset, msgspec.structs.replace(own, **context_fields(bytes(bytearray(long)))))
         held, _ = tracemalloc.get_traced_memory()
         assert held < 2 * len(long)
     tracemalloc.stop()
-    assert isinstance(torn := back.context(), Torn) and "more than its 2 tokens" in str(torn)
+    assert isinstance(torn := back.context(), ContextMissing) and "more than its 2 tokens" in str(torn)
 
 
 def test_a_cut_dispatch_is_of_the_context_that_it_says_whatever_lies_at_its_place() -> None:
@@ -154,7 +154,7 @@ def test_a_cut_dispatch_is_of_the_context_that_it_says_whatever_lies_at_its_plac
     for there in (longer, same):
         back = ContextReadBack(cut_of(first, 10))
         back.on_request(10, there)
-        assert isinstance(back.context(), Torn)
+        assert isinstance(back.context(), ContextMissing)
     back = ContextReadBack(cut_of(first, 10))
     back.on_request(10, first)
     assert back.context() == pack_tokens([1, 2])
@@ -173,7 +173,7 @@ FLAWS: dict[str, dict[str, object]] = {
 def test_a_request_that_contradicts_itself_is_told_from_a_sound_one(fields: dict[str, object]) -> None:
     sound = asked([[1, 2], [3]])[-1]
     wrong = type(sound)(**{**msgspec.structs.asdict(sound), **fields})
-    assert not sound.flaw and decode(TurnRequest, encode(wrong)).flaw
+    assert not sound.validation_error and decode(TurnRequest, encode(wrong)).validation_error
 
 
 def test_a_dispatch_without_its_tokens_is_read() -> None:
@@ -198,7 +198,7 @@ def test_a_home_that_cannot_be_read_holds_up_no_other(monkeypatch: pytest.Monkey
             return iter(())
 
     monkeypatch.setattr("workers.executor.contexts.Reader", Mock())
-    monkeypatch.setattr("workers.executor.contexts.Fetch", Log)
+    monkeypatch.setattr("workers.executor.contexts.RecordFetch", Log)
     monkeypatch.setattr("workers.executor.contexts.AGAIN_SECONDS", 0.01)
     contexts = ContextStore(BusSettings("nowhere"), "executor")
     answered: list[int] = []

@@ -53,7 +53,7 @@ def test_every_topic_is_in_it_with_its_partitions_and_what_it_keeps() -> None:
     assert list(channels) == [topic.name for topic in CATALOG]
     for topic in CATALOG:
         kafka = channels[topic.name]["bindings"]["kafka"]
-        assert kafka["partitions"] == Partitions().of(topic.spread)
+        assert kafka["partitions"] == Partitions().count_of(topic.partition_setting)
         configured = kafka["topicConfiguration"]
         assert {name: str(configured[name]) for name in topic.config if name != "cleanup.policy"} == {
             name: value for name, value in topic.config.items() if name != "cleanup.policy"

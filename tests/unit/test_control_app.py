@@ -13,13 +13,13 @@ from cryptography.x509.oid import NameOID
 from faust.auth import SASLCredentials, SSLCredentials
 from prometheus_client import REGISTRY
 
-from pipeline.control.core import Control
-from pipeline.control.credentials import credentials
-from pipeline.control.metrics import exported
+from pipeline.control.aiokafka_auth import credentials
+from pipeline.control.elasticity import ElasticityCore
+from pipeline.control.metrics import export_metrics
 from pipeline.control.page import page_of, state_of
-from schemas.capacity import CapacityGrant, Voice
 from schemas.errors import UsageError
-from tests.unit.control_world import CONFIG, DEDICATED, JOB, fleet, line, summary
+from schemas.grants import CapacityGrant, GrantSource
+from tests.unit.control_fixtures import CONFIG, DEDICATED, JOB, fleet, line, summary
 
 
 def authority(folder: Path) -> Path:
@@ -81,27 +81,27 @@ def test_the_page_says_what_was_decided_and_why_and_runs_nothing_of_others() -> 
     by_hand = CapacityGrant(
         worker="b", lend=False, kv_bytes=0, token_budget=0, granted_at=0.0, reason="<script>night</script>"
     )
-    world.control.granted("b", by_hand, world.now, voice=Voice.BY_HAND)
+    world.control.on_grant("b", by_hand, world.now, source=GrantSource.BY_HAND)
     state = state_of(world.control, reversed(world.log), world.now)
     one, other = state["lenders"]
     assert (one["told"], other["told"]) == ("lends", "by hand: parked")
     assert "turns wait: done in" in one["reason"] and state["cells"][0]["waiting_turns"] == 500
     page = page_of(state)
     assert one["reason"] in page and "&lt;script&gt;night" in page and "<script>" not in page
-    assert page_of(state_of(Control(CONFIG, JOB), (), 0.0)).count("None.") == 4
+    assert page_of(state_of(ElasticityCore(CONFIG, JOB), (), 0.0)).count("None.") == 4
 
 
 def test_the_exported_figures_are_the_cores_and_of_silence_nothing_is_said() -> None:
-    control, now = Control(CONFIG, JOB), 0.0
+    control, now = ElasticityCore(CONFIG, JOB), 0.0
 
     def of(name: str, **labels: str) -> float | None:
         return REGISTRY.get_sample_value(f"rose_control_{name}", labels)
 
-    with exported(control, lambda: now):
+    with export_metrics(control, lambda: now):
         assert (of("decides"), of("lenders", told="lends")) == (0, None)
         for _ in range(5):
             now += 1.0
-            control.summarised(summary(DEDICATED, line("a"), line("b"), waiting=500), now)
+            control.on_summary(summary(DEDICATED, line("a"), line("b"), waiting=500), now)
             control.tick(now)
         assert (of("decides"), of("cells"), of("woken_total")) == (1, 1, 2)
         assert (of("lenders", told="lends"), of("lenders", told="parked")) == (2, 0)

@@ -5,14 +5,14 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.control.forecast import Flow, Learned, Share, finish_seconds
+from pipeline.control.forecast import CompletionForecast, WorkerEstimates, WorkShare, finish_seconds
 
-SHARES = st.lists(st.builds(Share, st.floats(0, 100), st.floats(0.01, 100)), max_size=8)
+SHARES = st.lists(st.builds(WorkShare, st.floats(0, 100), st.floats(0.01, 100)), max_size=8)
 TURNS = st.just(0.0) | st.floats(0.01, 10_000)
 
 
 @given(SHARES, TURNS)
-def test_it_is_done_when_the_shares_have_done_it(shares: list[Share], turns: float) -> None:
+def test_it_is_done_when_the_shares_have_done_it(shares: list[WorkShare], turns: float) -> None:
     done = finish_seconds(shares, turns)
     if not shares and turns > 0:
         assert done == math.inf
@@ -20,23 +20,23 @@ def test_it_is_done_when_the_shares_have_done_it(shares: list[Share], turns: flo
         assert math.isclose(sum(each.rate * max(0.0, done - each.free_at) for each in shares), turns, rel_tol=1e-6)
 
 
-@given(SHARES, st.builds(Share, st.floats(0, 100), st.floats(0.01, 100)), TURNS)
-def test_one_more_worker_never_makes_it_later(shares: list[Share], more: Share, turns: float) -> None:
+@given(SHARES, st.builds(WorkShare, st.floats(0, 100), st.floats(0.01, 100)), TURNS)
+def test_one_more_worker_never_makes_it_later(shares: list[WorkShare], more: WorkShare, turns: float) -> None:
     assert finish_seconds([*shares, more], turns) <= finish_seconds(shares, turns) * (1 + 1e-9)
 
 
 @given(st.lists(st.tuples(st.integers(1, 100), st.integers(0, 10**6), st.integers(0, 10**6)), max_size=20))
 def test_a_rate_is_above_nothing_and_finite_whatever_waits(seen: list[tuple[int, int, int]]) -> None:
-    learned = Learned()
+    learned = WorkerEstimates()
     for turns, prefill, new in seen:
-        learned.saw_waiting(turns, prefill, new)
+        learned.on_waiting(turns, prefill, new)
     assert 0 < learned.turns_per_second("anybody") < math.inf
 
 
 @given(SHARES, SHARES, st.floats(0, 1000))
-def test_a_flow_has_done_what_its_shares_have(first: list[Share], more: list[Share], seconds: float) -> None:
-    flow = Flow(first)
+def test_a_flow_has_done_what_its_shares_have(first: list[WorkShare], more: list[WorkShare], seconds: float) -> None:
+    flow = CompletionForecast(first)
     for share in more:
         flow.add(share)
     wanted = sum(each.rate * max(0.0, seconds - each.free_at) for each in [*first, *more])
-    assert math.isclose(flow.done_by(seconds), wanted, rel_tol=1e-6, abs_tol=1e-6)
+    assert math.isclose(flow.turns_done_by(seconds), wanted, rel_tol=1e-6, abs_tol=1e-6)

@@ -7,19 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.control.config import ControlConfig
-from pipeline.control.core import Control
-from schemas.capacity import CapacityGrant
+from pipeline.control.elasticity import ElasticityCore
 from schemas.cells import ExecutorLine
-from tests.unit.control_world import CONFIG, JOB, at_work, changed, line, summary
+from schemas.grants import CapacityGrant
+from tests.unit.control_fixtures import CONFIG, JOB, at_work, changed, line, summary
 
 
 def told(
     seconds: Iterable[Sequence[ExecutorLine]], config: ControlConfig = CONFIG
-) -> Iterator[tuple[Control, list[CapacityGrant]]]:
+) -> Iterator[tuple[ElasticityCore, list[CapacityGrant]]]:
     """A core that hears of these second after second, nothing waits; and what it grants."""
-    control = Control(config, JOB)
+    control = ElasticityCore(config, JOB)
     for now, lines in enumerate(seconds):
-        control.summarised(summary(*lines), now)
+        control.on_summary(summary(*lines), now)
         yield control, control.tick(now)
 
 
@@ -90,4 +90,4 @@ def test_nobody_who_runs_turns_is_parked_while_one_that_runs_none_is_of_no_use(
         for each in granted:
             if not each.lend and control.lenders[each.worker].line.held_turns:
                 left = [lender for lender in control.lenders.values() if lender.lends and not lender.line.held_turns]
-                assert all(lender.useless_since is None for lender in left)
+                assert all(lender.idle_since is None for lender in left)

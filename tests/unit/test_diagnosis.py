@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeline.command.diagnosis import STANDSTILL_SECONDS, STILL_SECONDS, Finding, Severity, diagnose, headline
 from pipeline.command.facts import ExecutorFacts, Facts, Patience, RoleFacts
-from schemas.slack import ExecutorState
+from schemas.heartbeats import ExecutorState
 
 READY, STARTING = ExecutorState.READY, ExecutorState.STARTING
 

@@ -10,11 +10,11 @@ from bench.fleet.executor import BEAT_SECONDS, USERS, Back, FleetExecutor, Note,
 from bench.fleet.fleet import Serving, memory_of
 from bench.fleet.users import Pace, Step
 from schemas.arrays import count
-from schemas.capacity import CapacityGrant, Voice
+from schemas.grants import CapacityGrant, GrantSource
+from schemas.heartbeats import ExecutorState, SlackHeartbeat
 from schemas.prompts import Sampling
-from schemas.slack import ExecutorState, SlackHeartbeat
 from schemas.turns import Part, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, VersionSpan, held_hash
-from tests.unit.routing_world import dispatched, request
+from tests.unit.routing_fixtures import dispatched, request
 from workers.executor.grants import MAX_BLOCKED_SECONDS, Lease
 
 RATES = Rates(prefill_tokens_per_second=500.0, decode_tokens_per_second=10.0, max_turns=2, kv_tokens=1024)
@@ -90,7 +90,7 @@ class Played:
             lease_seconds=LEASE_SECONDS,
             job=JOB,
         )
-        self.hear(self.executor.granted(said, self.now, voice=Voice.LEASED, seen=True))
+        self.hear(self.executor.granted(said, self.now, voice=GrantSource.LEASED, seen=True))
 
     def serve(self, running: int, tokens: int) -> None:
         self.users = Step(self.now, running, tokens)
@@ -146,7 +146,7 @@ def test_every_turn_is_answered_once_and_nothing_is_held_while_the_gate_is_close
     played.hear(list(played.executor.stop(played.now)))
     assert sorted(answer.key for answer in played.answers) == sorted(asked)
     assert played.beat.state is ExecutorState.STOPPING
-    assert all(answer.part.flaw == "" for answer in played.answers if answer.tokens)
+    assert all(answer.part.validation_error == "" for answer in played.answers if answer.tokens)
 
 
 @given(st.lists(st.floats(0.05, 2.0), max_size=6))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from schemas.limits import INFO_BYTES
+from schemas.limits import MAX_INFO_BYTES
 from workers.environments.handed import Unusable, state_of, step_of, text_of
 from workers.environments.protocol import Step
 
@@ -98,5 +98,5 @@ def test_what_is_no_step_or_no_snapshot_is_refused() -> None:
 
 
 def test_an_info_that_no_sample_holds_is_named_as_such() -> None:
-    with pytest.raises(Unusable, match=f"an info of .* bytes: {INFO_BYTES} are allowed"):
+    with pytest.raises(Unusable, match=f"an info of .* bytes: {MAX_INFO_BYTES} are allowed"):
         step_of(step(info={"log": "x" * (1 << 22)}))

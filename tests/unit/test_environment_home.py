@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.environments import GroupState, SettleRequest
-from schemas.homes import home_of
+from schemas.partitioning import home_partition
+from schemas.progress import GroupState, SettleRequest
 from schemas.prompts import Prompt, trajectory_id
 from topics.catalog import MAX_MESSAGE_BYTES, PROMPTS
 from topics.reader import Reader
-from topics.records import Envelope, Raw, Spoiled
+from topics.records import Envelope, InvalidMessage, RawMessage
 from topics.settings import BusSettings
 from workers.environments.home import OLD_BATCH, Decision, Fate, Home, Unfinished
 from workers.environments.outbox import AGAIN_SECONDS, Outbox, group_of
@@ -20,8 +20,8 @@ from workers.environments.recovery import Recovery
 from workers.environments.trajectory import Rules, begin
 
 HOMES = 4
-HERE = [f"g{number}" for number in range(40) if home_of(f"g{number}", HOMES) == 1]
-ELSEWHERE = next(f"g{number}" for number in range(40) if home_of(f"g{number}", HOMES) == 3)
+HERE = [f"g{number}" for number in range(40) if home_partition(f"g{number}", HOMES) == 1]
+ELSEWHERE = next(f"g{number}" for number in range(40) if home_partition(f"g{number}", HOMES) == 3)
 
 
 def prompt_of(group_id: str, size: int = 2) -> Prompt:
@@ -29,7 +29,7 @@ def prompt_of(group_id: str, size: int = 2) -> Prompt:
 
 
 def found(offset: int, group_id: str, *, value: bytes = b"") -> Envelope:
-    raw = Raw(group_id.encode(), value)
+    raw = RawMessage(group_id.encode(), value)
     return Envelope(prompt_of(group_id), PROMPTS, 1, offset, group_id, 0.0, raw)
 
 
@@ -77,7 +77,7 @@ def test_the_low_water_is_the_oldest_offset_that_is_not_done(events: list[tuple[
 def test_groups_open_past_one_that_is_still_reset_and_all_else_waits_for_it() -> None:
     here = home()
     here.submitted(found(10, HERE[0]))
-    here.submitted(Spoiled(PROMPTS, 1, 11, Raw(None, b"?"), "no prompt"))
+    here.submitted(InvalidMessage(PROMPTS, 1, 11, RawMessage(None, b"?"), "no prompt"))
     for offset, group_id in ((12, HERE[1]), (13, HERE[2])):
         here.submitted(found(offset, group_id))
     slow, spoiled, quick, refused = (decide(here) for _ in range(4))
@@ -140,8 +140,8 @@ def test_a_prompt_of_another_home_goes_there_whatever_the_window() -> None:
 
 def test_no_group_opens_without_room_and_what_is_no_prompt_needs_none() -> None:
     here = home()
-    here.submitted(Spoiled(PROMPTS, 1, 10, Raw(None, b"?"), "no prompt"))
-    here.submitted(Envelope(None, PROMPTS, 1, 11, "", 0.0, Raw(None, None)))
+    here.submitted(InvalidMessage(PROMPTS, 1, 10, RawMessage(None, b"?"), "no prompt"))
+    here.submitted(Envelope(None, PROMPTS, 1, 11, "", 0.0, RawMessage(None, None)))
     here.submitted(found(12, HERE[0]))
     assert [decide(here, room=False).fate for _ in range(2)] == [Fate.REFUSE] * 2
     assert here.decide(room=False, outcomes_from=0) is None
@@ -167,7 +167,7 @@ def test_whenever_a_worker_dies_and_whatever_is_forgotten_every_prompt_is_decide
     events: list[tuple[str, object]],
 ) -> None:
     """`crash, True`: the group's committed offsets are gone as well."""
-    log: list[Envelope | Spoiled] = []
+    log: list[Envelope | InvalidMessage] = []
     decided: dict[int, Fate] = {}
     opened: list[str] = []
     groups: list[tuple[str, GroupState, int, int]] = []
@@ -176,7 +176,7 @@ def test_whenever_a_worker_dies_and_whatever_is_forgotten_every_prompt_is_decide
 
     def submit(name: str) -> None:
         offset = 10 + len(log)
-        spoiled = Spoiled(PROMPTS, 1, offset, Raw(None, b"?"), "no prompt")
+        spoiled = InvalidMessage(PROMPTS, 1, offset, RawMessage(None, b"?"), "no prompt")
         log.append(spoiled if name == "?" else found(offset, name))
         here.submitted(log[-1])
 

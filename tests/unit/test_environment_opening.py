@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.environments import Group, GroupState
 from schemas.errors import RecordError, UsageError
-from schemas.limits import GROUP_ID_CHARACTERS, RECORD_BYTES, RECORD_OVERHEAD_BYTES, STOPS
+from schemas.limits import MAX_GROUP_ID_CHARACTERS, MAX_RECORD_BYTES, MAX_STOP_TOKENS, RECORD_OVERHEAD_BYTES
+from schemas.progress import Group, GroupState
 from schemas.prompts import Prompt, PromptSampling, Sampling
 from schemas.samples import Sample
 from schemas.wire import decode, encode
@@ -60,7 +60,7 @@ def assert_decided(prompt: Prompt) -> str:
 @given(
     st.fixed_dictionaries(
         {
-            "group_id": st.from_regex(rf"[A-Za-z0-9._:/@#+=,~-]{{1,{GROUP_ID_CHARACTERS}}}", fullmatch=True),
+            "group_id": st.from_regex(rf"[A-Za-z0-9._:/@#+=,~-]{{1,{MAX_GROUP_ID_CHARACTERS}}}", fullmatch=True),
             "group_size": st.sampled_from([1, 2, 4096]),
             "environment": st.sampled_from(["calculator", "chess"]),
             "arguments": st.dictionaries(st.text(max_size=4), JSON, max_size=4),
@@ -82,17 +82,17 @@ def test_whatever_a_line_says_it_is_refused_or_can_be_written(line: dict[str, An
         assert refusal or (line["environment"] == "calculator" and priced)
 
 
-@pytest.mark.parametrize("size", [RECORD_BYTES - 50, RECORD_BYTES, RECORD_BYTES + RECORD_OVERHEAD_BYTES])
+@pytest.mark.parametrize("size", [MAX_RECORD_BYTES - 50, MAX_RECORD_BYTES, MAX_RECORD_BYTES + RECORD_OVERHEAD_BYTES])
 def test_a_prompt_near_the_limit_is_refused_when_its_group_is_over_it(size: int) -> None:
     prompt = prompt_of(arguments={"text": "x" * size})
-    assert bool(assert_decided(prompt)) == (size > RECORD_BYTES)
+    assert bool(assert_decided(prompt)) == (size > MAX_RECORD_BYTES)
 
 
 def test_no_prompt_that_travels_is_too_large_for_the_record_of_its_group() -> None:
-    wide = replace(RULES, sampling=Sampling(stop_token_ids=(2**32 - 1,) * STOPS, seed=2**63 - 1))
-    prompt = prompt_of(group_id="g" * GROUP_ID_CHARACTERS, seed=2**63 - 1, arguments={"text": ""})
-    prompt = msgspec.structs.replace(prompt, arguments={"text": "x" * (Prompt.MOST_BYTES - len(encode(prompt)) - 4)})
-    assert len(encode(prompt)) == Prompt.MOST_BYTES
+    wide = replace(RULES, sampling=Sampling(stop_token_ids=(2**32 - 1,) * MAX_STOP_TOKENS, seed=2**63 - 1))
+    prompt = prompt_of(group_id="g" * MAX_GROUP_ID_CHARACTERS, seed=2**63 - 1, arguments={"text": ""})
+    prompt = msgspec.structs.replace(prompt, arguments={"text": "x" * (Prompt.MAX_BYTES - len(encode(prompt)) - 4)})
+    assert len(encode(prompt)) == Prompt.MAX_BYTES
     assert not refusal_of(prompt, wide, known)
 
 

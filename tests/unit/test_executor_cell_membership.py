@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.errors import UsageError
-from schemas.homes import slot_of
+from schemas.partitioning import inbox_slot
 from topics.catalog import DISPATCHED, HEARTBEATS, Topic
 from topics.reader import Reader
 from topics.records import Place
@@ -111,7 +111,7 @@ def test_a_start_is_in_the_cell_that_it_is_told_of_and_each_start_in_the_same_in
     topic, slot = inbox_of(config(name), told, slots=slots, cells=cells)
     assert topic is DISPATCHED and 0 <= slot < slots
     if told is None or told >= min(slots, cells):
-        assert slot == slot_of(name, slots)
+        assert slot == inbox_slot(name, slots)
     else:
         assert slot % cells == told
         assert inbox_of(config(name, slot), told, slots=slots, cells=cells) == (DISPATCHED, slot)

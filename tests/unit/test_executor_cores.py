@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.arrays import pack_tokens
-from schemas.contexts import appending
+from schemas.contexts import context_fields
+from schemas.heartbeats import MAX_HELD_TURNS, ExecutorState, SlackHeartbeat, WorkerClass
 from schemas.prompts import Sampling
-from schemas.slack import HELD, ExecutorState, SlackHeartbeat, WorkerClass
 from schemas.turns import PlacementCost, Refusal, TurnDispatch, TurnKey, TurnRequest, held_hash
 from schemas.wire import decode, encode
 from workers.executor.heartbeats import Heartbeats
@@ -29,7 +29,7 @@ def dispatch(
         home=0,
         environment="calculator",
         turn=0,
-        **appending(pack_tokens([1] * context_tokens)),
+        **context_fields(pack_tokens([1] * context_tokens)),
         sampling=Sampling(max_tokens=5),
         requested_at=0.0,
         patience_seconds=60.0,
@@ -134,10 +134,10 @@ def test_what_is_answered_takes_no_room_and_is_listed_until_that_is_stored() -> 
 
 def test_however_much_is_not_stored_a_heartbeat_can_be_written_and_lists_what_is_held() -> None:
     box = inbox()
-    for number in range(HELD):
+    for number in range(MAX_HELD_TURNS):
         box.on_answer_sent(TurnKey("g:1", 0, number))
     box.on_dispatch(dispatch(), 0, offset=10)
-    assert len(box.listed_hashes) == HELD and box.listed_hashes[0] == held_hash(dispatch().key)
+    assert len(box.listed_hashes) == MAX_HELD_TURNS and box.listed_hashes[0] == held_hash(dispatch().key)
 
 
 @given(

@@ -18,10 +18,10 @@ def test_who_waits_for_its_grants_turns_over_and_is_not_ready(monkeypatch: pytes
     lender = GrantFollower(BusSettings("127.0.0.1:1"), "executor-3", Lease("job", grant_required=False))
     waiting = Thread(target=lender.wait_until_read, args=(stop,))
     waiting.start()
-    until(lambda: "waits for its grants" in of_process.standing.sentence)
+    until(lambda: "waits for its grants" in of_process.status.sentence)
     now = 10 * health.HUNG_SECONDS
-    until(lambda: of_process.standing.alive)
-    assert not of_process.standing.ready
+    until(lambda: of_process.status.alive)
+    assert not of_process.status.ready
     stop.set()
     waiting.join()
     lender.stop()

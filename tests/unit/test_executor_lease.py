@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.capacity import CapacityGrant, Voice, key_of, spoken_in
+from schemas.grants import CapacityGrant, GrantSource, grant_key, parse_grant_key
 from workers.executor.grants import UNRESTRICTED, Lease
 
 JOB = "ns.:run"
@@ -30,7 +30,7 @@ def grant(
 def of(*taken: CapacityGrant, needed: bool = False, seen: bool = True, now: float = 0.0) -> Lease:
     lease = Lease(JOB, grant_required=needed)
     for each in taken:
-        lease.on_grant(each, now, source=Voice.LEASED if each.lease_seconds else Voice.BY_HAND, live=seen)
+        lease.on_grant(each, now, source=GrantSource.LEASED if each.lease_seconds else GrantSource.BY_HAND, live=seen)
     return lease
 
 
@@ -44,7 +44,7 @@ def test_a_lease_runs_out_by_the_lenders_clock_and_is_renewed() -> None:
     assert not lease.permission(129.9).denied_reason and lease.permission(129.9).kv_bytes == 7
     assert "its grant ran out" in lease.permission(130.0).denied_reason
     renewed = grant(at=1e9 + 10, reason="fewer turns wait")
-    assert not lease.on_grant(renewed, 125.0, source=Voice.LEASED, live=True), "it says nothing new"
+    assert not lease.on_grant(renewed, 125.0, source=GrantSource.LEASED, live=True), "it says nothing new"
     assert not lease.permission(154.9).denied_reason
     assert lease.permission(155.0).denied_reason
 
@@ -52,40 +52,40 @@ def test_a_lease_runs_out_by_the_lenders_clock_and_is_renewed() -> None:
 def test_what_was_read_back_holds_nothing_before_it_is_renewed() -> None:
     lease = of(grant(), seen=False)
     assert "not renewed" in lease.permission(0.0).denied_reason
-    lease.on_grant(grant(at=1.0), 5.0, source=Voice.LEASED, live=True)
+    lease.on_grant(grant(at=1.0), 5.0, source=GrantSource.LEASED, live=True)
     assert not lease.permission(5.0).denied_reason
 
 
 def test_what_is_read_again_after_trouble_with_the_bus_begins_no_new_lease_and_ends_none() -> None:
     lease = of(grant(), now=0.0)
-    lease.on_grant(grant(), 20.0, source=Voice.LEASED, live=False)
+    lease.on_grant(grant(), 20.0, source=GrantSource.LEASED, live=False)
     assert not lease.permission(29.0).denied_reason
-    lease.on_grant(grant(), 29.0, source=Voice.LEASED, live=True)
+    lease.on_grant(grant(), 29.0, source=GrantSource.LEASED, live=True)
     assert lease.permission(30.0).denied_reason
 
 
 def test_a_renewal_that_was_not_seen_ends_no_lease_and_makes_none_longer() -> None:
     lease = of(grant(), now=0.0)
-    lease.on_grant(grant(at=10.0), 10.0, source=Voice.LEASED, live=False)
+    lease.on_grant(grant(at=10.0), 10.0, source=GrantSource.LEASED, live=False)
     assert not lease.permission(29.9).denied_reason
     assert "its grant ran out" in lease.permission(30.0).denied_reason
-    lease.on_grant(grant(at=20.0, lease=5.0), 20.0, source=Voice.LEASED, live=False)
+    lease.on_grant(grant(at=20.0, lease=5.0), 20.0, source=GrantSource.LEASED, live=False)
     assert not lease.permission(24.9).denied_reason and lease.permission(25.0).denied_reason, "a shorter one is shorter"
 
 
 def test_what_was_not_seen_and_says_something_new_holds_nothing() -> None:
     lease = of(grant(), now=0.0)
-    lease.on_grant(msgspec.structs.replace(grant(at=10.0), token_budget=9), 10.0, source=Voice.LEASED, live=False)
+    lease.on_grant(msgspec.structs.replace(grant(at=10.0), token_budget=9), 10.0, source=GrantSource.LEASED, live=False)
     assert "not renewed" in lease.permission(10.0).denied_reason
 
 
 def test_a_grant_by_hand_holds_across_starts_and_overrides_until_it_is_deleted() -> None:
     lease = of(grant(lend=False, lease=0.0, reason="night"), seen=False)
-    lease.on_grant(grant(), 0.0, source=Voice.LEASED, live=True)
+    lease.on_grant(grant(), 0.0, source=GrantSource.LEASED, live=True)
     assert lease.permission(1.0).denied_reason == "a grant parked it: night"
-    lease.on_grant(None, 2.0, source=Voice.BY_HAND, live=True)
+    lease.on_grant(None, 2.0, source=GrantSource.BY_HAND, live=True)
     assert not lease.permission(2.0).denied_reason
-    lease.on_grant(grant(lease=0.0, job=""), 2.0, source=Voice.BY_HAND, live=True)
+    lease.on_grant(grant(lease=0.0, job=""), 2.0, source=GrantSource.BY_HAND, live=True)
     assert not lease.permission(1e6).denied_reason, "it does not run out"
 
 
@@ -93,9 +93,9 @@ def test_who_followed_leases_lends_nothing_once_they_are_deleted_before_it_is_to
     for told in (grant(), grant(lend=False)):
         for seen in (True, False):
             lease = of(told, seen=seen, now=0.0)
-            assert lease.on_grant(None, 5.0, source=Voice.LEASED, live=seen)
+            assert lease.on_grant(None, 5.0, source=GrantSource.LEASED, live=seen)
             assert lease.permission(5.0).denied_reason and lease.permission(1e6).denied_reason
-            lease.on_grant(grant(at=6.0), 6.0, source=Voice.LEASED, live=True)
+            lease.on_grant(grant(at=6.0), 6.0, source=GrantSource.LEASED, live=True)
             assert not lease.permission(6.0).denied_reason
 
 
@@ -112,7 +112,7 @@ def test_nobody_lends_longer_than_a_lease_after_the_last_renewal_that_was_seen(
     lease, now, until = Lease(JOB, grant_required=False), 0.0, 0.0
     for gap, seen, seconds in renewals:
         now += gap
-        lease.on_grant(grant(lease=seconds, at=now), now, source=Voice.LEASED, live=seen)
+        lease.on_grant(grant(lease=seconds, at=now), now, source=GrantSource.LEASED, live=seen)
         until = now + seconds if seen else min(until, now + seconds)
     if renewals:
         assert bool(lease.permission(now + after).denied_reason) == (now + after >= until)
@@ -126,21 +126,21 @@ def drain(seconds: float = 0.0) -> CapacityGrant:
 
 def test_a_drain_overrides_all_leaves_its_time_once_and_leaves_what_was_granted_as_it_was() -> None:
     lease = of(grant(lease=0.0, job=""), now=0.0)
-    assert lease.on_grant(drain(60.0), 10.0, source=Voice.DRAIN, live=True)
-    lease.on_grant(drain(60.0), 50.0, source=Voice.DRAIN, live=False)  # read again after trouble with the bus
+    assert lease.on_grant(drain(60.0), 10.0, source=GrantSource.DRAIN, live=True)
+    lease.on_grant(drain(60.0), 50.0, source=GrantSource.DRAIN, live=False)  # read again after trouble with the bus
     said = [lease.permission(now) for now in (10.0, 69.9, 70.0)]
     assert {each.denied_reason for each in said} == {"it is drained: disk"}
     assert [each.may_finish for each in said] == [True, True, False]
-    lease.on_grant(None, 80.0, source=Voice.DRAIN, live=True)
+    lease.on_grant(None, 80.0, source=GrantSource.DRAIN, live=True)
     assert (lease.permission(80.0).denied_reason, lease.permission(80.0).kv_bytes) == ("", 7)
 
 
 def test_who_is_no_lender_follows_a_drain_and_nothing_else() -> None:
     lease = Lease()
-    for voice in (Voice.LEASED, Voice.BY_HAND):
+    for voice in (GrantSource.LEASED, GrantSource.BY_HAND):
         lease.on_grant(grant(lend=False), 0.0, source=voice, live=True)
     assert lease.permission(0.0) == UNRESTRICTED
-    lease.on_grant(drain(), 0.0, source=Voice.DRAIN, live=False)
+    lease.on_grant(drain(), 0.0, source=GrantSource.DRAIN, live=False)
     assert lease.permission(0.0).denied_reason and not lease.permission(0.0).may_finish
 
 
@@ -149,13 +149,13 @@ def test_the_cell_that_was_named_last_holds_for_everybody_and_changes_nothing_el
         before = lease.permission(0.0)
         for cell in (3, 1):
             named = CapacityGrant(worker="e", lend=True, kv_bytes=0, token_budget=0, granted_at=0.0, cell=cell)
-            assert lease.on_grant(named, 0.0, source=Voice.CELL, live=False)
+            assert lease.on_grant(named, 0.0, source=GrantSource.CELL, live=False)
             assert lease.permission(1e6) == replace(before, cell=cell)
-        lease.on_grant(drain(), 0.0, source=Voice.DRAIN, live=True)
+        lease.on_grant(drain(), 0.0, source=GrantSource.DRAIN, live=True)
         assert (lease.permission(0.0).denied_reason, lease.permission(0.0).cell) == ("it is drained: disk", 1)
 
 
-@given(st.sampled_from(Voice), st.from_regex(r"[A-Za-z0-9._:-]{1,128}", fullmatch=True))
-def test_a_key_says_who_speaks_of_whom(voice: Voice, worker: str) -> None:
-    assert spoken_in(key_of(worker, voice)) == (worker, voice)
-    assert spoken_in(f"{worker}/else") == (worker, None)
+@given(st.sampled_from(GrantSource), st.from_regex(r"[A-Za-z0-9._:-]{1,128}", fullmatch=True))
+def test_a_key_says_who_speaks_of_whom(voice: GrantSource, worker: str) -> None:
+    assert parse_grant_key(grant_key(worker, voice)) == (worker, voice)
+    assert parse_grant_key(f"{worker}/else") == (worker, None)

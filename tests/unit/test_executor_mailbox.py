@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.routing.reign import valid
-from schemas.turns import CLAIM_KEY, TurnDispatch
-from tests.unit.routing_world import dispatched, request
+from pipeline.routing.cell_session import valid_dispatches
+from schemas.turns import FENCING_KEY, TurnDispatch
+from tests.unit.routing_fixtures import dispatched, request
 from topics.catalog import DISPATCHED
-from topics.records import Envelope, Raw
+from topics.records import Envelope, RawMessage
 from workers.executor.inbox import Inbox, InboxAction
 
 WORKERS = 3
@@ -36,11 +36,11 @@ class Mailbox:
 
     def put(self, record: TurnDispatch | None, key: str) -> int:
         at = len(self.log)
-        self.log.append(Envelope(record, DISPATCHED, 0, at, key, 0.0, Raw(None, None)))
+        self.log.append(Envelope(record, DISPATCHED, 0, at, key, 0.0, RawMessage(None, None)))
         for reader in self.readers:
             if record is not None:
                 reader.said[at] = reader.box.on_dispatch(record, 0, offset=at).action
-            elif key == CLAIM_KEY:
+            elif key == FENCING_KEY:
                 reader.box.on_claim(at)
         return at
 
@@ -73,10 +73,10 @@ def test_what_is_valid_is_taken_once_by_whom_it_is_for_and_passes_everybody_else
         if move == "start":
             mail.start(*said)  # type: ignore[arg-type]
         elif move == "claim":
-            mail.claims.append(mail.put(None, CLAIM_KEY))
+            mail.claims.append(mail.put(None, FENCING_KEY))
         else:
             mail.send(*said)  # type: ignore[arg-type]
-    accepted = {id(record) for record in valid(mail.log)}
+    accepted = {id(record) for record in valid_dispatches(mail.log)}
     for at, envelope in enumerate(mail.log):
         if (record := envelope.record) is None:
             continue
@@ -100,7 +100,7 @@ def test_what_others_do_in_it_changes_nothing_for_whoever_knows_the_claims(
     (reader,) = mail.readers
     for move, *said in history:
         if move == "claim":
-            mail.claims.append(mail.put(None, CLAIM_KEY))
+            mail.claims.append(mail.put(None, FENCING_KEY))
             alone.on_claim(mail.claims[-1])
         elif move == "start" and said != [worker]:
             mail.start(*said)  # type: ignore[arg-type]

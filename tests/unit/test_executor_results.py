@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.arrays import count, pack_logprobs, pack_tokens
-from schemas.limits import SPANS
-from schemas.turns import CLASSES, MOST_DEVICE_SECONDS, Part, TurnDispatch, VersionSpan
+from schemas.limits import MAX_SPANS
+from schemas.turns import MAX_DEVICE_SECONDS, MAX_WORKER_CLASSES, Part, TurnDispatch, VersionSpan
 from schemas.wire import decode, encode
-from tests.unit.routing_world import dispatched, request
+from tests.unit.routing_fixtures import dispatched, request
 from workers.executor.results import concatenate_parts, dispatch_error, remaining_sampling, resumed_context
 
 TOKENS = st.lists(st.tuples(st.integers(0, 2**32 - 1), st.floats(-20, 0, width=32), st.integers(0, 5)), max_size=40)
@@ -45,7 +45,7 @@ def test_however_it_was_cut_the_whole_is_the_same(tokens: list[Token], cuts: lis
         so_far = concatenate_parts(so_far, part_of(tokens[start:end]))
     whole = part_of(tokens)
     assert so_far == whole
-    assert (whole.flaw == "") == bool(tokens)
+    assert (whole.validation_error == "") == bool(tokens)
 
 
 @given(TOKENS.map(in_order), TOKENS.map(in_order), TOKENS.map(in_order))
@@ -77,18 +77,18 @@ def test_device_seconds_add_up_by_class() -> None:
 @pytest.mark.parametrize("end", [0, 2])
 def test_a_part_whose_spans_do_not_cover_it_is_told(end: int) -> None:
     part = part_of([(1, -1.0, 3)])
-    assert msgspec.structs.replace(part, spans=(VersionSpan(0, end, 3),)).flaw
+    assert msgspec.structs.replace(part, spans=(VersionSpan(0, end, 3),)).validation_error
 
 
 def test_what_could_not_be_answered_is_told_before_it_is_taken_on() -> None:
-    asked = dispatched(request("g0:0", max_tokens=SPANS + 1))
+    asked = dispatched(request("g0:0", max_tokens=MAX_SPANS + 1))
     assert not dispatch_error(asked, homes=1)
     assert "home 7" in dispatch_error(dispatched(request("g0:0", home=7)), homes=7)
-    one, many = part_of([(1, -1.0, 3)]), part_of([(1, -1.0, version) for version in range(SPANS)])
-    classes = {f"class-{number}": 1.0 for number in range(CLASSES)}
+    one, many = part_of([(1, -1.0, 3)]), part_of([(1, -1.0, version) for version in range(MAX_SPANS)])
+    classes = {f"class-{number}": 1.0 for number in range(MAX_WORKER_CLASSES)}
     for begun, told in (
         (one, ""),
-        (msgspec.structs.replace(one, device_seconds={"serving": MOST_DEVICE_SECONDS}), ""),
+        (msgspec.structs.replace(one, device_seconds={"serving": MAX_DEVICE_SECONDS}), ""),
         (msgspec.structs.replace(one, logprobs=b""), "malformed"),
         (msgspec.structs.replace(one, device_seconds=classes), "8 worker classes"),
         (msgspec.structs.replace(one, device_seconds={"serving": 1e12}), "device-seconds"),
@@ -98,5 +98,5 @@ def test_what_could_not_be_answered_is_told_before_it_is_taken_on() -> None:
         flaw = dispatch_error(dispatch, homes=1)
         assert told in flaw if told else not flaw
         if not flaw:
-            whole = concatenate_parts(dispatch.begun, part_of([(1, -1.0, 4)], {"serving": MOST_DEVICE_SECONDS}))
+            whole = concatenate_parts(dispatch.begun, part_of([(1, -1.0, 4)], {"serving": MAX_DEVICE_SECONDS}))
             assert encode(msgspec.structs.replace(dispatch, begun=whole))

@@ -14,7 +14,15 @@ from pipeline.command import health as health_over_http
 from pipeline.command.health import MOST_LINES, Unwell, serve, tell_health
 from pipeline.command.options import Common
 from schemas.errors import UsageError
-from topics.health import ANEW_SECONDS, HUNG_SECONDS, MANY_TIMES, START_SECONDS, Health, Word, standing
+from topics.health import (
+    HUNG_SECONDS,
+    RESTART_LIMIT,
+    RESTART_WINDOW_SECONDS,
+    START_SECONDS,
+    Health,
+    LoopReport,
+    status_of,
+)
 from workers.executor.heartbeats import health_summary
 
 
@@ -28,7 +36,7 @@ class Clock:
 
 @given(said=st.text(), ready=st.booleans(), lasts=st.floats(0, 1e6), silent=st.floats(0, 1e7))
 def test_a_word_holds_for_its_time_and_silence_means_hung(said: str, ready: bool, lasts: float, silent: float) -> None:
-    how = standing(Word(said, ready, 0.0, lasts), silent)
+    how = status_of(LoopReport(said, ready, 0.0, lasts), silent)
     assert how.alive == (silent <= lasts)
     assert how.ready == (ready and how.alive)
     assert said in how.sentence
@@ -38,32 +46,32 @@ def test_to_turn_over_keeps_what_was_said() -> None:
     clock = Clock()
     health = Health(clock)
     clock.now = START_SECONDS
-    assert health.standing.alive and not health.standing.ready
-    health.says("serves")
+    assert health.status.alive and not health.status.ready
+    health.report("serves")
     for _ in range(3):
         clock.now += HUNG_SECONDS
-        assert health.standing.ready and health.standing.sentence == "serves"
-        health.turned_over()
+        assert health.status.ready and health.status.sentence == "serves"
+        health.report_progress()
     clock.now += HUNG_SECONDS + 1
-    assert not health.standing.alive and "serves" in health.standing.sentence
+    assert not health.status.alive and "serves" in health.status.sentence
 
 
 def test_who_begins_anew_again_and_again_is_not_ready_whatever_it_says_between() -> None:
     clock = Clock()
     health = Health(clock)
-    for times in range(1, MANY_TIMES + 1):
-        health.begins_anew("the topic refuses it")
-        assert not health.standing.ready
-        assert "the topic refuses it" in health.standing.sentence
-        health.says("owns homes")
-        assert health.standing.ready == (times < MANY_TIMES), "leaders may move"
-    assert health.standing.alive, "to start it again would not mend it"
-    assert f"begun anew {MANY_TIMES} times" in health.standing.sentence
-    assert "the topic refuses it" in health.standing.sentence
-    clock.now += ANEW_SECONDS + 1
-    health.says("owns homes")
-    assert health.standing.ready
-    assert health.standing.sentence == "owns homes"
+    for times in range(1, RESTART_LIMIT + 1):
+        health.report_restart("the topic refuses it")
+        assert not health.status.ready
+        assert "the topic refuses it" in health.status.sentence
+        health.report("owns homes")
+        assert health.status.ready == (times < RESTART_LIMIT), "leaders may move"
+    assert health.status.alive, "to start it again would not mend it"
+    assert f"begun anew {RESTART_LIMIT} times" in health.status.sentence
+    assert "the topic refuses it" in health.status.sentence
+    clock.now += RESTART_WINDOW_SECONDS + 1
+    health.report("owns homes")
+    assert health.status.ready
+    assert health.status.sentence == "owns homes"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +109,7 @@ def test_http_and_the_command_tell_alive_from_ready_from_hung(capsys: pytest.Cap
     tell_health(Common(), address, live=True)
     with pytest.raises(Unwell, match="starting"):
         tell_health(Common(), address, live=False)
-    health.says("serves")
+    health.report("serves")
     assert asked("/readyz") == (200, "serves\n")
     tell_health(Common(), address, live=False)
     assert capsys.readouterr().out == "starting\nserves\n"
@@ -118,7 +126,7 @@ def test_however_many_ask_they_hold_no_more_than_a_few_lines_and_the_newest_is_a
 ) -> None:
     monkeypatch.setattr(health_over_http._Handler, "timeout", 600.0)
     health = Health()
-    health.says("serves")
+    health.report("serves")
     port = serve("127.0.0.1", 0, health)
     lines = [socket.create_connection(("127.0.0.1", port), 60) for _ in range(MOST_LINES)]
     for line in lines:
@@ -169,7 +177,7 @@ def test_in_a_container_the_port_is_the_configurations(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     health = Health()
-    health.says("serves")
+    health.report("serves")
     monkeypatch.setenv("ROSE_METRICS__PORT", str(serve("127.0.0.1", 0, health)))
     tell_health(Common(), None, live=False)
     assert capsys.readouterr().out == "serves\n"

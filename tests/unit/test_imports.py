@@ -71,7 +71,7 @@ def test_vllm_is_imported_in_two_packages() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["pipeline.command.main", "pipeline.routing.main", "workers.trainer.groups", "workers.trainer.stream"]
+    "module", ["pipeline.command.main", "pipeline.routing.service", "workers.trainer.groups", "workers.trainer.stream"]
 )
 def test_what_has_to_start_quickly_loads_nothing_heavy(module: str) -> None:
     """The command with its help, the router, and who only reads groups."""

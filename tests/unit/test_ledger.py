@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.accounting.ledger import Audit, Ledger
-from schemas.environments import Group, GroupState
+from schemas.progress import Group, GroupState
 from schemas.prompts import trajectory_id
 from schemas.samples import Outcome, SampleOutcome
 

@@ -10,9 +10,9 @@ from pipeline.report.history import RunHistory, Standing, TurnFact, fold_history
 from pipeline.report.lending import Promised, lending_in_a_sentence, lending_of
 from pipeline.report.lending_picture import lending_picture
 from pipeline.report.moments import moments
-from schemas.serving import Served
-from schemas.slack import ExecutorState, SlackHeartbeat, WorkerClass
+from schemas.heartbeats import ExecutorState, SlackHeartbeat, WorkerClass
 from schemas.turns import TurnTimes
+from schemas.user_requests import UserRequest
 from tests.golden.examples import EXAMPLES
 
 PROMISED = Promised(ttft=0.25, tpot=0.05)
@@ -43,11 +43,13 @@ def standing(at: float, *, cuts: int = 0, frozen: bool = False, incarnation: int
     return Standing(worker=LENDER, incarnation=incarnation, at=at, version=3, cuts=cuts, frozen=frozen)
 
 
-def asked(at: float, *, ttft: float = 0.1, tpot: float | None = 0.01, tokens: int = 8, error: str = "") -> Served:
+def asked(at: float, *, ttft: float = 0.1, tpot: float | None = 0.01, tokens: int = 8, error: str = "") -> UserRequest:
     if error:
-        return Served(at=at, seconds=ttft, prompt_tokens=5, error=error)
+        return UserRequest(at=at, seconds=ttft, prompt_tokens=5, error=error)
     seconds = ttft + (tpot or 0.0) * (tokens - 1)
-    return Served(at=at, seconds=seconds, prompt_tokens=5, tokens=tokens, first_token_seconds=ttft, token_seconds=tpot)
+    return UserRequest(
+        at=at, seconds=seconds, prompt_tokens=5, tokens=tokens, first_token_seconds=ttft, token_seconds=tpot
+    )
 
 
 def history(*turns: TurnFact, standings: tuple[Standing, ...] = (standing(100.0),)) -> RunHistory:

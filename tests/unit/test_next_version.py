@@ -11,19 +11,19 @@ import pytest
 
 from pipeline.command.letters import mended, show_value
 from pipeline.routing.router import Router
-from pipeline.routing.waiting import Asked
+from pipeline.routing.turn_queue import ReceivedRequest
 from schemas.errors import RecordError
+from schemas.heartbeats import ExecutorState
 from schemas.prompts import Prompt
 from schemas.record import Record
-from schemas.slack import ExecutorState
 from schemas.turns import TurnDispatch, TurnRequest
 from schemas.wire import RECORDS, decode, encode
 from tests.golden.examples import EXAMPLES
-from tests.unit.routing_world import CONFIG, heartbeat
+from tests.unit.routing_fixtures import CONFIG, heartbeat
 from tests.upgrade.next_version import FIELD, VALUE, make_next
 from topics.catalog import RECORD_TOPICS
-from topics.letters import Letter
-from topics.records import Raw
+from topics.dead_letters import DeadLetter
+from topics.records import RawMessage
 
 EXAMPLES_OF = ("tests/__init__.py", "tests/golden/examples.py")
 
@@ -100,8 +100,8 @@ def test_the_next_version_reads_every_record_of_this_one(sources: Path, tmp_path
 def test_a_field_that_is_added_to_a_request_passes_this_router(newer: dict[type[Record], bytes]) -> None:
     wire = newer[TurnRequest]
     router = Router(CONFIG)
-    router.heard(heartbeat(0, state=ExecutorState.READY), 0.0)
-    [dispatch] = router.requested(Asked(decode(TurnRequest, wire), wire, 0), 0.0)
+    router.on_heartbeat(heartbeat(0, state=ExecutorState.READY), 0.0)
+    [dispatch] = router.on_request(ReceivedRequest(decode(TurnRequest, wire), wire, 0), 0.0)
     sent = msgpack.unpackb(encode(dispatch))
     assert sent["request"] == msgpack.unpackb(wire)
     assert sent["request"][FIELD] == sent["request"]["sampling"][FIELD] == VALUE
@@ -113,8 +113,8 @@ def test_a_dead_letter_keeps_what_the_next_version_added_when_it_is_edited_here(
 ) -> None:
     """Sent back from the file that `rose letters show` gives, with one more field set; bytes stay bytes."""
     [topic] = [topic for topic in RECORD_TOPICS if topic.record is record]
-    raw = Raw(b"key", newer[record])
-    letter = Letter(topic=topic, partition=0, offset=0, key=b"key", reason="", buried_at=0.0, raw=raw)
+    raw = RawMessage(b"key", newer[record])
+    letter = DeadLetter(topic=topic, partition=0, offset=0, key=b"key", reason="", dead_lettered_at=0.0, raw=raw)
     file = tmp_path / "letter.json"
     file.write_text(show_value(letter))
     sent = mended(letter, file, [f'{name_of(record)}="again"']).value

@@ -16,8 +16,8 @@ from pipeline.observability.files import FOLDER, files
 from pipeline.observability.grafana import UnknownMetric, names_in, of_chosen_jobs
 from pipeline.observability.pages import DASHBOARDS
 from pipeline.observability.table import SOURCES, UNITS, Metric, metrics, servers
-from pipeline.routing.counters import Counters
 from pipeline.routing.metrics import COUNTS
+from pipeline.routing.router import Counters
 from workers.executor.metrics import HELD_BACK
 from workers.lender.admission import HoldReason
 

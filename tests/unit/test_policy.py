@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from bench.plain_engine import Task, sample_trajectories
-from schemas.arrays import LEAST_LOGPROB
+from schemas.arrays import MIN_LOGPROB
 from workers.environments.calculator import Calculator
 from workers.environments.turn_format import TurnFormat
 from workers.trainer.config import TrainerConfig
@@ -144,7 +144,7 @@ def test_what_was_not_applied_is_named_and_is_in_no_mean(policy: Any, groups: li
 def test_figures_stay_finite_whatever_the_recorded_logprobs_are(
     policy: Any, groups: list[list[TrainingSample]]
 ) -> None:
-    least = [replace(sample, behaviour_logprobs=[LEAST_LOGPROB] * len(sample.tokens)) for sample in groups[0]]
+    least = [replace(sample, behaviour_logprobs=[MIN_LOGPROB] * len(sample.tokens)) for sample in groups[0]]
     model = copy.deepcopy(policy)
     done = train_step(model, make_optimizer(model, learning_rate=1e-3), [least], settings=ONE_UPDATE)
     assert done.skipped_minibatches == 0 and done.importance_mean > 1e30

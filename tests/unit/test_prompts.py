@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from schemas.limits import GROUP_ID_CHARACTERS
+from schemas.limits import MAX_GROUP_ID_CHARACTERS
 from schemas.prompts import Prompt, Sampling, trajectory_id
 from schemas.turns import TurnRequest
 from tests.golden.examples import EXAMPLES
@@ -31,7 +31,7 @@ def test_what_sampling_leaves_out_is_as_configured_also_once_another_worker_goes
     said: dict[str, object], drawn: Sampling
 ) -> None:
     whole = settled_sampling(prompt(sampling=said), CONFIGURED)
-    assert whole.sampling.over(CONFIGURED) == whole.sampling.over(Sampling()) == drawn
+    assert whole.sampling.with_defaults(CONFIGURED) == whole.sampling.with_defaults(Sampling()) == drawn
     assert settled_sampling(whole, Sampling(temperature=2.0)) == whole
 
 
@@ -41,7 +41,7 @@ def test_a_task_without_a_seed_has_one_of_its_group() -> None:
     assert prompt(group_id="h").task_seed != prompt().task_seed
 
 
-@pytest.mark.parametrize("name", ["openai/gsm8k/train/17", "user@host#3", "a+b=c,d~e", "~" * GROUP_ID_CHARACTERS])
+@pytest.mark.parametrize("name", ["openai/gsm8k/train/17", "user@host#3", "a+b=c,d~e", "~" * MAX_GROUP_ID_CHARACTERS])
 def test_groups_are_called_as_data_sets_call_their_tasks(name: str) -> None:
     (request,) = (each for each in EXAMPLES if isinstance(each, TurnRequest))
     named = msgspec.structs.replace(request, group_id=name, trajectory_id=trajectory_id(name, 4095))

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics.records import RECORD_FRAMING_BYTES, Raw
+from topics.records import RECORD_FRAMING_BYTES, RawMessage
 
 LENGTHS = st.sampled_from([0, 1, 63, 64, 65, 8191, 8192, 8193]) | st.integers(0, 20_000)
 
@@ -17,7 +17,7 @@ def varint(number: int) -> bytes:
     return bytes([*found, zigzag])
 
 
-def written(raw: Raw) -> bytes:
+def written(raw: RawMessage) -> bytes:
     """A record of a batch, under the largest number and time that there are."""
     assert raw.key is not None and raw.value is not None
     body = b"\0" + b"\xff" * 9 + b"\1" + varint(2**31 - 1)
@@ -31,5 +31,5 @@ def written(raw: Raw) -> bytes:
 def test_the_size_of_a_message_is_what_it_takes_on_the_wire(
     key: int, value: int, headers: list[tuple[str, int]]
 ) -> None:
-    raw = Raw(bytes(key), bytes(value), tuple((name, bytes(length)) for name, length in headers))
+    raw = RawMessage(bytes(key), bytes(value), tuple((name, bytes(length)) for name, length in headers))
     assert raw.size - RECORD_FRAMING_BYTES < len(written(raw)) <= raw.size

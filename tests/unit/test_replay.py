@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.clock import told as moment
+from pipeline.clock import format_utc as moment
 from pipeline.replay.legs import legs_of
 from pipeline.replay.life import Found, fold_lives, keep
 from pipeline.replay.text import told
 from pipeline.replay.why import GroupFacts, PromptAt, TrajectoryFacts, why_group, why_trajectory
-from schemas.environments import Group, GroupState, TrajectoryProgress
+from schemas.progress import Group, GroupState, TrajectoryProgress
 from schemas.prompts import Prompt
 from schemas.record import Record
-from schemas.samples import CUT_OFF, Ending, Outcome, Sample, SampleOutcome
+from schemas.samples import TRUNCATED, Ending, Outcome, Sample, SampleOutcome
 from schemas.turns import TurnDispatch, TurnOutcome, TurnResult, TurnTimes
 from schemas.wire import encode
 from tests.golden.examples import EXAMPLES, PROMPT, REQUEST
@@ -101,7 +101,7 @@ def test_a_life_is_told_with_every_attempt_and_text() -> None:
 def test_how_a_trajectory_ended_is_told(ended: Ending, words: str) -> None:
     sample = replace(SAMPLE, ended=ended)
     assert words in "\n".join(told(fold_lives(NAME, found(PROMPT, sample))))
-    cut = words.partition("solved, ")[2].partition(", 1 turns")[0] if ended in CUT_OFF else ""
+    cut = words.partition("solved, ")[2].partition(", 1 turns")[0] if ended in TRUNCATED else ""
     why = why_trajectory(group(sampled=frozenset([NAME])), facts(sample, live=False))
     assert why.startswith(f"is finished with reward 1{f' ({cut})' if cut else ''} and waits")
     settled = why_trajectory(group(), facts(sample, OUTCOME, live=False))

@@ -12,10 +12,10 @@ from pipeline.report.history import RunHistory, fold_history
 from pipeline.report.machine import this_machine
 from pipeline.report.page import report_html
 from pipeline.report.summary import Success, Summary, summarise
+from schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from schemas.prompts import Sampling
 from schemas.record import Record
 from schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
-from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from schemas.turns import TurnTimes, VersionSpan
 from schemas.weights import WeightManifest
 

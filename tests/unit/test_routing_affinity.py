@@ -3,10 +3,10 @@
 import pytest
 
 from pipeline.routing.router import Router
-from schemas.slack import ExecutorState, Tenant
+from schemas.heartbeats import ExecutorState, Tenant
 from schemas.turns import TurnDispatch, TurnOutcome
+from tests.unit.routing_fixtures import CONFIG, RoutingSimulation, heartbeat, request
 from tests.unit.routing_steps import started, step
-from tests.unit.routing_world import CONFIG, World, heartbeat, request
 
 
 def test_a_next_turn_goes_where_the_last_one_ran() -> None:
@@ -40,29 +40,29 @@ def test_a_next_turn_leaves_a_cache_that_costs_more_to_wait_for_than_to_compute_
 
 
 def test_prompts_that_have_not_begun_are_waited_for_however_long_ago_they_were_sent() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0)
     for index in range(3):
         world.ask(request(f"g{index}:0", context=300))
-    seat = world.router.placement.seats["w0"]
-    each = 300 * seat.kind.prefill.seconds
+    seat = world.router.placement.candidates["w0"]
+    each = 300 * seat.cost_class.prefill.token_seconds
     world.pass_time(0.8)
-    assert seat.free_at - world.now == pytest.approx(3 * each - 0.8), "as its rate would have it"
+    assert seat.prefill_free_at - world.now == pytest.approx(3 * each - 0.8), "as its rate would have it"
     world.beat(0, rollout=Tenant(running=1, waiting=2))
-    assert seat.free_at - world.now == pytest.approx(2 * each), "two of three have not begun"
+    assert seat.prefill_free_at - world.now == pytest.approx(2 * each), "two of three have not begun"
     world.pass_time(1.0)
     world.beat(0, rollout=Tenant(running=3))
-    assert seat.free_at <= world.now
+    assert seat.prefill_free_at <= world.now
 
 
 def test_what_waits_for_its_prefill_does_not_make_decoding_slower() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0)
     for index in range(3):
         world.ask(request(f"g{index}:0", context=300))
-    before = world.router.placement.seats["w0"].decode
+    before = world.router.placement.candidates["w0"].decode_token_seconds
     world.beat(0, rollout=Tenant(running=1, waiting=2))
-    assert world.router.placement.seats["w0"].decode == before > 0.0
+    assert world.router.placement.candidates["w0"].decode_token_seconds == before > 0.0
 
 
 def test_a_cache_of_another_policy_version_is_worth_nothing() -> None:
@@ -77,7 +77,7 @@ def test_a_cache_of_another_policy_version_is_worth_nothing() -> None:
 
 def test_a_cache_does_not_outlive_a_while_without_a_version() -> None:
     """As of a lender that parks: what it gave back may be read after it was heard to be parked."""
-    world = World()
+    world = RoutingSimulation()
     world.beat(0)
     for name in ("g0:0", "g1:0"):
         world.ask(request(name, context=100))
@@ -98,7 +98,7 @@ def test_a_cache_does_not_outlive_a_while_without_a_version() -> None:
 
 
 def test_a_groups_prompt_does_not_outlive_a_while_without_a_version() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0", context=100))
     for version in (-1, -1, 0):
@@ -118,7 +118,7 @@ def test_a_group_goes_where_its_prompt_is_until_waiting_costs_more() -> None:
 
 
 def test_a_big_turn_is_not_starved_by_small_ones() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0, token_budget=100, max_turns=10)
     world.ask(request("g0:0", context=40, max_tokens=20, patience_seconds=100.0))
     world.ask(request("g1:0", context=70, max_tokens=20, patience_seconds=101.0))
@@ -130,7 +130,7 @@ def test_a_big_turn_is_not_starved_by_small_ones() -> None:
 
 
 def test_a_turn_that_nobody_could_run_lets_others_pass() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0, token_budget=100)
     world.ask(request("g0:0", context=200, patience_seconds=100.0))
     world.ask(request("g1:0", context=10, patience_seconds=101.0))
@@ -144,16 +144,16 @@ def test_a_turn_that_ends_while_it_is_set_aside_is_not_held() -> None:
     router = Router(CONFIG)
     for beat in range(100):
         now = 0.2 * beat
-        router.on(heartbeat(0, sequence=beat), now)
-        router.on(request(f"g{beat}:0", context=2000, patience_seconds=1.0), now)
+        router.on_event(heartbeat(0, sequence=beat), now)
+        router.on_event(request(f"g{beat}:0", context=2000, patience_seconds=1.0), now)
         router.tick(now)
-        assert len(router.waiting) == len(router.waiting.aside) <= 10
+        assert len(router.queue) == len(router.queue.skipped) <= 10
     assert router.counters.failed >= 90
 
 
 def test_of_a_context_of_nothing_nothing_is_cached() -> None:
     router = Router(CONFIG)
-    router.on(heartbeat(0), 0.0)
-    router.on(request("g0:0"), 0.0)
-    (dispatch,) = router.on(request("g0:1", context=0), 0.0)
+    router.on_event(heartbeat(0), 0.0)
+    router.on_event(request("g0:0"), 0.0)
+    (dispatch,) = router.on_event(request("g0:1", context=0), 0.0)
     assert isinstance(dispatch, TurnDispatch) and dispatch.cost.cached_tokens == 0

@@ -5,15 +5,23 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.routing.custody import LEASE_SECONDS
-from pipeline.routing.lengths import Means
-from pipeline.routing.liveness import FORGET_SECONDS, HEARING_SECONDS, Liveness, Standing
+from pipeline.routing.assignments import LISTING_SECONDS
+from pipeline.routing.liveness import FORGET_SECONDS, MAX_CLOCK_STEP_SECONDS, ExecutorStatus, Liveness
 from pipeline.routing.router import Router
-from pipeline.routing.turn import Trajectory, Turn
-from pipeline.routing.waiting import Asked
-from schemas.slack import ExecutorState
+from pipeline.routing.turn import OutputLengths, TrajectoryState, Turn
+from pipeline.routing.turn_queue import ReceivedRequest
+from schemas.heartbeats import ExecutorState
 from schemas.turns import TurnDispatch
-from tests.unit.routing_world import CONFIG, TTL_SECONDS, World, dispatched, heartbeat, packed, request, result
+from tests.unit.routing_fixtures import (
+    CONFIG,
+    TTL_SECONDS,
+    RoutingSimulation,
+    dispatched,
+    heartbeat,
+    packed,
+    request,
+    result,
+)
 
 TURN = Turn(
     trajectory_id="g:0",
@@ -25,11 +33,11 @@ TURN = Turn(
     patience_seconds=1.0,
     requested_at=0.0,
     digest=bytes(16),
-    anchors=True,
-    wire=b"",
+    is_anchor=True,
+    request_bytes=b"",
     offset=0,
-    trajectory=Trajectory(),
-    lengths=Means(),
+    trajectory=TrajectoryState(),
+    lengths=OutputLengths(),
     context_tokens=1,
     epoch=0,
     room_tokens=2,
@@ -56,17 +64,17 @@ def test_nobody_is_live_without_proof_and_what_is_held_comes_back_once(events: l
     returned: list[bytes] = []
     for what, value, version in events:
         before = liveness.executors.get("w0")
-        was = before.standing if before is not None else Standing.GONE
+        was = before.status if before is not None else ExecutorStatus.GONE
         was_incarnation = before.incarnation if before is not None else 0
         if what == "beat":
-            replaced, _ = liveness.heard(heartbeat(0, incarnation=value, policy_version=version), now)
+            replaced, _ = liveness.on_heartbeat(heartbeat(0, incarnation=value, policy_version=version), now)
             returned += replaced.holds if replaced is not None else ()
             if liveness.executors["w0"].incarnation == value:
                 heard_at = now
         elif what == "other":
-            liveness.heard(heartbeat(1, policy_version=value), now)
+            liveness.on_heartbeat(heartbeat(1, policy_version=value), now)
             other_at = now
-        elif what == "hold" and before is not None and before.standing is Standing.LIVE:
+        elif what == "hold" and before is not None and before.status is ExecutorStatus.LIVE:
             held.append(b"%d" % len(held))
             before.holds[held[-1]] = TURN
         elif what == "time":
@@ -79,10 +87,10 @@ def test_nobody_is_live_without_proof_and_what_is_held_comes_back_once(events: l
         after = liveness.executors.get("w0")
         if after is None:
             continue
-        if after.standing is Standing.LIVE:
-            assert after.beat is not None and liveness.lag(after) <= 1 and after.expires > liveness.clock
-            if was is not Standing.LIVE or after.incarnation != was_incarnation:
-                assert after.beat.policy_version >= max(0, liveness.current_version), "LIVE without proof"
+        if after.status is ExecutorStatus.LIVE:
+            assert after.heartbeat is not None and liveness.lag_versions(after) <= 1 and after.expires > liveness.clock
+            if was is not ExecutorStatus.LIVE or after.incarnation != was_incarnation:
+                assert after.heartbeat.policy_version >= max(0, liveness.current_version), "LIVE without proof"
     present = liveness.executors.get("w0")
     still = list(present.holds) if present is not None else []
     assert sorted(returned + still) == sorted(held)
@@ -98,63 +106,65 @@ def test_a_gap_takes_from_nobody_more_than_hearing_seconds(
     liveness = Liveness(max_lag_versions=0)
     now = 0.0
     for worker in range(4):
-        liveness.heard(heartbeat(worker), now)
+        liveness.on_heartbeat(heartbeat(worker), now)
     missed = dict.fromkeys(range(4), 0.0)
     for gap, heard in gaps:
         now += gap
         for worker in order:
             if worker in heard:
-                liveness.heard(heartbeat(worker), now)
+                liveness.on_heartbeat(heartbeat(worker), now)
         for worker in range(4):
-            missed[worker] = 0.0 if worker in heard else missed[worker] + (min(gap, HEARING_SECONDS) if heard else 0.0)
+            missed[worker] = (
+                0.0 if worker in heard else missed[worker] + (min(gap, MAX_CLOCK_STEP_SECONDS) if heard else 0.0)
+            )
         gone = {each.worker for each in liveness.expire()}
         for worker in range(4):
             if f"w{worker}" in gone:
-                assert missed[worker] >= TTL_SECONDS - 1e-9 - HEARING_SECONDS * len(gaps), (worker, missed)
+                assert missed[worker] >= TTL_SECONDS - 1e-9 - MAX_CLOCK_STEP_SECONDS * len(gaps), (worker, missed)
         if not heard:
             assert not gone, "nobody was heard: nobody is GONE"
 
 
 def test_an_executor_is_live_until_another_is_heard_after_its_ttl_and_then_gone() -> None:
     liveness = Liveness(max_lag_versions=0)
-    liveness.heard(heartbeat(0), 10.0)
+    liveness.on_heartbeat(heartbeat(0), 10.0)
     assert liveness.expire() == []
     for tenth in range(20):
-        liveness.heard(heartbeat(1), 10.0 + tenth / 10)
+        liveness.on_heartbeat(heartbeat(1), 10.0 + tenth / 10)
         assert liveness.expire() == []
-    liveness.heard(heartbeat(1), 10.0 + TTL_SECONDS)
+    liveness.on_heartbeat(heartbeat(1), 10.0 + TTL_SECONDS)
     (gone,) = liveness.expire()
-    assert (gone.worker, gone.standing) == ("w0", Standing.GONE)
-    liveness.heard(heartbeat(0, policy_version=-1), 13.0)
-    assert liveness.executors["w0"].standing is Standing.STALE
+    assert (gone.worker, gone.status) == ("w0", ExecutorStatus.GONE)
+    liveness.on_heartbeat(heartbeat(0, policy_version=-1), 13.0)
+    assert liveness.executors["w0"].status is ExecutorStatus.STALE
 
 
 def test_the_first_of_a_batch_after_a_common_silence_does_not_convict_the_others() -> None:
     liveness = Liveness(max_lag_versions=0)
     for worker in range(3):
-        liveness.heard(heartbeat(worker), 0.0)
+        liveness.on_heartbeat(heartbeat(worker), 0.0)
     for worker in range(3):
-        liveness.heard(heartbeat(worker), 60.0)
+        liveness.on_heartbeat(heartbeat(worker), 60.0)
         assert liveness.expire() == []
-    assert all(each.standing is Standing.LIVE for each in liveness.executors.values())
+    assert all(each.status is ExecutorStatus.LIVE for each in liveness.executors.values())
 
 
 def test_an_older_start_is_ignored_until_the_newer_is_gone() -> None:
     liveness = Liveness(max_lag_versions=0)
-    liveness.heard(heartbeat(0, incarnation=5), 0.0)
-    liveness.heard(heartbeat(0, incarnation=4), 1.0)
+    liveness.on_heartbeat(heartbeat(0, incarnation=5), 0.0)
+    liveness.on_heartbeat(heartbeat(0, incarnation=4), 1.0)
     assert liveness.executors["w0"].incarnation == 5
     for tenth in range(20):
-        liveness.heard(heartbeat(0, incarnation=4), 1.0 + tenth / 10)
+        liveness.on_heartbeat(heartbeat(0, incarnation=4), 1.0 + tenth / 10)
     assert [each.incarnation for each in liveness.expire()] == [5]
-    liveness.heard(heartbeat(0, incarnation=4), 3.0)
+    liveness.on_heartbeat(heartbeat(0, incarnation=4), 3.0)
     assert liveness.executors["w0"].incarnation == 4
 
 
 def test_what_is_heard_later_of_another_inbox_is_the_newer_start() -> None:
     liveness = Liveness(max_lag_versions=0)
-    liveness.heard(heartbeat(0, incarnation=500), 0.0)
-    replaced, _ = liveness.heard(heartbeat(0, incarnation=3, slot=7), 0.1)
+    liveness.on_heartbeat(heartbeat(0, incarnation=500), 0.0)
+    replaced, _ = liveness.on_heartbeat(heartbeat(0, incarnation=3, slot=7), 0.1)
     assert replaced is not None and replaced.incarnation == 500
     assert liveness.executors["w0"].incarnation == 3
 
@@ -162,53 +172,53 @@ def test_what_is_heard_later_of_another_inbox_is_the_newer_start() -> None:
 def test_two_that_run_under_one_name_in_two_inboxes_take_nothing_from_each_other_time_and_again() -> None:
     liveness = Liveness(max_lag_versions=0)
     taken = [
-        liveness.heard(heartbeat(0, incarnation=incarnation, slot=slot), tenth / 10).replaced
+        liveness.on_heartbeat(heartbeat(0, incarnation=incarnation, slot=slot), tenth / 10).replaced
         for tenth in range(15)
         for incarnation, slot in ((500, 0), (3, 7))
     ]
     assert [each.incarnation for each in taken if each is not None] == [500]
     assert liveness.executors["w0"].incarnation == 3
-    liveness.heard(heartbeat(1), 1.5)
+    liveness.on_heartbeat(heartbeat(1), 1.5)
     for tenth in range(16, 40):
-        liveness.heard(heartbeat(0, incarnation=500), tenth / 10)
+        liveness.on_heartbeat(heartbeat(0, incarnation=500), tenth / 10)
         liveness.expire()
     assert liveness.executors["w0"].incarnation == 500, "the later one was silent"
-    liveness.heard(heartbeat(0, incarnation=4, slot=7), 4.0)
+    liveness.on_heartbeat(heartbeat(0, incarnation=4, slot=7), 4.0)
     assert liveness.executors["w0"].incarnation == 4, "one more start is a start"
 
 
 def test_who_was_gone_for_long_is_forgotten() -> None:
     liveness = Liveness(max_lag_versions=0)
-    liveness.heard(heartbeat(0), 0.0)
+    liveness.on_heartbeat(heartbeat(0), 0.0)
     for second in range(int(2 * (FORGET_SECONDS + TTL_SECONDS)) + 2):
-        liveness.heard(heartbeat(1), second / 2)
+        liveness.on_heartbeat(heartbeat(1), second / 2)
         liveness.expire()
-    assert liveness.forget() == ["w0"] and set(liveness.executors) == {"w1"}
+    assert liveness.forget_gone() == ["w0"] and set(liveness.executors) == {"w1"}
 
 
 def test_who_stops_is_gone_at_once() -> None:
     liveness = Liveness(max_lag_versions=0)
-    liveness.heard(heartbeat(0), 0.0)
-    liveness.heard(heartbeat(0, state=ExecutorState.STOPPING), 0.1)
-    assert liveness.executors["w0"].standing is Standing.GONE and liveness.current_version == -1
+    liveness.on_heartbeat(heartbeat(0), 0.0)
+    liveness.on_heartbeat(heartbeat(0, state=ExecutorState.STOPPING), 0.1)
+    assert liveness.executors["w0"].status is ExecutorStatus.GONE and liveness.current_version == -1
 
 
 def test_an_executor_too_far_behind_is_stale_until_it_has_caught_up() -> None:
     liveness = Liveness(max_lag_versions=1)
-    liveness.heard(heartbeat(0), 0.0)
+    liveness.on_heartbeat(heartbeat(0), 0.0)
     standings = []
     for version in (1, 2):
-        liveness.heard(heartbeat(1, policy_version=version), 0.0)
-        standings.append(liveness.executors["w0"].standing)
+        liveness.on_heartbeat(heartbeat(1, policy_version=version), 0.0)
+        standings.append(liveness.executors["w0"].status)
     for shown in (1, 2):
-        liveness.heard(heartbeat(0, policy_version=shown), 0.1)
-        standings.append(liveness.executors["w0"].standing)
+        liveness.on_heartbeat(heartbeat(0, policy_version=shown), 0.1)
+        standings.append(liveness.executors["w0"].status)
     # One behind keeps a LIVE one, it makes none.
-    assert standings == [Standing.LIVE, Standing.STALE, Standing.STALE, Standing.LIVE]
+    assert standings == [ExecutorStatus.LIVE, ExecutorStatus.STALE, ExecutorStatus.STALE, ExecutorStatus.LIVE]
 
 
 def test_a_turn_that_ended_elsewhere_fills_room_where_it_was_sent_before_that_is_listed() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0, max_turns=1)
     world.ask(request("g0:0"))
     (first,) = world.sent.values()
@@ -218,27 +228,27 @@ def test_a_turn_that_ended_elsewhere_fills_room_where_it_was_sent_before_that_is
     world.complete(first)  # by the start that is gone
     world.ask(request("g1:0"))
     world.beat_unread(1)
-    assert len(world.router.waiting) == 1, "w1 has yet to read that it was sent the turn"
+    assert len(world.router.queue) == 1, "w1 has yet to read that it was sent the turn"
     world.beat(1, max_turns=1)
-    assert len(world.router.waiting) == 1
+    assert len(world.router.queue) == 1
     world.executors["w1"].held.clear()
     world.beat(1, max_turns=1)
     assert world.held["g1:0"].worker == "w1"
 
 
-def beats_until(world: World, met: Callable[[], bool], *, worker: int = 0) -> float:
+def beats_until(world: RoutingSimulation, met: Callable[[], bool], *, worker: int = 0) -> float:
     """It beats five times a second until it is so; the seconds that takes."""
     began = world.now
     while not met():
         world.now += 0.2
         world.beat(worker, max_turns=1)
-        assert world.now < began + 3 * LEASE_SECONDS
+        assert world.now < began + 3 * LISTING_SECONDS
     return world.now - began
 
 
-def with_a_lost_one() -> World:
+def with_a_lost_one() -> RoutingSimulation:
     """Another turn of the trajectory waits for the room of one that never came to w0, the only executor."""
-    world = World()
+    world = RoutingSimulation()
     world.beat(0, max_turns=1)
     world.ask(request("g0:0"))
     world.executors["w0"].held.clear()
@@ -248,13 +258,13 @@ def with_a_lost_one() -> World:
 
 def test_what_an_executor_never_lists_fills_its_room_for_a_lease() -> None:
     world = with_a_lost_one()
-    assert LEASE_SECONDS <= beats_until(world, lambda: bool(world.held)) <= LEASE_SECONDS + 0.2
+    assert LISTING_SECONDS <= beats_until(world, lambda: bool(world.held)) <= LISTING_SECONDS + 0.2
     assert world.held["g0:0"].request.turn == 1
 
 
 def test_it_goes_too_where_the_executor_falls_silent_time_and_again() -> None:
     world = with_a_lost_one()
-    for _ in range(int(LEASE_SECONDS / HEARING_SECONDS)):
+    for _ in range(int(LISTING_SECONDS / MAX_CLOCK_STEP_SECONDS)):
         for _ in range(12):
             world.now += 0.2
             world.beat(1, max_turns=0)
@@ -264,37 +274,37 @@ def test_it_goes_too_where_the_executor_falls_silent_time_and_again() -> None:
 
 
 def test_one_that_was_silent_may_still_read_what_was_sent_to_it_before() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0, max_turns=1)
     world.ask(request("g0:0"))
     for _ in range(40):
         world.now += 0.2
         world.beat(1, max_turns=0)
         world.feed(None)
-    assert not world.held and world.router.liveness.executors["w0"].standing is Standing.GONE
+    assert not world.held and world.router.liveness.executors["w0"].status is ExecutorStatus.GONE
     world.beat(1, max_turns=1)
     assert world.held["g0:0"].worker == "w1"
     world.ask(request("g1:0"))
     world.beat_unread(0)
-    assert [turn.trajectory_id for turn in world.router.waiting.turns.values()] == ["g1:0"]
+    assert [turn.trajectory_id for turn in world.router.queue.turns.values()] == ["g1:0"]
 
 
 def test_so_may_one_whose_router_was_replaced() -> None:
     old, new = dispatched(request("g0:0"), 0), dispatched(request("g0:0"), 1, attempt=1)
     restored = Router(CONFIG)
-    restored.restore([Asked.anew(request("g0:0"))], [old, new], [], lambda: 0.0)
-    restored.on(heartbeat(0, max_turns=1), 0.1)
-    assert restored.on(request("g1:0"), 0.1) == []
-    restored.on(heartbeat(0, max_turns=1, holds=packed([old])), 0.2)
-    assert restored.on(heartbeat(0, max_turns=1), 0.3), "it has ended it"
+    restored.restore([ReceivedRequest.from_record(request("g0:0"))], [old, new], [], lambda: 0.0)
+    restored.on_event(heartbeat(0, max_turns=1), 0.1)
+    assert restored.on_event(request("g1:0"), 0.1) == []
+    restored.on_event(heartbeat(0, max_turns=1, holds=packed([old])), 0.2)
+    assert restored.on_event(heartbeat(0, max_turns=1), 0.3), "it has ended it"
 
 
 def test_what_ran_when_its_router_was_replaced_fills_room_though_the_trajectory_has_gone_on() -> None:
     over = dispatched(request("g0:0"), 0)
     restored = Router(CONFIG)
-    restored.restore([Asked.anew(request("g0:0", turn)) for turn in (0, 1)], [over], [], lambda: 0.0)
-    assert restored.on(heartbeat(0, max_turns=1, holds=packed([over])), 0.1) == []
-    (sent,) = restored.on(result(over), 0.2)
+    restored.restore([ReceivedRequest.from_record(request("g0:0", turn)) for turn in (0, 1)], [over], [], lambda: 0.0)
+    assert restored.on_event(heartbeat(0, max_turns=1, holds=packed([over])), 0.1) == []
+    (sent,) = restored.on_event(result(over), 0.2)
     assert isinstance(sent, TurnDispatch) and sent.request.turn == 1
 
 
@@ -302,14 +312,14 @@ def test_what_was_sent_to_a_start_that_is_no_more_fills_no_room_of_the_next() ->
     done = dispatched(request("g0:0"), 1)
     sent = [done, dispatched(request("g0:0"), 0, attempt=1), dispatched(request("g1:0"), 0, incarnation=2)]
     restored = Router(CONFIG)
-    asked = [Asked.anew(each.request) for each in (done, sent[2])]
+    asked = [ReceivedRequest.from_record(each.request) for each in (done, sent[2])]
     restored.restore(asked, sent, [result(done), result(sent[2])], lambda: 0.0)
-    restored.on(heartbeat(0, max_turns=1, incarnation=2), 0.1)
-    assert restored.on(request("g2:0"), 0.1)
+    restored.on_event(heartbeat(0, max_turns=1, incarnation=2), 0.1)
+    assert restored.on_event(request("g2:0"), 0.1)
 
 
 def test_what_was_listed_and_is_no_more_fills_no_room_though_the_turn_is_taken_later() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0, max_turns=1)
     world.ask(request("g0:0"))
     world.beat(0, max_turns=1)

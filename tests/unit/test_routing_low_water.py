@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.routing.low_water import LowWater
+from pipeline.routing.cell_session import LowWater
 from topics.catalog import REQUESTED
 from topics.records import Place
 

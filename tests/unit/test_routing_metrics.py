@@ -5,25 +5,25 @@ from dataclasses import dataclass, field
 
 from prometheus_client import REGISTRY
 
-from pipeline.routing.metrics import exported
+from pipeline.routing.liveness import ClockSkews
+from pipeline.routing.membership import CellOwnership
+from pipeline.routing.metrics import export_metrics
 from pipeline.routing.router import Router
-from pipeline.routing.seat import Seat
-from pipeline.routing.skew import Skews
-from schemas.slack import ExecutorState
-from tests.unit.routing_world import World, request
+from schemas.heartbeats import ExecutorState
+from tests.unit.routing_fixtures import RoutingSimulation, request
 
 
 @dataclass
 class Reigning:
     router: Router
-    skews: Skews
+    clock_skews: ClockSkews
     clock: Callable[[], float]
 
 
 @dataclass
 class Serving:
     cells: int
-    reigns: dict[Seat, Reigning] = field(default_factory=dict)
+    sessions: dict[CellOwnership, Reigning] = field(default_factory=dict)
 
 
 def sample(name: str, **labels: str) -> float | None:
@@ -31,13 +31,15 @@ def sample(name: str, **labels: str) -> float | None:
 
 
 def test_the_exported_counts_are_the_cores() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.version = 4
     world.beat(0, policy_version=4, max_turns=1)
-    skews = Skews()
+    clock_skews = ClockSkews()
     for second in range(12):
-        skews.heard("w0", second - 7.0, float(second))
-    with exported(Serving(6, {Seat(4, 1): Reigning(world.router, skews, lambda: world.now + 30.0)})):
+        clock_skews.on_heartbeat("w0", second - 7.0, float(second))
+    with export_metrics(
+        Serving(6, {CellOwnership(4, 1): Reigning(world.router, clock_skews, lambda: world.now + 30.0)})
+    ):
         for index in range(3):
             world.ask(request(f"g0:{index}"))
         assert sample("turns_requested_total", cell="4") == 3
@@ -52,22 +54,25 @@ def test_the_exported_counts_are_the_cores() -> None:
 
 
 def test_each_cell_has_counts_of_its_own() -> None:
-    one, other = World(), World()
+    one, other = RoutingSimulation(), RoutingSimulation()
     other.ask(request("g0:0"))
-    reigns = {Seat(cell, 1): Reigning(world.router, Skews(), lambda: 0.0) for cell, world in ((0, one), (2, other))}
-    with exported(Serving(3, reigns)):
+    sessions = {
+        CellOwnership(cell, 1): Reigning(world.router, ClockSkews(), lambda: 0.0)
+        for cell, world in ((0, one), (2, other))
+    }
+    with export_metrics(Serving(3, sessions)):
         assert [sample("turns_requested_total", cell=str(cell)) for cell in range(3)] == [0, None, 1]
         assert sample("serves") == 2
 
 
 def test_of_a_clock_whose_executor_is_gone_or_was_never_there_nothing_is_said() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0)
-    skews = Skews()
+    clock_skews = ClockSkews()
     for second in range(12):
         for worker in ("w0", "nobody"):
-            skews.heard(worker, second - 7.0, float(second))
-    with exported(Serving(1, {Seat(0, 1): Reigning(world.router, skews, lambda: world.now)})):
+            clock_skews.on_heartbeat(worker, second - 7.0, float(second))
+    with export_metrics(Serving(1, {CellOwnership(0, 1): Reigning(world.router, clock_skews, lambda: world.now)})):
         assert sample("clock_behind_seconds", cell="0", worker="w0") == 7
         assert sample("clock_behind_seconds", cell="0", worker="nobody") is None
         world.beat(0, state=ExecutorState.STOPPING)
@@ -75,6 +80,6 @@ def test_of_a_clock_whose_executor_is_gone_or_was_never_there_nothing_is_said() 
 
 
 def test_a_router_that_waits_exports_that_it_does() -> None:
-    with exported(Serving(1)):
+    with export_metrics(Serving(1)):
         assert (sample("serves"), sample("cells")) == (0, 1)
         assert sample("turns_requested_total", cell="0") is None

@@ -10,22 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.routing.pace import Pace, crowd_of, learned, step_rate
-from pipeline.routing.peers import Ask
+from pipeline.routing.candidates import PlacementQuery
 from pipeline.routing.placement import (
-    AGAIN_KEPT,
-    AGAIN_WEIGHT,
     DISPLACEMENT,
     FROZEN_DISPLACEMENT,
-    LEFT,
+    RECOMPUTED_DECAY,
+    RECOMPUTED_WEIGHT,
+    REMAINING_FRACTION,
     STALENESS_SECONDS,
     TIE_SECONDS,
     Placement,
 )
-from pipeline.routing.ring import LEAST_COMPARED, WINDOW, compared
-from schemas.slack import HELD, Hardware, SlackHeartbeat, Tenant
+from pipeline.routing.rates import RateBucket, engine_step_rate, rate_bucket, turn_bucket
+from pipeline.routing.rendezvous import COMPARED_WINDOW, MIN_COMPARED, compared_count
+from schemas.heartbeats import MAX_HELD_TURNS, Hardware, SlackHeartbeat, Tenant
 from schemas.turns import PlacementCost
-from tests.unit.routing_world import heartbeat
+from tests.unit.routing_fixtures import heartbeat
 
 MASK = 2**64 - 1
 
@@ -35,7 +35,7 @@ class Scan:
 
     def __init__(self) -> None:
         self.offers: dict[str, tuple[SlackHeartbeat, bool, int]] = {}
-        self.paces: dict[str, tuple[Pace, Pace]] = {}
+        self.paces: dict[str, tuple[RateBucket, RateBucket]] = {}
         self.held: dict[str, list[tuple[int, float]]] = {}
         self.owed: dict[str, float] = {}
         self.again: dict[str, float] = {}
@@ -44,53 +44,53 @@ class Scan:
     def offer(self, beat: SlackHeartbeat, is_open: bool, lag: int) -> None:
         prefill, step = self.paces.get(beat.worker, (None, None))
         self.paces[beat.worker] = (
-            learned(beat.hardware.prefill_tokens_per_second, prefill),
-            learned(step_rate(beat), step),
+            rate_bucket(beat.hardware.prefill_tokens_per_second, prefill),
+            rate_bucket(engine_step_rate(beat), step),
         )
-        self.again[beat.worker] = self.again.get(beat.worker, 0.0) * AGAIN_KEPT
+        self.again[beat.worker] = self.again.get(beat.worker, 0.0) * RECOMPUTED_DECAY
         self.offers[beat.worker] = beat, is_open, lag
 
-    def cost(self, worker: str, ask: Ask, now: float) -> float:
+    def cost(self, worker: str, ask: PlacementQuery, now: float) -> float:
         beat, is_open, lag = self.offers[worker]
         held = self.held.get(worker, [])
         room = beat.token_budget - sum(tokens for tokens, _ in held)
         if not is_open or len(held) >= beat.max_turns or room < ask.room_tokens or ask.seeded > beat.seeded:
             return math.inf
-        prefill, step = (pace.seconds for pace in self.paces[worker])
-        load = self.owed.get(worker, 0.0) * (LEFT * prefill)
+        prefill, step = (pace.token_seconds for pace in self.paces[worker])
+        load = self.owed.get(worker, 0.0) * (REMAINING_FRACTION * prefill)
         load += lag * STALENESS_SECONDS + self.again[worker] * prefill
         free_at = self.prefill_free_at.get(worker, 0.0)
         wait = load + (free_at - now) if free_at > now else load
-        crowd = crowd_of(len(held))
+        crowd = turn_bucket(len(held))
         price = prefill * (1 + crowd + (DISPLACEMENT + (FROZEN_DISPLACEMENT if beat.frozen else 0.0)))
         new = ask.new_tokens * (step + crowd * prefill)
         return ask.context_tokens * price + new + wait - dict(ask.cached).get(worker, 0) * price
 
-    def choose(self, ask: Ask, now: float) -> str | None:
+    def choose(self, ask: PlacementQuery, now: float) -> str | None:
         costs = {worker: self.cost(worker, ask, now) for worker in self.offers}
         lowest = min(costs.values(), default=math.inf)
         if lowest == math.inf:
             return None
         equals = [worker for worker, cost in costs.items() if cost <= lowest + TIE_SECONDS]
-        if len(equals) > compared(len(self.offers)):
+        if len(equals) > compared_count(len(self.offers)):
             round_from_key = sorted(equals, key=lambda worker: (digest(worker) - digest(ask.tie_key)) & MASK)
-            equals = round_from_key[:WINDOW]
+            equals = round_from_key[:COMPARED_WINDOW]
         return max(equals, key=lambda worker: weight(worker, ask.tie_key))
 
     def hold(self, worker: str, room_tokens: int, new_tokens: float) -> None:
         self.held.setdefault(worker, []).append((room_tokens, new_tokens))
         self.owed[worker] = self.owed.get(worker, 0.0) + new_tokens
 
-    def take(self, worker: str, ask: Ask, now: float) -> None:
+    def take(self, worker: str, ask: PlacementQuery, now: float) -> None:
         prefill, _ = self.paces[worker]
         free_at = max(self.prefill_free_at.get(worker, 0.0), now)
-        seconds = (ask.context_tokens - dict(ask.cached).get(worker, 0)) * prefill.seconds
+        seconds = (ask.context_tokens - dict(ask.cached).get(worker, 0)) * prefill.token_seconds
         self.prefill_free_at[worker] = free_at + seconds
         self.hold(worker, ask.room_tokens, ask.new_tokens)
 
     def release(self, worker: str) -> tuple[int, float]:
         tokens, new_tokens = self.held[worker].pop()
-        self.again[worker] *= 1 - AGAIN_WEIGHT
+        self.again[worker] *= 1 - RECOMPUTED_WEIGHT
         self.owed[worker] = self.owed[worker] - new_tokens if self.held[worker] else 0.0
         if not self.held[worker]:
             self.prefill_free_at[worker] = 0.0
@@ -130,7 +130,7 @@ BEATS = st.builds(
     st.booleans(),
 )
 ASKS = st.builds(
-    lambda context, new, most, key, holders, seeded: Ask(
+    lambda context, new, most, key, holders, seeded: PlacementQuery(
         context_tokens=context,
         new_tokens=new,
         room_tokens=context + most,
@@ -168,7 +168,7 @@ def test_the_index_chooses_as_a_scan_over_all_executors_does(
     for what, first, second, third in [*(("offer", beat, True, 0) for beat in fleet), *steps]:
         worker = f"w{first}"
         if what == "offer":
-            placement.offer(first, open=second, lag_versions=third)
+            placement.offer(first, is_open=second, lag_versions=third)
             scan.offer(first, second, third)
         elif what == "ask":
             now += second
@@ -176,10 +176,10 @@ def test_the_index_chooses_as_a_scan_over_all_executors_does(
         elif what == "release" and scan.held.get(worker):
             placement.release(worker, *scan.release(worker))
         elif what == "again" and worker in scan.offers:
-            placement.computed_again(worker, second)
-            scan.again[worker] += AGAIN_WEIGHT * second
+            placement.record_recomputed(worker, second)
+            scan.again[worker] += RECOMPUTED_WEIGHT * second
         elif what == "owes" and worker in scan.offers:
-            placement.owes(worker, second, now)
+            placement.set_prefill_backlog(worker, second, now)
             scan.prefill_free_at[worker] = max(scan.prefill_free_at.get(worker, 0.0), now + second)
         elif what == "close" and worker in scan.offers:
             placement.close(worker)
@@ -194,7 +194,7 @@ def test_the_index_chooses_as_a_scan_over_all_executors_does(
 @settings(max_examples=15, print_blob=True, deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
-    st.integers(LEAST_COMPARED, 4 * LEAST_COMPARED),
+    st.integers(MIN_COMPARED, 4 * MIN_COMPARED),
     st.sampled_from([1, 2, 8]),
     st.sampled_from([3_000, 10_000, 10**6]),
 )
@@ -205,13 +205,15 @@ def test_so_it_does_in_a_fleet_with_many_equals_as_it_fills_and_empties(
     held: list[str] = []
     for worker in range(workers):
         beat = heartbeat(worker, max_turns=random.randint(1, 8), token_budget=budget, hardware=hardware(random, speeds))
-        placement.offer(beat, open=True, lag_versions=0)
+        placement.offer(beat, is_open=True, lag_versions=0)
         scan.offer(beat, True, 0)
     for number in range(300):
         now += random.choice([0.0, 0.0, 0.001, 0.05])
         context, prefix = random.choice([20, 200, 2000]), random.randint(1, 19)
         holders = {f"w{random.randrange(workers)}": prefix for _ in range(random.choice([0, 0, 1, 3]))}
-        ask = Ask(context, random.choice([8.0, 8.0, 50.0]), context + 50, f"group-{number}", tuple(holders.items()))
+        ask = PlacementQuery(
+            context, random.choice([8.0, 8.0, 50.0]), context + 50, f"group-{number}", tuple(holders.items())
+        )
         chosen = choose(placement, scan, ask, now)
         held += [chosen] if chosen is not None else []
         while held and random.random() < (0.3 if number < 200 else 0.7):
@@ -220,7 +222,7 @@ def test_so_it_does_in_a_fleet_with_many_equals_as_it_fills_and_empties(
         if random.random() < 0.3:
             beat, is_open, _ = scan.offers[f"w{random.randrange(workers)}"]
             beat = msgspec.structs.replace(beat, token_budget=budget * random.choice([2, 3, 3, 4, 4, 4]) // 4)
-            placement.offer(beat, open=is_open, lag_versions=0)
+            placement.offer(beat, is_open=is_open, lag_versions=0)
             scan.offer(beat, is_open, 0)
 
 
@@ -241,19 +243,19 @@ def test_so_it_does_where_everybody_is_crowded_otherwise_and_says_other_things_e
             beat = heartbeat(
                 number,
                 hardware=odd_hardware(random, wide=wide),
-                max_turns=min(HELD, max(0, len(held) + random.choice([-1, 0, 1, 1, 4, 500]))),
+                max_turns=min(MAX_HELD_TURNS, max(0, len(held) + random.choice([-1, 0, 1, 1, 4, 500]))),
                 token_budget=max(0, need + random.choice([-1, 0, 0, 1, 4 ** random.randint(0, 9)])),
                 rollout=Tenant(running=random.choice([0, 1, len(held), 2 * len(held) + 3, 2**53])),
                 frozen=random.random() < 0.3,
                 seeded=random.random() < 0.8,
             )
             is_open, lag = random.random() < 0.9, random.choice([0, 0, 0, 1])
-            placement.offer(beat, open=is_open, lag_versions=lag)
+            placement.offer(beat, is_open=is_open, lag_versions=lag)
             scan.offer(beat, is_open, lag)
         elif what < 0.4:
             for _ in range(random.choice([1, 2, 5, 90])):
                 turn = random.choice([0, 20, 64]), random.choice([1.0, 30.0])
-                placement.hold(worker, *turn)
+                placement.reserve(worker, *turn)
                 scan.hold(worker, *turn)
         elif what < 0.55:
             for _ in range(random.choice([1, 3, len(held)])):
@@ -264,17 +266,19 @@ def test_so_it_does_where_everybody_is_crowded_otherwise_and_says_other_things_e
             for book in (scan.offers, scan.paces, scan.held, scan.owed, scan.again, scan.prefill_free_at):
                 book.pop(worker, None)
         elif what < 0.62:
-            placement.owes(worker, 0.3, now)
+            placement.set_prefill_backlog(worker, 0.3, now)
             scan.prefill_free_at[worker] = max(scan.prefill_free_at.get(worker, 0.0), now + 0.3)
         elif what < 0.66:
-            placement.computed_again(worker, 500)
-            scan.again[worker] += AGAIN_WEIGHT * 500
+            placement.record_recomputed(worker, 500)
+            scan.again[worker] += RECOMPUTED_WEIGHT * 500
         else:
             context = random.choice([1, 19, 20, 63, 64, 200])
             holders = {f"w{random.randrange(workers)}": random.randint(1, context) - 1 for _ in range(2)}
             cached = tuple((holder, tokens) for holder, tokens in holders.items() if tokens)
             most = random.choice([1, 44, 64 - context % 64, 2000])
-            ask = Ask(context, random.uniform(1, 50), context + most, f"g{step}", cached, random.random() < 0.2)
+            ask = PlacementQuery(
+                context, random.uniform(1, 50), context + most, f"g{step}", cached, random.random() < 0.2
+            )
             choose(placement, scan, ask, now)
 
 
@@ -291,19 +295,19 @@ def hardware(random: Random, speeds: int) -> Hardware:
     return Hardware(prefill_tokens_per_second=1000.0 * speed, decode_tokens_per_second=100.0 * speed)
 
 
-def choose(placement: Placement, scan: Scan, ask: Ask, now: float) -> str | None:
+def choose(placement: Placement, scan: Scan, ask: PlacementQuery, now: float) -> str | None:
     """Let both choose, compare them, and charge the turn."""
     choice, expected = placement.choose(ask, now), scan.choose(ask, now)
     assert (choice.worker if choice else None) == expected
     if choice is not None:
         check_cost(scan, choice.worker, ask, now, choice.cost)
-        placement.take(choice, ask, now)
+        placement.charge(choice, ask, now)
         scan.take(choice.worker, ask, now)
-    assert placement.could_run(ask) or choice is None
+    assert placement.fits_when_idle(ask) or choice is None
     return expected
 
 
-def check_cost(scan: Scan, worker: str, ask: Ask, now: float, cost: PlacementCost) -> None:
+def check_cost(scan: Scan, worker: str, ask: PlacementQuery, now: float, cost: PlacementCost) -> None:
     total = cost.wait_seconds + cost.prefill_seconds + cost.decode_seconds + cost.risk_seconds
     assert math.isclose(total, scan.cost(worker, ask, now), rel_tol=1e-9, abs_tol=1e-9)
     others = {other: scan.cost(other, ask, now) for other in scan.offers if other != worker}

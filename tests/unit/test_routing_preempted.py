@@ -4,13 +4,22 @@ import msgspec
 import pytest
 
 from pipeline.routing.router import Router
-from pipeline.routing.waiting import Asked
+from pipeline.routing.turn_queue import ReceivedRequest
 from schemas.arrays import pack_logprobs
-from schemas.slack import ExecutorState
+from schemas.heartbeats import ExecutorState
 from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
 from schemas.wire import decode, encode
+from tests.unit.routing_fixtures import (
+    CONFIG,
+    TTL_SECONDS,
+    RoutingSimulation,
+    begun_tokens,
+    dispatched,
+    heartbeat,
+    request,
+    result,
+)
 from tests.unit.routing_steps import settle, step
-from tests.unit.routing_world import CONFIG, TTL_SECONDS, World, begun_tokens, dispatched, heartbeat, request, result
 
 
 def preempted(dispatch: TurnDispatch, tokens: int = 5) -> TurnResult:
@@ -20,14 +29,14 @@ def preempted(dispatch: TurnDispatch, tokens: int = 5) -> TurnResult:
 def restored(requests: list[TurnRequest], dispatches: list[TurnDispatch], results: list[TurnResult]) -> TurnDispatch:
     """What a router that read this back dispatches once another executor is heard."""
     router = Router(CONFIG)
-    assert router.restore(map(Asked.anew, requests), dispatches, results, lambda: 0.0) == []
-    (again,) = router.on(heartbeat(9), 0.1)
+    assert router.restore(map(ReceivedRequest.from_record, requests), dispatches, results, lambda: 0.0) == []
+    (again,) = router.on_event(heartbeat(9), 0.1)
     assert isinstance(again, TurnDispatch)
     return again
 
 
 def test_each_dispatch_carries_all_that_was_generated_before_it() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0", max_tokens=100))
     for attempt in range(3):
@@ -41,7 +50,7 @@ def test_each_dispatch_carries_all_that_was_generated_before_it() -> None:
 
 
 def test_the_executor_that_gave_it_up_is_believed_to_have_all_of_it_in_cache() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0)
     world.beat(1)
     world.ask(request("g0:0", context=200, max_tokens=100))
@@ -67,24 +76,24 @@ def test_the_executor_that_gave_it_up_is_believed_to_have_all_of_it_in_cache() -
 )
 def test_what_nobody_can_go_on_from_is_sampled_anew(spoiled: dict[str, object]) -> None:
     router = Router(CONFIG)
-    router.on(heartbeat(0), 0.0)
-    (sent,) = router.on(request("g0:0", max_tokens=100), 0.0)
+    router.on_event(heartbeat(0), 0.0)
+    (sent,) = router.on_event(request("g0:0", max_tokens=100), 0.0)
     assert isinstance(sent, TurnDispatch)
-    router.on(msgspec.structs.replace(preempted(sent), **spoiled), 0.1)
-    (again,) = router.on(heartbeat(0), 0.2)
+    router.on_event(msgspec.structs.replace(preempted(sent), **spoiled), 0.1)
+    (again,) = router.on_event(heartbeat(0), 0.2)
     assert isinstance(again, TurnDispatch) and again.begun is None and again.attempt == 1
 
 
 def test_a_later_part_that_is_shorter_takes_nothing_away() -> None:
     router = Router(CONFIG)
-    router.on(heartbeat(0), 0.0)
-    (sent,) = router.on(request("g0:0", max_tokens=100), 0.0)
+    router.on_event(heartbeat(0), 0.0)
+    (sent,) = router.on_event(request("g0:0", max_tokens=100), 0.0)
     assert isinstance(sent, TurnDispatch)
-    router.on(preempted(sent, 40), 0.1)
-    (again,) = router.on(heartbeat(1), 0.2)
+    router.on_event(preempted(sent, 40), 0.1)
+    (again,) = router.on_event(heartbeat(1), 0.2)
     assert isinstance(again, TurnDispatch)
-    router.on(result(msgspec.structs.replace(again, begun=None), TurnOutcome.PREEMPTED, 7), 0.3)
-    (third,) = router.on(heartbeat(2), 0.4)
+    router.on_event(result(msgspec.structs.replace(again, begun=None), TurnOutcome.PREEMPTED, 7), 0.3)
+    (third,) = router.on_event(heartbeat(2), 0.4)
     assert isinstance(third, TurnDispatch) and begun_tokens(third) == 40
 
 
@@ -100,9 +109,9 @@ def test_a_restored_router_goes_on_from_what_the_newest_dispatch_carries() -> No
     second = dispatched(asked, 1, attempt=1, begun=part)
     for results in ([], [preempted(dispatched(asked))]):
         router = Router(CONFIG)
-        router.restore([Asked.anew(asked)], [dispatched(asked), second], results, lambda: 0.0)
-        assert router.turns["g0:0"].worker == "w1" and router.turns["g0:0"].begun == part
-        assert router.on(result(second), 0.1) == [] and router.counters.finished == 1
+        router.restore([ReceivedRequest.from_record(asked)], [dispatched(asked), second], results, lambda: 0.0)
+        assert router.turns["g0:0"].worker == "w1" and router.turns["g0:0"].partial == part
+        assert router.on_event(result(second), 0.1) == [] and router.counters.finished == 1
     again = restored([asked], [dispatched(asked), second], [preempted(second)])
     assert (begun_tokens(again), again.attempt) == (10, 2)
 
@@ -115,7 +124,7 @@ def test_a_restored_router_charges_nobody_whose_executor_handed_back_and_started
 
 
 def test_the_turns_of_an_executor_that_stops_wait_for_what_it_has_handed_back() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0", max_tokens=100))
     world.beat(1)
@@ -128,7 +137,7 @@ def test_the_turns_of_an_executor_that_stops_wait_for_what_it_has_handed_back() 
 
 
 def test_a_turn_of_which_nothing_was_handed_back_after_all_is_issued_again() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0"))
     world.hand_back(0)
@@ -139,7 +148,7 @@ def test_a_turn_of_which_nothing_was_handed_back_after_all_is_issued_again() -> 
 
 
 def test_what_a_stopping_executor_does_not_name_is_issued_again_at_once() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0)
     world.loses = True
     world.ask(request("g0:0"))
@@ -149,7 +158,7 @@ def test_what_a_stopping_executor_does_not_name_is_issued_again_at_once() -> Non
 
 
 def test_what_an_attempt_hands_back_that_nobody_waits_for_is_kept_all_the_same() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0", max_tokens=100))
     first = world.held["g0:0"]
@@ -162,13 +171,13 @@ def test_what_an_attempt_hands_back_that_nobody_waits_for_is_kept_all_the_same()
 
 def test_its_prefix_is_believed_to_be_of_the_version_that_the_attempt_began_with() -> None:
     router = Router(CONFIG)
-    router.on(heartbeat(0), 0.0)
-    (sent,) = router.on(request("g0:0", max_tokens=100), 0.0)
+    router.on_event(heartbeat(0), 0.0)
+    (sent,) = router.on_event(request("g0:0", max_tokens=100), 0.0)
     assert isinstance(sent, TurnDispatch)
-    router.on(preempted(sent, 40), 0.1)
-    (again,) = router.on(heartbeat(1, policy_version=1), 0.2)
+    router.on_event(preempted(sent, 40), 0.1)
+    (again,) = router.on_event(heartbeat(1, policy_version=1), 0.2)
     assert isinstance(again, TurnDispatch) and again.worker == "w1"
     spans = (VersionSpan(0, 40, 0), VersionSpan(40, 50, 1))
-    router.on(msgspec.structs.replace(preempted(again, 10), spans=spans), 0.3)
-    (third,) = router.on(heartbeat(1, policy_version=1), 0.4)
+    router.on_event(msgspec.structs.replace(preempted(again, 10), spans=spans), 0.3)
+    (third,) = router.on_event(heartbeat(1, policy_version=1), 0.4)
     assert isinstance(third, TurnDispatch) and third.cost.cached_tokens == 69

@@ -4,22 +4,21 @@ import msgpack
 import msgspec
 import pytest
 
-from pipeline.routing.attempts import MOST_ATTEMPTS
-from pipeline.routing.custody import LEASE_SECONDS
-from pipeline.routing.router import Router
-from pipeline.routing.waiting import Asked
-from schemas.contexts import appending
+from pipeline.routing.assignments import LISTING_SECONDS
+from pipeline.routing.router import ATTEMPT_LIMIT, Router
+from pipeline.routing.turn_queue import ReceivedRequest
+from schemas.contexts import context_fields
+from schemas.heartbeats import ExecutorState, Hardware
 from schemas.prompts import Sampling
 from schemas.record import Record
-from schemas.slack import ExecutorState, Hardware
 from schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnResult
 from schemas.wire import decode, encode
+from tests.unit.routing_fixtures import CONFIG, RoutingSimulation, dispatched, heartbeat, packed, request, result
 from tests.unit.routing_steps import settle, started, step
-from tests.unit.routing_world import CONFIG, World, dispatched, heartbeat, packed, request, result
 
 
 def test_two_executors_that_hold_one_turn_both_run_it_and_the_first_result_wins() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0"))
     first = world.held["g0:0"]
@@ -30,7 +29,7 @@ def test_two_executors_that_hold_one_turn_both_run_it_and_the_first_result_wins(
     assert world.held["g0:0"] is second and world.router.turns["g0:0"].failures == 0
     world.beat(1, max_turns=1)
     world.ask(request("g1:0"))
-    assert len(world.router.waiting) == 1, "both have their room full"
+    assert len(world.router.queue) == 1, "both have their room full"
     world.complete(first)
     assert world.ended == 1 and world.held["g1:0"].worker == "w0"
     world.complete(second)
@@ -38,7 +37,7 @@ def test_two_executors_that_hold_one_turn_both_run_it_and_the_first_result_wins(
 
 
 def test_what_came_back_is_issued_under_a_new_number_when_it_is_lost_again() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0"))
     step(world, "beats_of", {1}, 20)
@@ -51,14 +50,14 @@ def test_what_came_back_is_issued_under_a_new_number_when_it_is_lost_again() -> 
 
 
 def test_a_lone_executor_that_dies_gives_its_turns_back_once_its_next_start_is_heard() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0"))
     for _ in range(60):
         world.pass_time(1.0)
     assert world.held, "nobody can tell a dead executor from a listener that hears nothing"
     world.beat(0, restart=True, policy_version=-1)
-    assert len(world.router.waiting) == 1
+    assert len(world.router.queue) == 1
     world.beat(0)
     assert world.held["g0:0"].attempt == 1 and world.held["g0:0"].failures == 1
 
@@ -67,24 +66,24 @@ def test_a_turn_with_a_seed_goes_to_who_takes_seeds_and_fails_by_nobody_s_fault(
     """The other executor would be cheaper in all else."""
     router = Router(CONFIG)
     cheap = Hardware(prefill_tokens_per_second=1e6, decode_tokens_per_second=1e6)
-    assert router.on(heartbeat(0, hardware=cheap, seeded=False), 0.0) == []
+    assert router.on_event(heartbeat(0, hardware=cheap, seeded=False), 0.0) == []
     seeded = [request(f"g{number}:0", sampling=Sampling(max_tokens=10, seed=number)) for number in range(3)]
-    assert router.on(seeded[0], 0.0) == [], "nobody is there who would take it"
-    [other] = router.on(request("g9:0"), 0.0)
+    assert router.on_event(seeded[0], 0.0) == [], "nobody is there who would take it"
+    [other] = router.on_event(request("g9:0"), 0.0)
     assert isinstance(other, TurnDispatch) and other.worker == "w0", "and it holds nobody else up"
-    decisions = router.on(heartbeat(1), 0.1)
+    decisions = router.on_event(heartbeat(1), 0.1)
     for asked in seeded[1:]:
-        decisions += router.on(asked, 0.2)
+        decisions += router.on_event(asked, 0.2)
     assert [(each.worker, each.failures) for each in decisions if isinstance(each, TurnDispatch)] == [("w1", 0)] * 3
 
 
 def test_where_nobody_takes_seeds_a_turn_that_has_one_ends_with_that_sentence() -> None:
     router = Router(CONFIG)
-    router.on(heartbeat(0, seeded=False), 0.0)
-    assert router.on(request("g0:0", patience_seconds=3.0, sampling=Sampling(max_tokens=10, seed=1)), 0.0) == []
+    router.on_event(heartbeat(0, seeded=False), 0.0)
+    assert router.on_event(request("g0:0", patience_seconds=3.0, sampling=Sampling(max_tokens=10, seed=1)), 0.0) == []
     failed = []
     for tenth in range(1, 60):
-        router.on(heartbeat(0, seeded=False), tenth / 10)
+        router.on_event(heartbeat(0, seeded=False), tenth / 10)
         failed += router.tick(tenth / 10)
     [one] = failed
     assert isinstance(one, TurnResult) and one.outcome is TurnOutcome.FAILED
@@ -95,18 +94,18 @@ def test_seeds_are_not_to_blame_where_no_executor_is_open() -> None:
     """One that takes them is there, and parked."""
     router = Router(CONFIG)
     paused = heartbeat(0, state=ExecutorState.PAUSED)
-    router.on(paused, 0.0)
-    router.on(request("g0:0", patience_seconds=3.0, sampling=Sampling(max_tokens=10, seed=1)), 0.0)
+    router.on_event(paused, 0.0)
+    router.on_event(request("g0:0", patience_seconds=3.0, sampling=Sampling(max_tokens=10, seed=1)), 0.0)
     failed = []
     for tenth in range(1, 60):
-        router.on(paused, tenth / 10)
+        router.on_event(paused, tenth / 10)
         failed += router.tick(tenth / 10)
     [one] = failed
     assert isinstance(one, TurnResult) and "no executor has taken it up in 3 s" in one.reason
 
 
 def test_a_turn_that_runs_has_all_the_time_in_the_world() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0", patience_seconds=5.0))
     step(world, "beats_of", {0}, 500)
@@ -117,7 +116,7 @@ def test_a_turn_that_runs_has_all_the_time_in_the_world() -> None:
 
 
 def test_a_turn_whose_executor_is_not_heard_is_given_up_after_its_patience() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0", patience_seconds=5.0))
     for _ in range(7):
@@ -127,7 +126,7 @@ def test_a_turn_whose_executor_is_not_heard_is_given_up_after_its_patience() -> 
 
 
 def test_a_waiting_turn_fails_after_its_patience() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.ask(request("g0:0", patience_seconds=5.0))
     world.pass_time(4.0)
     assert not world.ended
@@ -137,18 +136,18 @@ def test_a_waiting_turn_fails_after_its_patience() -> None:
 
 
 def test_a_dispatch_that_a_living_executor_does_not_list_is_issued_again() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0)
     world.loses = True
     world.ask(request("g0:0"))
-    step(world, "beats_of", {0}, int(LEASE_SECONDS / 0.2) - 1)
+    step(world, "beats_of", {0}, int(LISTING_SECONDS / 0.2) - 1)
     assert world.held["g0:0"].attempt == 0
     step(world, "beats_of", {0}, 2)
     assert world.held["g0:0"].attempt == 1 and world.router.counters.lost == 1
 
 
 def test_a_dispatch_is_not_lost_while_nothing_is_heard() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0"))
     world.now += 100.0
@@ -167,19 +166,19 @@ def test_a_dispatch_is_not_lost_while_nothing_is_heard() -> None:
     ],
 )
 def test_what_is_nobodys_fault_counts_against_no_limit(outcome: TurnOutcome, refusal: Refusal | None) -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0"))
     for attempt in range(3 * CONFIG.max_attempts):
         dispatch = world.held["g0:0"]
         assert (dispatch.attempt, dispatch.failures) == (attempt, 0)
         world.reject(dispatch, outcome, refusal)
-        assert len(world.router.waiting) == 1, "it gets nothing before its next heartbeat"
+        assert len(world.router.queue) == 1, "it gets nothing before its next heartbeat"
         world.beat(0)
 
 
 def test_a_turn_that_no_engine_runs_fails_with_the_last_reason() -> None:
-    world = World()
+    world = RoutingSimulation()
     for _ in range(CONFIG.max_attempts):
         world.beat(0)
         world.ask(request("g0:0")) if not world.asked else None
@@ -189,7 +188,7 @@ def test_a_turn_that_no_engine_runs_fails_with_the_last_reason() -> None:
 
 
 def test_who_refused_while_it_was_closed_is_asked_again_once_it_opens() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g:0"))
     world.beat(0)
@@ -202,9 +201,9 @@ def test_who_refused_while_it_was_closed_is_asked_again_once_it_opens() -> None:
 
 
 def test_an_inbox_that_is_shut_is_sent_nothing_before_its_executor_is_heard_again() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0)
-    world.router.shut({0})
+    world.router.close_inboxes({0})
     world.ask(request("g:0"))
     assert not world.held
     world.beat(0)
@@ -214,29 +213,29 @@ def test_an_inbox_that_is_shut_is_sent_nothing_before_its_executor_is_heard_agai
 def test_an_executor_that_is_full_of_what_the_router_does_not_know_is_not_asked_time_and_again() -> None:
     router = Router(CONFIG)
     unknown = packed([dispatched(request("other:0"))])
-    router.on(heartbeat(0, holds=unknown), 0.0)
-    (sent,) = router.on(request("g0:0"), 0.0)
+    router.on_event(heartbeat(0, holds=unknown), 0.0)
+    (sent,) = router.on_event(request("g0:0"), 0.0)
     assert isinstance(sent, TurnDispatch)
-    router.on(result(sent, TurnOutcome.REFUSED, refusal=Refusal.ROOM), 0.1)
+    router.on_event(result(sent, TurnOutcome.REFUSED, refusal=Refusal.ROOM), 0.1)
     for beat in range(1, 100):
-        assert router.on(heartbeat(0, holds=unknown), 0.1 * beat) == []
-    (again,) = router.on(heartbeat(0), 10.0)
+        assert router.on_event(heartbeat(0, holds=unknown), 0.1 * beat) == []
+    (again,) = router.on_event(heartbeat(0), 10.0)
     assert isinstance(again, TurnDispatch) and again.attempt == 1
 
 
 def test_attempts_are_numbered_within_their_bound() -> None:
     router = Router(CONFIG)
-    router.on(heartbeat(0), 0.0)
-    (sent,) = router.on(request("g0:0"), 0.0)
+    router.on_event(heartbeat(0), 0.0)
+    (sent,) = router.on_event(request("g0:0"), 0.0)
     assert isinstance(sent, TurnDispatch)
-    router.turns["g0:0"].next_attempt = MOST_ATTEMPTS
-    (failed,) = router.on(result(sent, TurnOutcome.PREEMPTED), 0.1)
+    router.turns["g0:0"].next_attempt = ATTEMPT_LIMIT
+    (failed,) = router.on_event(result(sent, TurnOutcome.PREEMPTED), 0.1)
     assert isinstance(failed, TurnResult) and "moved 65536 times" in failed.reason
     encode(failed)
 
 
 def test_an_executor_that_stops_gives_its_turns_back_at_once_and_for_nothing() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0"))
     world.beat(1)
@@ -245,7 +244,7 @@ def test_an_executor_that_stops_gives_its_turns_back_at_once_and_for_nothing() -
 
 
 def test_versions_are_what_is_served_and_a_dead_executors_count_no_more() -> None:
-    world = World()
+    world = RoutingSimulation()
     world.beat(0, policy_version=2**50)
     world.beat(1, policy_version=5)
     world.ask(request("g0:0"))
@@ -263,13 +262,13 @@ def test_a_restored_router_has_read_for_nobodys_time() -> None:
     times = iter([0.0, 500.0])
     restored = Router(CONFIG)
     restored.restore(
-        [Asked.anew(request(name, patience_seconds=60.0)) for name in ("g0:0", "g1:0")],
+        [ReceivedRequest.from_record(request(name, patience_seconds=60.0)) for name in ("g0:0", "g1:0")],
         [dispatched(request("g0:0", patience_seconds=60.0))],
         [],
         lambda: next(times),
     )
-    assert restored.tick(500.1) == [] and (restored.outstanding, len(restored.waiting)) == (1, 1)
-    assert restored.on(heartbeat(1), 550.0)
+    assert restored.tick(500.1) == [] and (restored.outstanding, len(restored.queue)) == (1, 1)
+    assert restored.on_event(heartbeat(1), 550.0)
     assert restored.tick(550.0) == []
 
 
@@ -278,11 +277,11 @@ def test_what_a_newer_writer_adds_to_a_request_reaches_the_executor_on_every_att
     asked = request("g0:0", home=3, context=context)
     wire = msgpack.packb(msgpack.unpackb(encode(asked)) | {"added": [1, {"deep": b"bytes"}]})
     router = Router(CONFIG)
-    router.on(heartbeat(0), 0.0)
-    (sent,) = router.on(Asked(asked, wire, 17), 0.0)
+    router.on_event(heartbeat(0), 0.0)
+    (sent,) = router.on_event(ReceivedRequest(asked, wire, 17), 0.0)
     assert isinstance(sent, TurnDispatch)
-    assert router.on(result(sent, TurnOutcome.PREEMPTED), 0.1) == []
-    for attempt, dispatch in enumerate([sent, *router.on(heartbeat(0), 0.2)]):
+    assert router.on_event(result(sent, TurnOutcome.PREEMPTED), 0.1) == []
+    for attempt, dispatch in enumerate([sent, *router.on_event(heartbeat(0), 0.2)]):
         assert isinstance(dispatch, TurnDispatch)
         read = decode(TurnDispatch, encode(dispatch))
         assert (read.attempt, read.home, read.offset) == (attempt, 3, 17)
@@ -297,38 +296,38 @@ def test_a_start_in_another_inbox_is_the_newer_one_over_a_restart_too() -> None:
     after = dispatched(request("g1:0"), incarnation=3, slot=0, dispatched_at=2.0)
     for log in ([before, after], [after, before]):
         restored = Router(CONFIG)
-        again = restored.restore([Asked.anew(each.request) for each in log], log, [], lambda: 0.0)
+        again = restored.restore([ReceivedRequest.from_record(each.request) for each in log], log, [], lambda: 0.0)
         assert again == [] and [turn.worker for turn in restored.turns.values()].count("w0") == 1
-        assert restored.on(heartbeat(0, incarnation=3, slot=0, holds=packed([after])), 0.1)
+        assert restored.on_event(heartbeat(0, incarnation=3, slot=0, holds=packed([after])), 0.1)
         assert restored.turns["g1:0"].attempt == 0 and restored.turns["g0:0"].attempt == 1
 
 
 def test_failures_are_remembered_over_a_restart() -> None:
     sent = dispatched(request("g0:0"), attempt=7, failures=CONFIG.max_attempts - 1)
     restored = Router(CONFIG)
-    restored.restore([Asked.anew(request("g0:0"))], [sent], [], lambda: 0.0)
+    restored.restore([ReceivedRequest.from_record(request("g0:0"))], [sent], [], lambda: 0.0)
     refused = result(sent, TurnOutcome.REFUSED, refusal=Refusal.ENGINE)
-    (failed,) = restored.on(refused, 1.0)
+    (failed,) = restored.on_event(refused, 1.0)
     assert isinstance(failed, TurnResult) and failed.outcome is TurnOutcome.FAILED
 
 
 def test_a_restored_turn_is_as_it_was_asked_for_whatever_a_dispatch_says_of_it() -> None:
     asked = request("g0:0", home=1, patience_seconds=60.0)
-    forged = msgspec.structs.replace(asked, home=2**31 - 1, **appending(b""), patience_seconds=1e9)
+    forged = msgspec.structs.replace(asked, home=2**31 - 1, **context_fields(b""), patience_seconds=1e9)
     restored = Router(CONFIG)
-    restored.restore([Asked.anew(asked)], [dispatched(forged, attempt=3)], [], lambda: 0.0)
-    (failed,) = restored.on(request("g1:0"), 1.0) or restored.tick(61.0)
+    restored.restore([ReceivedRequest.from_record(asked)], [dispatched(forged, attempt=3)], [], lambda: 0.0)
+    (failed,) = restored.on_event(request("g1:0"), 1.0) or restored.tick(61.0)
     assert isinstance(failed, TurnResult)
     assert (failed.home, failed.attempt, failed.context_tokens) == (1, 3, 20)
 
 
 def test_a_restored_turn_of_a_silent_executor_is_issued_again() -> None:
     restored = Router(CONFIG)
-    restored.restore([Asked.anew(request("g0:0"))], [dispatched(request("g0:0"), 1)], [], lambda: 0.0)
+    restored.restore([ReceivedRequest.from_record(request("g0:0"))], [dispatched(request("g0:0"), 1)], [], lambda: 0.0)
     decisions: list[Record] = []
     for beat in range(13):
         assert not decisions or beat > 9, "it may be silent for 2 s"
-        decisions += restored.on(heartbeat(9), 0.2 * beat)
+        decisions += restored.on_event(heartbeat(9), 0.2 * beat)
         decisions += restored.tick(0.2 * beat)
     (again,) = decisions
     assert isinstance(again, TurnDispatch) and again.worker == "w9" and again.attempt == 1
@@ -337,32 +336,32 @@ def test_a_restored_turn_of_a_silent_executor_is_issued_again() -> None:
 def test_a_restored_turn_stays_with_an_executor_that_is_heard_from_and_fills_its_room() -> None:
     sent = dispatched(request("g0:0"))
     restored = Router(CONFIG)
-    restored.restore([Asked.anew(request("g0:0"))], [sent], [], lambda: 0.0)
-    assert restored.on(heartbeat(0, max_turns=1, holds=packed([sent])), 0.1) == []
-    assert restored.on(request("g1:0"), 0.2) == [] and len(restored.waiting) == 1
-    (after,) = restored.on(result(sent), 0.3)
+    restored.restore([ReceivedRequest.from_record(request("g0:0"))], [sent], [], lambda: 0.0)
+    assert restored.on_event(heartbeat(0, max_turns=1, holds=packed([sent])), 0.1) == []
+    assert restored.on_event(request("g1:0"), 0.2) == [] and len(restored.queue) == 1
+    (after,) = restored.on_event(result(sent), 0.3)
     assert isinstance(after, TurnDispatch) and after.request.trajectory_id == "g1:0"
 
 
 def test_a_restored_router_gives_a_turn_back_to_the_executor_of_an_older_dispatch() -> None:
     old, new = dispatched(request("g0:0"), 0), dispatched(request("g0:0"), 1, attempt=1)
     restored = Router(CONFIG)
-    restored.restore([Asked.anew(request("g0:0"))], [new, old], [], lambda: 0.0)
+    restored.restore([ReceivedRequest.from_record(request("g0:0"))], [new, old], [], lambda: 0.0)
     assert restored.turns["g0:0"].worker == "w1"
     for beat in range(14):  # w1 is dead
-        restored.on(heartbeat(0, holds=packed([old]), max_turns=1), 0.2 * beat)
+        restored.on_event(heartbeat(0, holds=packed([old]), max_turns=1), 0.2 * beat)
         restored.tick(0.2 * beat)
     assert (restored.turns["g0:0"].worker, restored.turns["g0:0"].attempt) == ("w0", 0)
 
 
 def test_a_request_for_the_next_turn_proves_that_the_present_one_was_applied() -> None:
     router = Router(CONFIG)
-    router.on(heartbeat(0), 0.0)
-    (first,) = router.on(request("g0:0"), 0.1)
-    (second,) = router.on(request("g0:0", 1, context=40), 0.2)
+    router.on_event(heartbeat(0), 0.0)
+    (first,) = router.on_event(request("g0:0"), 0.1)
+    (second,) = router.on_event(request("g0:0", 1, context=40), 0.2)
     assert isinstance(first, TurnDispatch) and isinstance(second, TurnDispatch)
     assert second.cost.cached_tokens == 20, "the context of the turn before"
-    assert router.on(result(first), 0.3) == []
+    assert router.on_event(result(first), 0.3) == []
     assert (router.counters.overtaken, router.counters.late, router.outstanding) == (1, 1, 1)
 
 
@@ -370,4 +369,4 @@ def test_what_is_no_input_is_named() -> None:
     with pytest.raises(TypeError, match="TurnDispatch is no input"):
         world = started()
         world.ask(request("g0:0"))
-        world.router.on(world.held["g0:0"], 0.0)
+        world.router.on_event(world.held["g0:0"], 0.0)

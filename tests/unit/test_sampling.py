@@ -2,7 +2,7 @@
 
 import pytest
 
-from schemas.prompts import Sampling, unpriced
+from schemas.prompts import Sampling, untrainable_reason
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,6 @@ from schemas.prompts import Sampling, unpriced
     ],
 )
 def test_greedy_and_cut_sampling_cannot_be_priced(sampling: Sampling, reason: str) -> None:
-    said = unpriced(sampling)
+    said = untrainable_reason(sampling)
     assert reason in said
     assert bool(said) == bool(reason)

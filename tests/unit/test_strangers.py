@@ -13,7 +13,7 @@ from pipeline.accounting.ledger import Ledger
 from pipeline.command.processes import serve_metrics
 from pipeline.command.view import View
 from pipeline.control.config import ControlConfig
-from pipeline.control.core import Control
+from pipeline.control.elasticity import ElasticityCore
 from pipeline.control.page import page_of, state_of
 from pipeline.replay.life import Found, fold_lives, keep
 from pipeline.replay.text import told
@@ -23,28 +23,28 @@ from pipeline.report.machine import this_machine
 from pipeline.report.moments import moments
 from pipeline.report.page import report_html
 from pipeline.report.summary import Success, summarise
+from pipeline.routing.cell_summary import summarize_cell
+from pipeline.routing.liveness import ClockSkews
 from pipeline.routing.router import Router
-from pipeline.routing.skew import Skews
-from pipeline.routing.summary import summary_of
-from pipeline.routing.waiting import Asked
+from pipeline.routing.turn_queue import ReceivedRequest
 from schemas.arrays import pack_tokens
-from schemas.capacity import CapacityGrant, Voice
 from schemas.cells import CellSummary
-from schemas.environments import EnvSnapshot, Group, GroupState, TrajectoryProgress
 from schemas.errors import RecordError, UsageError
+from schemas.grants import CapacityGrant, GrantSource
+from schemas.heartbeats import SlackHeartbeat, WorkerClass
+from schemas.progress import EnvSnapshot, Group, GroupState, TrajectoryProgress
 from schemas.prompts import Prompt
 from schemas.record import Record
 from schemas.samples import Sample, SampleOutcome
-from schemas.slack import SlackHeartbeat, WorkerClass
 from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult
 from schemas.weights import WeightChunk, WeightManifest
 from schemas.wire import decode, encode
 from tests.golden.examples import EXAMPLES, PROMPT
 from tests.strangers import Stranger, pester
 from tests.unit.trajectory_world import RULES, stepped
-from topics.broker import free_ports
 from topics.catalog import RECORD_TOPICS, Topic
-from topics.records import Envelope, Spoiled
+from topics.local_broker.process import free_ports
+from topics.records import Envelope, InvalidMessage
 from workers.environments.home import Fate, Home
 from workers.environments.opening import refusal_of
 from workers.environments.outbox import group_of
@@ -74,7 +74,7 @@ MESSAGES = 180
 """Of each topic; there are 14."""
 
 
-def items(stranger: Stranger, topic: Topic, count: int) -> Iterator[Envelope | Spoiled]:
+def items(stranger: Stranger, topic: Topic, count: int) -> Iterator[Envelope | InvalidMessage]:
     """What a reader hands out of a stranger's messages."""
     assert topic.record is not None
     for offset in range(count):
@@ -83,7 +83,7 @@ def items(stranger: Stranger, topic: Topic, count: int) -> Iterator[Envelope | S
         try:
             record = None if raw.value is None else decode(topic.record, raw.value, raw.headers)
         except RecordError as error:
-            yield Spoiled(topic, 0, offset, raw, str(error))
+            yield InvalidMessage(topic, 0, offset, raw, str(error))
         else:
             yield Envelope(record, topic, 0, offset, key, 1.0, raw)
 
@@ -93,19 +93,19 @@ class House:
 
     def __init__(self) -> None:
         self.now = 1.0
-        self.router, self.skews = Router(), Skews()
+        self.router, self.skews = Router(), ClockSkews()
         self.home = Home(0, homes=1)
         self.assembly = GroupAssembly(ResumePoint({0: 0}, 0), {0: 0})
         self.trust = Trust("policy", "team.:demo", Ed25519PrivateKey.generate().public_key())
         self.lineage, self.ledger, self.found = Lineage(), Ledger(), Found()
-        self.control = Control(ControlConfig(most_lenders=2), "team.:demo")
+        self.control = ElasticityCore(ControlConfig(most_lenders=2), "team.:demo")
         self.lease = Lease("team.:demo", grant_required=True)
         self.history: list[Record] = []
         self.view = View(began=0.0)
 
-    def take(self, item: Envelope | Spoiled) -> None:
+    def take(self, item: Envelope | InvalidMessage) -> None:
         self.now += 0.05
-        self.route(self.router.heard(BEAT, self.now))
+        self.route(self.router.on_heartbeat(BEAT, self.now))
         record = item.record if isinstance(item, Envelope) else None
         if isinstance(record, Prompt) or (item.topic.record is Prompt):
             self.prompt(item)
@@ -117,12 +117,16 @@ class House:
         self.view.take(record, self.now, wall=self.now)
         match record:
             case TurnRequest():
-                self.route(self.router.requested(Asked.anew(msgspec.structs.replace(record, home=0)), self.now))
+                self.route(
+                    self.router.on_request(
+                        ReceivedRequest.from_record(msgspec.structs.replace(record, home=0)), self.now
+                    )
+                )
             case SlackHeartbeat():
-                self.skews.heard(record.worker, record.sent_at, self.now)
-                self.route(self.router.heard(record, self.now))
+                self.skews.on_heartbeat(record.worker, record.sent_at, self.now)
+                self.route(self.router.on_heartbeat(record, self.now))
             case TurnResult():
-                self.route(self.router.completed(record, self.now))
+                self.route(self.router.on_result(record, self.now))
                 self.result(record)
             case TurnDispatch():
                 self.dispatch(record)
@@ -136,11 +140,11 @@ class House:
             case Group():
                 self.ledger.group(record.group_id, record)
             case CellSummary():
-                self.control.summarised(record, self.now)
+                self.control.on_summary(record, self.now)
                 self.elasticity()
             case CapacityGrant():
-                voice = list(Voice)[item.offset % len(Voice)]
-                self.control.granted(record.worker, record, self.now, voice=voice)
+                voice = list(GrantSource)[item.offset % len(GrantSource)]
+                self.control.on_grant(record.worker, record, self.now, source=voice)
                 self.lease.on_grant(record, self.now, source=voice, live=item.offset % 5 > 0)
                 self.lease.permission(self.now)
                 self.elasticity()
@@ -151,16 +155,16 @@ class House:
         for decision in [*decisions, *self.router.tick(self.now)]:
             encode(decision)
         router, counters = self.router, self.router.counters
-        ended_or_not = counters.finished + counters.failed + router.outstanding + len(router.waiting)
+        ended_or_not = counters.finished + counters.failed + router.outstanding + len(router.queue)
         assert counters.requested == ended_or_not
 
     def elasticity(self) -> None:
         for grant in self.control.tick(self.now):
             assert decode(CapacityGrant, encode(grant)).reason
         page_of(state_of(self.control, (), self.now))
-        encode(summary_of(self.router, name="router-0", now=self.now))
+        encode(summarize_cell(self.router, name="router-0", now=self.now))
 
-    def prompt(self, item: Envelope | Spoiled) -> None:
+    def prompt(self, item: Envelope | InvalidMessage) -> None:
         self.home.submitted(item)
         decision = self.home.decide(room=True, outcomes_from=0)
         assert decision is not None
@@ -213,7 +217,7 @@ class House:
         for outcome in outcomes_of(judged, step=5, policy_version=5, now=2.0):
             encode(outcome)
 
-    def manifest(self, item: Envelope | Spoiled) -> None:
+    def manifest(self, item: Envelope | InvalidMessage) -> None:
         assert isinstance(item, Envelope) and isinstance(item.record, WeightManifest)
         assert not isinstance(self.trust.judge(item), WeightManifest), "nobody signed it"
         self.lineage.learn(item.record, item.offset)  # as if keys were not used

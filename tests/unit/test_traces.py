@@ -12,13 +12,13 @@ import pytest
 
 from schemas.record import Record
 from schemas.samples import Sample, SampleOutcome
-from schemas.traces import TRAJECTORY, span_id, span_of, trace_id, traceparent
+from schemas.trace_context import TRAJECTORY, span_id, span_of, trace_id, traceparent
 from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes
 from schemas.wire import TRACE_HEADER, encode, headers_of
 from tests.golden.examples import EXAMPLES
 from tests.otlp import collector
 from topics import tracing
-from topics.hops import Kind, applied, written
+from topics.tracing import SpanKind, span_of_applied, spans_of_written
 
 ROOT = Path(__file__).parents[2]
 TOPIC = "rose.turns.completed.v1"
@@ -53,17 +53,17 @@ def test_hops_lie_under_one_another_and_say_what_they_cost() -> None:
     dispatch = example(TurnDispatch, queued_at=2.0, dispatched_at=3.0)
     key = {"trajectory_id": request.trajectory_id, "turn": request.turn, "attempt": dispatch.attempt}
     result = example(TurnResult, **key, times=times, worker="executor-0", outcome=TurnOutcome.COMPLETED)
-    (asked,) = written(request, TOPIC, 1.5)
-    (sent,) = written(dispatch, TOPIC, 9.0)
-    (ran,) = written(result, TOPIC, 13.0)
-    taken = applied(result, TOPIC, began=14.0, now=15.0)
-    assert [hop.under for hop in (asked, sent, ran, taken)] == [TRAJECTORY, asked.span, sent.span, ran.span]
+    (asked,) = spans_of_written(request, TOPIC, 1.5)
+    (sent,) = spans_of_written(dispatch, TOPIC, 9.0)
+    (ran,) = spans_of_written(result, TOPIC, 13.0)
+    taken = span_of_applied(result, TOPIC, began=14.0, now=15.0)
+    assert [hop.parent for hop in (asked, sent, ran, taken)] == [TRAJECTORY, asked.span, sent.span, ran.span]
     assert [(hop.begins, hop.ends) for hop in (asked, sent, ran, taken)] == [(1, 1.5), (2, 3), (10, 12), (14, 15)]
     assert [hop.kind for hop in (asked, sent, ran, taken)] == [
-        Kind.PRODUCER,
-        Kind.PRODUCER,
-        Kind.INTERNAL,
-        Kind.CONSUMER,
+        SpanKind.PRODUCER,
+        SpanKind.PRODUCER,
+        SpanKind.INTERNAL,
+        SpanKind.CONSUMER,
     ]
     assert ran.attributes["gen_ai.usage.output_tokens"] == len(result.tokens) // 4
     assert ran.attributes["gen_ai.response.time_to_first_chunk"] == 0.5
@@ -72,28 +72,28 @@ def test_hops_lie_under_one_another_and_say_what_they_cost() -> None:
 
 def test_a_turn_that_the_router_gave_up_failed_under_its_request() -> None:
     result = example(TurnResult, worker=None, outcome=TurnOutcome.FAILED, reason="patience ran out")
-    (hop,) = written(result, TOPIC, 5.0)
-    assert hop.under == f"request/{result.turn}"
+    (hop,) = spans_of_written(result, TOPIC, 5.0)
+    assert hop.parent == f"request/{result.turn}"
     assert hop.failure == "patience ran out"
 
 
 def test_the_end_of_a_trajectory_is_its_own_span_and_the_samples() -> None:
     sample = example(Sample)
-    whole, sent = written(sample, TOPIC, sample.completed_at + 1)
-    assert (whole.span, whole.under, sent.under) == (TRAJECTORY, "", TRAJECTORY)
+    whole, sent = spans_of_written(sample, TOPIC, sample.completed_at + 1)
+    assert (whole.span, whole.parent, sent.parent) == (TRAJECTORY, "", TRAJECTORY)
     assert whole.begins <= sent.begins <= whole.ends
     outcome = example(SampleOutcome)
-    (settled,) = written(outcome, TOPIC, 5.0)
+    (settled,) = spans_of_written(outcome, TOPIC, 5.0)
     assert settled.attributes["rose.outcome"] == outcome.outcome.value
 
 
 def test_a_collector_gets_the_spans_under_the_ids_that_the_headers_say() -> None:
     request, sample = example(TurnRequest), example(Sample, failure="the environment ended", reward=None)
     with collector() as found:
-        with tracing.traced(found.endpoint, 1.0, role="environment-0"):
+        with tracing.export_traces(found.endpoint, 1.0, role="environment-0"):
             assert tracing.exporter is not None
-            tracing.exporter.wrote(request, TOPIC)
-            tracing.exporter.wrote(sample, TOPIC)
+            tracing.exporter.on_written(request, TOPIC)
+            tracing.exporter.on_written(sample, TOPIC)
         assert tracing.exporter is None
     asked = next(span for span in found.spans if span.trace == trace_id(request.trajectory_id))
     header = dict(headers_of(request, request.trajectory_id))[TRACE_HEADER].decode()
@@ -110,9 +110,9 @@ def test_no_process_stays_for_a_collector_that_does_not_answer(monkeypatch: pyte
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "2")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with tracing.traced(endpoint, 1.0, role="router-0"):
+        with tracing.export_traces(endpoint, 1.0, role="router-0"):
             assert tracing.exporter is not None
-            tracing.exporter.wrote(example(TurnRequest), TOPIC)
+            tracing.exporter.on_written(example(TurnRequest), TOPIC)
         (sending,) = [thread for thread in threading.enumerate() if thread.name == "last-spans"]
     sending.join()
 
@@ -121,25 +121,25 @@ def test_a_time_that_somebody_made_up_spoils_no_spans_of_others() -> None:
     request, sample = example(TurnRequest), example(Sample)
     times = TurnTimes(**dict.fromkeys(TurnTimes.__struct_fields__, 253_402_300_799.0))
     turns = tuple(msgspec.structs.replace(turn, times=times) for turn in sample.turns)
-    with collector() as found, tracing.traced(found.endpoint, 1.0, role="environment-0"):
+    with collector() as found, tracing.export_traces(found.endpoint, 1.0, role="environment-0"):
         assert tracing.exporter is not None
-        tracing.exporter.wrote(request, TOPIC)
-        tracing.exporter.wrote(msgspec.structs.replace(sample, turns=turns, completed_at=times.applied_at), TOPIC)
-        tracing.exporter.wrote(example(TurnResult, times=times), TOPIC)
-        tracing.exporter.applied(example(TurnResult, times=times), TOPIC, began=times.applied_at)
+        tracing.exporter.on_written(request, TOPIC)
+        tracing.exporter.on_written(msgspec.structs.replace(sample, turns=turns, completed_at=times.applied_at), TOPIC)
+        tracing.exporter.on_written(example(TurnResult, times=times), TOPIC)
+        tracing.exporter.on_applied(example(TurnResult, times=times), TOPIC, began=times.applied_at)
     assert len(found.spans) == 5
     assert all(span.begins <= span.ends < 2**62 for span in found.spans)
 
 
 def test_of_a_share_of_the_trajectories_every_hop_is_told() -> None:
     names = [f"group:{index}" for index in range(200)]
-    with collector() as found, tracing.traced(found.endpoint, 0.5, role="router-0"):
+    with collector() as found, tracing.export_traces(found.endpoint, 0.5, role="router-0"):
         assert tracing.exporter is not None
         for name in names:
             request = example(TurnRequest, trajectory_id=name)
-            tracing.exporter.wrote(request, TOPIC)
+            tracing.exporter.on_written(request, TOPIC)
             dispatch = example(TurnDispatch, asked=msgspec.Raw(encode(request)))
-            tracing.exporter.wrote(dispatch, TOPIC)
+            tracing.exporter.on_written(dispatch, TOPIC)
     assert {len(spans) for spans in found.traces.values()} == {2}
     assert 60 < len(found.traces) < 140
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.arrays import count, pack_tokens, unpack_logprobs
-from schemas.contexts import appending, context_of
-from schemas.environments import EnvSnapshot, Group, GroupState, TrajectoryProgress
-from schemas.limits import CHAIN
+from schemas.contexts import assemble_context, context_fields
+from schemas.limits import MAX_CHAIN
+from schemas.progress import EnvSnapshot, Group, GroupState, TrajectoryProgress
 from schemas.prompts import PromptSampling
 from schemas.samples import Sample
 from schemas.turns import Refusal, TurnOutcome, TurnRequest, TurnResult
@@ -196,21 +196,21 @@ def test_every_request_leads_to_its_whole_context_by_what_is_kept(events: list[t
         for name, trajectory in life.trajectories.items():
             kept = {offset: each for offset, each in enumerate(life.requests) if offset >= trajectory.needs_from}
             if name not in life.stepping:
-                assert context_of(present[name], kept) == trajectory.tokens
+                assert assemble_context(present[name], kept) == trajectory.tokens
 
 
 def test_a_chain_ends_at_its_bound_and_begins_anew() -> None:
     life = Life()
     life.open(0)
     trajectory = life.trajectories["g:0"]
-    trajectory.prompt = prompt_of(max_turns=200, sampling=PromptSampling.all_of(RULES.sampling))
-    for _ in range(CHAIN + 20):
+    trajectory.prompt = prompt_of(max_turns=200, sampling=PromptSampling.from_sampling(RULES.sampling))
+    for _ in range(MAX_CHAIN + 20):
         life.arrives(result_of(trajectory, tokens=(7, 2)))
         life.steps("g:0", stepped())
     links = dict(enumerate(life.requests))
-    assert max(len(request.chain) for request in life.requests) <= CHAIN
-    assert sum(request.anchors for request in life.requests) > 1
-    assert all(count(context_of(request, links)) == request.context_tokens for request in life.requests)
+    assert max(len(request.chain) for request in life.requests) <= MAX_CHAIN
+    assert sum(request.is_anchor for request in life.requests) > 1
+    assert all(count(assemble_context(request, links)) == request.context_tokens for request in life.requests)
 
 
 @given(st.lists(st.none() | st.integers(0, 20), min_size=1, max_size=12))
@@ -219,12 +219,12 @@ def test_no_request_contradicts_itself_wherever_those_before_it_lie(offsets: lis
     life = Life()
     life.open(0)
     trajectory = life.trajectories["g:0"]
-    trajectory.prompt = prompt_of(max_turns=200, sampling=PromptSampling.all_of(RULES.sampling))
+    trajectory.prompt = prompt_of(max_turns=200, sampling=PromptSampling.from_sampling(RULES.sampling))
     for offset in offsets:
         trajectory.lies_at = offset
         life.arrives(result_of(trajectory, tokens=(7, 2)))
         life.steps("g:0", stepped())
-        assert life.requests[-1].flaw == ""
+        assert life.requests[-1].validation_error == ""
 
 
 @settings(max_examples=200)
@@ -319,7 +319,7 @@ def test_a_record_that_is_not_what_was_written_breaks_a_trajectory_but_never_ben
         recovery.snapshot(name, EnvSnapshot(trajectory_id=name, digest=live.digest, state=b"another"))
     elif what == "request":
         offset, request = next((at, held) for at, held in enumerate(life.requests) if held.trajectory_id == name)
-        last = msgspec.structs.replace(request, turn=live.turn, **appending(live.tokens + pack_tokens([1])))
+        last = msgspec.structs.replace(request, turn=live.turn, **context_fields(live.tokens + pack_tokens([1])))
         recovery.request(offset, last)
     elif live.applied:
         other = result_of(live, turn=live.turn - 1, tokens=(90, 91, 92, 93, 94, 95))

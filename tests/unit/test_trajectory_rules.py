@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.arrays import pack_logprobs, pack_tokens
-from schemas.environments import EnvSnapshot
-from schemas.limits import CONTEXT_TOKENS, INFO_BYTES, RECORD_BYTES, SPANS
+from schemas.limits import MAX_CONTEXT_TOKENS, MAX_INFO_BYTES, MAX_RECORD_BYTES, MAX_SPANS
+from schemas.progress import EnvSnapshot
 from schemas.prompts import PromptSampling, Sampling
 from schemas.samples import Ending
 from schemas.turns import VersionSpan
@@ -46,7 +46,7 @@ def test_a_malformed_result_is_told_from_a_sound_one(fields: dict[str, object]) 
 
 
 def test_a_result_that_overflows_the_longest_context_is_malformed() -> None:
-    assert "more than" in problem_of(result_of(opened(prompt_of())), CONTEXT_TOKENS - 2)
+    assert "more than" in problem_of(result_of(opened(prompt_of())), MAX_CONTEXT_TOKENS - 2)
 
 
 def test_the_reward_is_the_sum_over_the_steps_and_the_last_observation_is_not_read() -> None:
@@ -110,7 +110,7 @@ def test_a_reward_that_is_no_number_is_a_failure(reward: float) -> None:
         {1: "a key that is no text"},
         {"remark": 2**70},
         {"remark": "\ud800"},
-        {"remark": "x" * INFO_BYTES},
+        {"remark": "x" * MAX_INFO_BYTES},
         ["no dict"],
     ],
     ids=["object", "key", "number", "surrogate", "size", "list"],
@@ -125,15 +125,15 @@ def test_remarks_that_no_record_can_hold_are_a_failure(info: Any) -> None:
 
 def test_a_failure_that_cannot_tell_its_tokens_still_tells_its_reason() -> None:
     trajectory = opened(prompt_of())
-    versions = tuple(VersionSpan(at, at + 1, at) for at in range(SPANS + 1))
-    tokens = (7,) * (SPANS + 1)
+    versions = tuple(VersionSpan(at, at + 1, at) for at in range(MAX_SPANS + 1))
+    tokens = (7,) * (MAX_SPANS + 1)
     long = msgspec.structs.replace(result_of(trajectory, tokens=tokens), spans=versions)
-    written = live(trajectory, long, stepped(done=True), rules=replace(RULES, max_context_tokens=CONTEXT_TOKENS))
+    written = live(trajectory, long, stepped(done=True), rules=replace(RULES, max_context_tokens=MAX_CONTEXT_TOKENS))
     assert written.sample is not None and written.sample.tokens == b"" and "cannot be written" in written.sample.failure
     encode(written.sample)
 
 
-@given(st.integers(RECORD_BYTES - 200, RECORD_BYTES + 20_000), st.booleans())
+@given(st.integers(MAX_RECORD_BYTES - 200, MAX_RECORD_BYTES + 20_000), st.booleans())
 @settings(max_examples=30)
 def test_a_state_near_the_limit_is_saved_or_fails_its_trajectory(size: int, opening: bool) -> None:
     trajectory = opened(prompt_of())

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.arrays import pack_logprobs, pack_tokens
-from schemas.limits import LARGEST_REWARD
+from schemas.limits import MAX_REWARD
 from schemas.prompts import Sampling
-from schemas.samples import CUT_OFF, Ending, Outcome, Sample, SampleTurn
+from schemas.samples import TRUNCATED, Ending, Outcome, Sample, SampleTurn
 from schemas.turns import VersionSpan
 from schemas.wire import encode
 from tests.unit.samples import sample, turns_of
@@ -35,7 +35,7 @@ def outcomes(group: JudgedGroup) -> list[Outcome]:
 MEMBERS = st.lists(
     st.builds(
         sample,
-        reward=st.sampled_from([None, 0.0, 1.0, -LARGEST_REWARD, 0.3, 0.1 + 0.2]),
+        reward=st.sampled_from([None, 0.0, 1.0, -MAX_REWARD, 0.3, 0.1 + 0.2]),
         version=st.integers(0, 4),
         failure=st.sampled_from(["", "", "no executor"]),
         sampling=st.sampled_from([Sampling(), Sampling(temperature=0), Sampling(top_p=0.5)]),
@@ -53,7 +53,7 @@ def test_each_member_has_one_outcome_and_only_what_teaches_is_trained(
 ) -> None:
     rules = replace(RULES, leave_out_truncated=leave_out)
     group = judged(*members, version=version, abandoned=[(1, 2)], rules=rules)
-    assert not leave_out or not any(one.ended in CUT_OFF for one in group.trained)
+    assert not leave_out or not any(one.ended in TRUNCATED for one in group.trained)
     ends = outcomes_of([group], step=1, policy_version=version, now=0.0)
     assert [end.trajectory_id for end in ends] == [one.trajectory_id for one in members]
     trained = [end.trajectory_id for end in ends if end.outcome is Outcome.TRAINED]
@@ -70,7 +70,7 @@ def test_the_rest_of_a_group_is_trained_on_when_two_remain() -> None:
     assert [one.trajectory_id for one in group.trained] == ["g:0", "g:3"]
 
 
-@pytest.mark.parametrize("ended", CUT_OFF)
+@pytest.mark.parametrize("ended", TRUNCATED)
 def test_samples_that_were_cut_off_are_left_out_where_the_trainer_says_so_and_the_others_are_compared_without_them(
     ended: Ending,
 ) -> None:

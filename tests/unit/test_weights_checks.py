@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.errors import RecordError
-from schemas.limits import RECORD_BYTES
+from schemas.limits import MAX_RECORD_BYTES
 from schemas.weights import (
-    CHUNK_PARTITIONS,
-    INDEX_CHUNKS,
-    TENSORS,
+    MAX_CHUNK_PARTITIONS,
+    MAX_INDEX_CHUNKS,
+    MAX_TENSORS,
     ChunkRef,
     FirstChunk,
     WeightChunk,
@@ -61,7 +61,7 @@ def test_the_largest_chunk_with_the_longest_names_is_a_record() -> None:
 
 
 def test_the_largest_manifest_of_an_index_is_a_record() -> None:
-    chunk = ChunkRef(partition=2**31 - 1, offset=2**53, bytes=RECORD_BYTES, digest=NO_BASE)
+    chunk = ChunkRef(partition=2**31 - 1, offset=2**53, bytes=MAX_RECORD_BYTES, digest=NO_BASE)
     first = FirstChunk(partition=2**31 - 1, offset=2**53)
     manifest = bare(
         2**53,
@@ -69,12 +69,12 @@ def test_the_largest_manifest_of_an_index_is_a_record() -> None:
         model_id="m" * 128,
         run="r" * 128,
         epoch=2**53,
-        index=(chunk,) * INDEX_CHUNKS,
+        index=(chunk,) * MAX_INDEX_CHUNKS,
         files=("anchor-" + "f" * 190,) * 4096,
-        first=(first,) * CHUNK_PARTITIONS,
+        first=(first,) * MAX_CHUNK_PARTITIONS,
         payload_bytes=2**53,
     )
-    assert len(encode(manifest)) <= RECORD_BYTES
+    assert len(encode(manifest)) <= MAX_RECORD_BYTES
 
 
 @given(SHAPES, DTYPE, st.integers(1, 5), st.booleans(), st.integers(0, 2**32 - 1))
@@ -269,7 +269,7 @@ def test_a_payload_is_as_long_as_its_slice_allows() -> None:
         {"column_start": -1},
         {"columns": 2**53 + 1},
         {"tensor": -1},
-        {"tensor": TENSORS},
+        {"tensor": MAX_TENSORS},
         {"digest": bytes(15)},
         {"base_digest": bytes(17)},
         {"chunks": (ChunkRef(partition=0, offset=-1, bytes=0, digest=NO_BASE),)},

@@ -9,8 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.limits import RECORD_BYTES
-from schemas.weights import SLICES, TENSORS, ChunkRef, FirstChunk, SliceRef, TensorSpec, WeightChunk, WeightManifest
+from schemas.limits import MAX_RECORD_BYTES
+from schemas.weights import (
+    MAX_SLICES,
+    MAX_TENSORS,
+    ChunkRef,
+    FirstChunk,
+    SliceRef,
+    TensorSpec,
+    WeightChunk,
+    WeightManifest,
+)
 from schemas.wire import decode, encode
 from tests.unit.weights_world import RUN, Shelf, random_tensors
 from workers.weights import index, shelves
@@ -86,7 +95,7 @@ def test_a_model_of_many_experts_fits_a_record() -> None:
     manifest, topic = large(30_000), Shelf()
     written = sealed(manifest, topic)
     assert len(encode(written)) < INLINE_BYTES
-    assert all(len(chunk.payload) <= RECORD_BYTES for chunk in topic.chunks.values())
+    assert all(len(chunk.payload) <= MAX_RECORD_BYTES for chunk in topic.chunks.values())
     assert said(opened(written, topic.fetch)) == said(manifest)
 
 
@@ -118,9 +127,9 @@ def with_tensors(manifest: WeightManifest, times: int, **change: object) -> Weig
 
 
 BEYOND: dict[str, Callable[[WeightManifest], WeightManifest]] = {
-    "tensors": lambda manifest: with_tensors(manifest, TENSORS + 1),
+    "tensors": lambda manifest: with_tensors(manifest, MAX_TENSORS + 1),
     "a name": lambda manifest: with_tensors(manifest, 1, name="t" * 513),
-    "a place": lambda manifest: with_first(manifest, tensor=TENSORS),
+    "a place": lambda manifest: with_first(manifest, tensor=MAX_TENSORS),
     "chunks of a slice": lambda manifest: with_first(manifest, chunks=manifest.slices[0].chunks * 4097),
 }
 
@@ -212,14 +221,14 @@ def test_no_bytes_of_an_index_do_more_than_be_refused(payload: bytes) -> None:
     [
         ([TensorSpec(name="t" * 513, shape=(1,), dtype="float32")], 1),
         ([TensorSpec(name="t", shape=(1,) * 9, dtype="float32")], 1),
-        ([TensorSpec(name="t", shape=(1,), dtype="float32")], SLICES + 1),
-        ([TensorSpec(name="t", shape=(1,), dtype="float32")] * (TENSORS + 1), 1),
+        ([TensorSpec(name="t", shape=(1,), dtype="float32")], MAX_SLICES + 1),
+        ([TensorSpec(name="t", shape=(1,), dtype="float32")] * (MAX_TENSORS + 1), 1),
     ],
     ids=["name", "shape", "slices", "tensors"],
 )
 def test_tensors_that_no_reader_would_take_are_refused_before_any_of_them_is_put(
     specs: list[TensorSpec], slices: int
 ) -> None:
-    check_layout([TensorSpec(name="t", shape=(1,), dtype="float32")] * TENSORS, SLICES)
+    check_layout([TensorSpec(name="t", shape=(1,), dtype="float32")] * MAX_TENSORS, MAX_SLICES)
     with pytest.raises(LayoutError, match=r"^no receiver would take these tensors: \S"):
         check_layout(specs, slices)

@@ -11,7 +11,7 @@ from schemas.weights import FirstChunk, WeightManifest
 from tests.unit.test_weights_trust import KEY, OTHER_KEY, TRUST, as_read
 from tests.unit.weights_world import bare
 from topics.catalog import MANIFESTS
-from topics.records import Envelope, Raw
+from topics.records import Envelope, RawMessage
 from workers.weights.config import WeightsConfig
 from workers.weights.lineage import Placed
 from workers.weights.manifests import manifest_key, signed
@@ -44,7 +44,7 @@ def tombstone(offset: int, each: WeightManifest) -> Envelope:
 
 
 def end(offset: int, key: str) -> Envelope:
-    return Envelope(None, MANIFESTS, 0, offset, key, 0.0, Raw(None, None))
+    return Envelope(None, MANIFESTS, 0, offset, key, 0.0, RawMessage(None, None))
 
 
 def compacted(log: list[Envelope]) -> list[Envelope]:

@@ -5,13 +5,13 @@ from typing import Any, cast
 
 import pytest
 
-from schemas.weights import CHUNK_PARTITIONS, ChunkRef
+from schemas.weights import MAX_CHUNK_PARTITIONS, ChunkRef
 from topics.writer import Writer
 from workers.weights.digests import NO_BASE
 from workers.weights.shelves import LogShelf, lowest_offsets, put_payload
 
 
-@pytest.mark.parametrize(("there", "used"), [(3, 3), (CHUNK_PARTITIONS + 5, CHUNK_PARTITIONS)])
+@pytest.mark.parametrize(("there", "used"), [(3, 3), (MAX_CHUNK_PARTITIONS + 5, MAX_CHUNK_PARTITIONS)])
 def test_chunks_take_turns_over_as_many_partitions_as_a_manifest_can_name(
     there: int, used: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -22,8 +22,8 @@ def test_chunks_take_turns_over_as_many_partitions_as_a_manifest_can_name(
         places.append(partition)
 
     shelf = LogShelf(cast(Writer, SimpleNamespace(write=write, flush=lambda: None)), there)
-    put_payload(shelf, bytes(CHUNK_PARTITIONS + 9), model_id="m", version=1, tensor="t")
-    assert places == [number % used for number in range(CHUNK_PARTITIONS + 9)]
+    put_payload(shelf, bytes(MAX_CHUNK_PARTITIONS + 9), model_id="m", version=1, tensor="t")
+    assert places == [number % used for number in range(MAX_CHUNK_PARTITIONS + 9)]
 
 
 def test_the_lowest_offset_is_that_of_each_partition() -> None:

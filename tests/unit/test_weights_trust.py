@@ -13,7 +13,7 @@ from schemas.wire import decode, encode, headers_of
 from tests.unit.test_weights_numbering import manifest
 from tests.unit.weights_world import RUN
 from topics.catalog import MANIFESTS
-from topics.records import Envelope, Raw
+from topics.records import Envelope, RawMessage
 from workers.weights.manifests import SignedManifest, manifest_key, signed
 from workers.weights.trust import Doubt, Trust, run_id
 
@@ -33,12 +33,12 @@ def as_read(
         headers = (*headers, (SIGNATURE_HEADER, signature))
     record = decode(WeightManifest, wire, headers)
     key = manifest_key(written.manifest)
-    return Envelope(record, MANIFESTS, 0, offset, key, 0.0, Raw(key.encode(), wire, headers))
+    return Envelope(record, MANIFESTS, 0, offset, key, 0.0, RawMessage(key.encode(), wire, headers))
 
 
 def plain(record: Record | None) -> Envelope:
     wire = None if record is None else encode(record)
-    return Envelope(record, MANIFESTS, 0, 0, "key", 0.0, Raw(b"key", wire))
+    return Envelope(record, MANIFESTS, 0, 0, "key", 0.0, RawMessage(b"key", wire))
 
 
 def test_what_the_owner_of_the_key_signed_is_believed() -> None:
@@ -89,7 +89,7 @@ def test_a_manifest_with_one_other_bit_is_refused(bit: int) -> None:
     wire = bytearray(SIGNED.wire)
     wire[bit // 8] ^= 1 << bit % 8
     # Whatever it decodes to, if it does: the signature is over the bytes.
-    raw = Raw(b"", bytes(wire), tuple(SIGNED.headers.items()))
+    raw = RawMessage(b"", bytes(wire), tuple(SIGNED.headers.items()))
     assert TRUST.judge(Envelope(manifest(7), MANIFESTS, 0, 0, "", 0.0, raw)) is Doubt.FORGED
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from schemas.arrays import count, pack_logprobs, pack_tokens, unpack_logprobs, unpack_tokens
 from schemas.errors import RecordError
-from schemas.limits import RECORD_BYTES, RECORD_OVERHEAD_BYTES
+from schemas.limits import MAX_RECORD_BYTES, RECORD_OVERHEAD_BYTES
 from schemas.prompts import Prompt
 from schemas.record import Record
 from schemas.turns import TurnDispatch, TurnRequest
@@ -150,12 +150,12 @@ def test_a_prompt_that_leaves_things_open_is_short() -> None:
 
 def test_a_record_over_the_limit_is_neither_written_nor_read() -> None:
     chunk = WeightChunk(
-        model_id="m", version=1, tensor="t", part=0, payload=bytes(RECORD_BYTES + RECORD_OVERHEAD_BYTES)
+        model_id="m", version=1, tensor="t", part=0, payload=bytes(MAX_RECORD_BYTES + RECORD_OVERHEAD_BYTES)
     )
     with pytest.raises(RecordError, match="limit"):
         encode(chunk)
     with pytest.raises(RecordError, match="limit"):
-        decode(WeightChunk, bytes(RECORD_BYTES + RECORD_OVERHEAD_BYTES + 1))
+        decode(WeightChunk, bytes(MAX_RECORD_BYTES + RECORD_OVERHEAD_BYTES + 1))
 
 
 def test_a_dispatch_of_which_a_reader_would_find_no_request_is_not_written() -> None:

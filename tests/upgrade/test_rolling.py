@@ -37,7 +37,7 @@ READ = """
 import sys
 from confluent_kafka import OFFSET_BEGINNING
 from topics.catalog import RECORD_TOPICS
-from topics.log import read_back
+from topics.log_reader import read_back
 from topics.reader import Reader
 from topics.settings import BusSettings
 settings, spoiled = BusSettings(*sys.argv[1:]), []

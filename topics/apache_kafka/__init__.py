@@ -30,7 +30,7 @@ from typing import Self
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
-from topics.broker import HOST, QUIET, Broker, BrokerFailed, Kind, free_ports
+from topics.local_broker.process import HOST, QUIET, Broker, BrokerFailed, BrokerKind, free_ports
 from topics.settings import BusSettings
 
 _SPARING = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
@@ -126,7 +126,7 @@ class Cluster:
 
 def lone_node(
     data_folder: Path, port: int, kafka_home: Path, java: Sequence[str] = LONE_JAVA, addition: Addition = PLAIN
-) -> Kind:
+) -> BrokerKind:
     """A node that is alone, formatted. Raises BrokerFailed: no Kafka there, no Java, a folder that it cannot format."""
     own = data_folder / "apache-kafka"
     own.mkdir(exist_ok=True)
@@ -159,7 +159,9 @@ def start_cluster(data_folder: Path, *, kafka_home: Path, nodes: int = 3) -> Clu
     return cluster
 
 
-def _kinds(places: list[_Place], kafka_home: Path, options: Sequence[str], addition: Addition = PLAIN) -> list[Kind]:
+def _kinds(
+    places: list[_Place], kafka_home: Path, options: Sequence[str], addition: Addition = PLAIN
+) -> list[BrokerKind]:
     """How the nodes of one cluster are run; formats the folders of those that are new."""
     libs = kafka_home / "libs"
     found = sorted(match[1] for jar in libs.glob("kafka_*.jar") if (match := _JAR.fullmatch(jar.name)))
@@ -171,12 +173,12 @@ def _kinds(places: list[_Place], kafka_home: Path, options: Sequence[str], addit
         _write_configuration(place, places, addition)
     _format(places, [*java, *jars], addition.format_options)
     return [
-        Kind(
+        BrokerKind(
             name=f"Apache Kafka {found[-1]}",
             command=[*java, f"-Dlog4j2.configurationFile={_logging(place)}", *jars, "kafka.Kafka", str(_server(place))],
             node=place.node,
-            orphaned=signal.SIGTERM if len(places) == 1 else signal.SIGKILL,
-            client=addition.client,
+            orphan_signal=signal.SIGTERM if len(places) == 1 else signal.SIGKILL,
+            client_settings=addition.client,
         )
         for place in places
     ]

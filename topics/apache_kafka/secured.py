@@ -42,10 +42,10 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from topics.access import Acl, Operation, Resource
+from topics.acl import Acl, Operation, Resource
 from topics.admin import ADMIN_SECONDS
 from topics.apache_kafka import LONE_JAVA, Addition, lone_node
-from topics.broker import HOST, Broker, BrokerFailed, free_ports
+from topics.local_broker.process import HOST, Broker, BrokerFailed, free_ports
 from topics.settings import BusSettings
 
 ADMIN_USER = "admin"

@@ -19,14 +19,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from topics.processes import adopt_orphans, end_with, show_as
+from topics.processes import adopt_orphans, die_with_parent, set_process_name
 
 
 def main(line: int, signs: int) -> NoReturn:
     """Fork the environments' process, with its line to the worker and memory for signs of life; be its keeper."""
     keeper = os.getpid()
     adopt_orphans()
-    before_it_ends = end_with(keeper, signal.SIGKILL)
+    before_it_ends = die_with_parent(keeper, signal.SIGKILL)
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken)
@@ -49,7 +49,7 @@ def main(line: int, signs: int) -> NoReturn:
         serve(line, signs)
     os.close(line)
     os.close(signs)
-    show_as("env-keeper")
+    set_process_name("env-keeper")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _end_as(_kept(pid, wake))

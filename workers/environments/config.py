@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from schemas.limits import CONTEXT_TOKENS
-from schemas.prompts import LEAST_TEMPERATURE
+from schemas.limits import MAX_CONTEXT_TOKENS
+from schemas.prompts import MIN_TEMPERATURE
 
 ISOLATIONS = ("auto", "process", "thread")
 
@@ -50,10 +50,12 @@ class EnvironmentConfig:
 
     def __post_init__(self) -> None:
         in_range = {
-            f"temperature must be from {LEAST_TEMPERATURE} to 2": LEAST_TEMPERATURE <= self.temperature <= 2,
+            f"temperature must be from {MIN_TEMPERATURE} to 2": MIN_TEMPERATURE <= self.temperature <= 2,
             "top_p must be 1: the loss cannot weigh what is cut off": self.top_p == 1,
             "max_turn_tokens must be from 1 to 65536": 1 <= self.max_turn_tokens <= 65_536,
-            f"max_context_tokens must be from 2 to {CONTEXT_TOKENS}": 2 <= self.max_context_tokens <= CONTEXT_TOKENS,
+            f"max_context_tokens must be from 2 to {MAX_CONTEXT_TOKENS}": 2
+            <= self.max_context_tokens
+            <= MAX_CONTEXT_TOKENS,
             "window_groups must be from 1 to 1000000": 1 <= self.window_groups <= 1_000_000,
             "max_live_environments must be from 1 to 1000000": 1 <= self.max_live_environments <= 1_000_000,
             "step_timeout_seconds must be from 0.01 to 604800": 0.01 <= self.step_timeout_seconds <= LONGEST_SECONDS,

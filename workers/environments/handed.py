@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from schemas.errors import said_by
-from schemas.limits import INFO_BYTES
+from schemas.errors import message_of
+from schemas.limits import MAX_INFO_BYTES
 from workers.environments.protocol import Step
 
 
@@ -85,9 +85,9 @@ def _info(given: Any) -> dict[str, Any]:
         written = msgspec.msgpack.encode(given, enc_hook=_plain)
         info: dict[str, Any] = msgspec.msgpack.decode(written)
     except Exception as error:  # noqa: BLE001 - of whatever the environment put into it
-        raise Unusable(f"step() gave an info that cannot be written: {said_by(error)}") from None
-    if len(written) > INFO_BYTES:
-        raise Unusable(f"step() gave an info of {len(written)} bytes: {INFO_BYTES} are allowed")
+        raise Unusable(f"step() gave an info that cannot be written: {message_of(error)}") from None
+    if len(written) > MAX_INFO_BYTES:
+        raise Unusable(f"step() gave an info of {len(written)} bytes: {MAX_INFO_BYTES} are allowed")
     return info
 
 

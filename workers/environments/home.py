@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from schemas.environments import Group, GroupState, SettleRequest
-from schemas.homes import home_of
-from schemas.limits import GROUP_SIZE
+from schemas.limits import MAX_GROUP_SIZE
+from schemas.partitioning import home_partition
+from schemas.progress import Group, GroupState, SettleRequest
 from schemas.prompts import Prompt, trajectory_id
 from topics.catalog import MAX_MESSAGE_BYTES, Topic
-from topics.records import Envelope, Spoiled
+from topics.records import Envelope, InvalidMessage
 from workers.environments.trajectory import Trajectory
 
 OLD_BATCH = 500
@@ -86,7 +86,7 @@ class Fate(Enum):
 class Decision:
     """What becomes of one message of the prompt partition. It goes on the log once nothing is awaited."""
 
-    found: Envelope | Spoiled
+    found: Envelope | InvalidMessage
     fate: Fate
     prompt: Prompt | None = None
     """None when the message is none."""
@@ -142,7 +142,7 @@ class Home:
         self.settled: list[str] = []
         """Groups whose last outcome has come; that is not on the log."""
         self.results = Unfinished(0)
-        self.spoiled: list[tuple[Envelope | Spoiled, str]] = []
+        self.spoiled: list[tuple[Envelope | InvalidMessage, str]] = []
         """Results that are none and why; not in the dead letters yet."""
         self.strays: list[str] = []
         """Trajectories of groups that have settled without them: what is on the log of them is to go."""
@@ -152,7 +152,7 @@ class Home:
         """Begun, not on the log, in order."""
         self._homes = homes
         self._buried = buried
-        self._waiting: deque[Envelope | Spoiled] = deque()
+        self._waiting: deque[Envelope | InvalidMessage] = deque()
         self._prompts_next = 0
 
     def begin(self, *, prompts_from: int, results_from: int) -> None:
@@ -179,7 +179,7 @@ class Home:
         """Whether a prompt waits to be decided."""
         return bool(self._waiting)
 
-    def submitted(self, found: Envelope | Spoiled) -> None:
+    def submitted(self, found: Envelope | InvalidMessage) -> None:
         """A message of the prompt partition has come."""
         self._waiting.append(found)
         self._prompts_next = found.offset + 1
@@ -202,13 +202,13 @@ class Home:
         self._waiting.popleft()
         return decision
 
-    def _decided(self, found: Envelope | Spoiled) -> Decision:
-        if isinstance(found, Spoiled):
+    def _decided(self, found: Envelope | InvalidMessage) -> Decision:
+        if isinstance(found, InvalidMessage):
             return Decision(found, Fate.REFUSE, refusal=found.reason)
         prompt = found.record
         if not isinstance(prompt, Prompt):
             return Decision(found, Fate.REFUSE, refusal="a message without a value is no prompt")
-        if (home := home_of(prompt.group_id, self._homes)) != self.partition:
+        if (home := home_partition(prompt.group_id, self._homes)) != self.partition:
             if found.raw.size > FORWARD_BYTES:
                 reason = f"it is too large to be sent on to the home of its group: produce it to partition {home}"
                 return Decision(found, Fate.REFUSE, prompt, refusal=reason, repeated=True)
@@ -240,7 +240,7 @@ class Home:
         """No dead letter of the topic's is known that lies at or after this offset."""
         return max((offset + 1 for name, offset in self._buried if name == topic.name), default=0)
 
-    def was_buried(self, found: Envelope | Spoiled) -> bool:
+    def was_buried(self, found: Envelope | InvalidMessage) -> bool:
         """Whether this message is a dead letter already."""
         return (found.topic.name, found.offset) in self._buried
 
@@ -262,7 +262,7 @@ class Home:
         """A trajectory has its outcome; saying it twice does no harm."""
         group = self.unsettled.get(group_id)
         index = trajectory_id[len(group_id) + 1 :]
-        if group is None or offset < group.outcomes_from or not index.isdecimal() or int(index) >= GROUP_SIZE:
+        if group is None or offset < group.outcomes_from or not index.isdecimal() or int(index) >= MAX_GROUP_SIZE:
             return
         group.waits_for &= ~(1 << int(index))
         if not group.waits_for and group_id in self.groups:
@@ -271,7 +271,7 @@ class Home:
 
     def ask(self, request: SettleRequest) -> None:
         """Somebody wants a trajectory settled."""
-        if home_of(request.group_id, self._homes) == self.partition:
+        if home_partition(request.group_id, self._homes) == self.partition:
             self.asked[request.trajectory_id] = request
 
     def asked_of(self, decision: Decision) -> dict[int, str]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from schemas.errors import in_words
+from schemas.errors import describe_error
 from workers.environments import metrics
 from workers.environments.jobs import Answer, Failed, Job, Limits, Runs
 from workers.environments.runner import CLOSE_SECONDS
@@ -192,7 +192,7 @@ class Lane:
                     self._begin(self.begin(), these)
                 except (OSError, RuntimeError) as error:
                     self._late += these
-                    self._not_made(in_words(error), these)
+                    self._not_made(describe_error(error), these)
 
     def let_go(self, trajectory_ids: list[str]) -> None:
         """Close the environments of trajectories that have ended."""
@@ -364,7 +364,7 @@ class Lane:
             try:
                 place = self._new_place()
             except (OSError, RuntimeError) as error:
-                self._not_made(in_words(error), self.suspects[0])
+                self._not_made(describe_error(error), self.suspects[0])
                 return
             place.apart = place.suspected = True
             self.places[place.number] = place

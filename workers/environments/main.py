@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import structlog
 
-from schemas.errors import UsageError, in_words
+from schemas.errors import UsageError, describe_error
 from schemas.prompts import Sampling
-from topics.admin import reach
+from topics.admin import connect
 from topics.settings import BusSettings
 from workers.environments.apart import Apart
 from workers.environments.config import EnvironmentConfig
@@ -51,7 +51,7 @@ def run_environment_worker(settings: BusSettings, config: EnvironmentConfig, nam
     stage = Stage(_runners(config, turn_format, limits), limits)
     try:
         check = _allowed(config, stage, stop)
-        reach(settings)
+        connect(settings)
         sampling = Sampling(
             temperature=config.temperature,
             top_p=config.top_p,
@@ -144,7 +144,9 @@ def _begun(stage: Stage, name: str) -> Runs:
     try:
         return stage.begin(name)
     except (OSError, RuntimeError) as error:
-        raise UsageError(f"environment {name!r}: a process for it cannot be started ({in_words(error)})") from None
+        raise UsageError(
+            f"environment {name!r}: a process for it cannot be started ({describe_error(error)})"
+        ) from None
 
 
 def _end_soon(before: set[threading.Thread]) -> None:

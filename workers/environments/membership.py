@@ -45,13 +45,13 @@ class Membership:
             "heartbeat.interval.ms": settings.properties.get("heartbeat.interval.ms", HEARTBEAT_MILLISECONDS),
         }
         self._name = name
-        self.reader = Reader(settings, f"rose-{name}", group=group, member=name, meanwhile=meanwhile, **session)
+        self.reader = Reader(settings, f"rose-{name}", group=group, member_id=name, on_wait=meanwhile, **session)
         self.homes: list[int] = []
         self.moved = False
 
     def join(self) -> None:
         """Ask for homes; they come while reading."""
-        self.reader.subscribe([PROMPTS, COMPLETED], assigned=self._assigned, revoked=self._revoked)
+        self.reader.subscribe([PROMPTS, COMPLETED], on_assigned=self._assigned, on_revoked=self._revoked)
 
     def read(self, limit: int, timeout_seconds: float) -> list[Item]:
         """What the homes' prompts and results hold next. Raises WorkerFenced, TopicMissing or BusError."""

@@ -7,9 +7,9 @@ its sampling can be trained on, and its environment is one that this worker runs
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from schemas.environments import GroupState
 from schemas.errors import UsageError
-from schemas.prompts import Prompt, trajectory_id, unpriced
+from schemas.progress import GroupState
+from schemas.prompts import Prompt, trajectory_id, untrainable_reason
 from workers.environments.home import Decision, Home
 from workers.environments.jobs import Reset
 from workers.environments.outbox import group_of
@@ -32,7 +32,7 @@ class Resetting:
 def refusal_of(prompt: Prompt, rules: Rules, check_environment: Callable[[str], object]) -> str:
     """Why this prompt cannot be opened; empty when it can. `check_environment` raises UsageError."""
     whole = settled_sampling(prompt, rules.sampling)
-    if reason := unpriced(whole.sampling):
+    if reason := untrainable_reason(whole.sampling):
         return reason
     try:
         check_environment(prompt.environment)

@@ -16,15 +16,14 @@ from dataclasses import dataclass
 import structlog
 from prometheus_client import Counter
 
-from schemas.environments import Group, GroupState
+from schemas.progress import Group, GroupState
 from schemas.prompts import Prompt, trajectory_id
 from schemas.samples import Ending
-from topics.asking import nothing
 from topics.catalog import (
     COMPLETED,
-    ENVIRONMENT_WRITERS,
+    ENVIRONMENT_TRANSACTIONAL_PREFIX,
     GROUPS,
-    OUTCOMES_KEPT_SECONDS,
+    OUTCOME_RETENTION_SECONDS,
     PROGRESS,
     PROMPTS,
     REQUESTED,
@@ -32,10 +31,11 @@ from topics.catalog import (
     SNAPSHOTS,
 )
 from topics.errors import BusError, TopicMissing
+from topics.held_offsets import committed_offsets
+from topics.queries import noop
 from topics.reader import Reader
 from topics.records import Place
 from topics.settings import BusSettings
-from topics.undecided import committed_offsets
 from topics.writer import Writer
 from workers.environments import metrics
 from workers.environments.home import OLD_BATCH, Begun, Decision, Fate, Home
@@ -93,7 +93,7 @@ class Outbox:
         rules: Rules,
         clock: Callable[[], float],
         wanted: Callable[[], bool] = lambda: True,
-        meanwhile: Callable[[], None] = nothing,
+        meanwhile: Callable[[], None] = noop,
     ) -> None:
         """`reader` is the member of the group whose offsets are committed. `wanted`, `meanwhile`: see Writer."""
         self._settings = settings
@@ -122,9 +122,9 @@ class Outbox:
             self._writer = Writer(
                 self._settings,
                 f"rose-{self._name}",
-                transactional_id=f"{ENVIRONMENT_WRITERS}{self._name}",
-                wanted=self._wanted,
-                meanwhile=self._meanwhile,
+                transactional_id=f"{ENVIRONMENT_TRANSACTIONAL_PREFIX}{self._name}",
+                still_needed=self._wanted,
+                on_wait=self._meanwhile,
             )
 
     def offsets(self, places: Sequence[Place]) -> dict[Place, int | None]:
@@ -197,7 +197,7 @@ class Outbox:
         return ended + [item.trajectory_id for item in ready if item.written.sample is not None]
 
     def _give_up(self) -> None:
-        """Throw the writer away; never while an error is handled, see `topics/hung.py`."""
+        """Throw the writer away; never while an error is handled, see `topics/transactions.py`."""
         assert self._writer is not None
         self._writer.close()
         self._writer = None
@@ -268,7 +268,7 @@ class Outbox:
         """By home, what can be forgotten; seldom anything."""
         if time.monotonic() < self._sweep_at:
             return {}
-        found = {home.partition: home.take_old(self._clock(), OUTCOMES_KEPT_SECONDS) for home in homes}
+        found = {home.partition: home.take_old(self._clock(), OUTCOME_RETENTION_SECONDS) for home in homes}
         more = any(len(old) >= OLD_BATCH for old in found.values())
         self._sweep_at = time.monotonic() + (AGAIN_SECONDS if more else SWEEP_SECONDS)
         return {partition: old for partition, old in found.items() if old}

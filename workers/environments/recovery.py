@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from schemas.arrays import ITEM_BYTES, count
-from schemas.contexts import Torn, context_of
-from schemas.environments import EnvSnapshot, Group, TrajectoryProgress
+from schemas.contexts import ContextMissing, assemble_context
+from schemas.progress import EnvSnapshot, Group, TrajectoryProgress
 from schemas.prompts import Prompt
 from schemas.turns import TurnOutcome, TurnRequest, TurnResult
 from topics.catalog import PROMPTS
@@ -177,8 +177,8 @@ class Recovery:
 
     def _context(self, request: TurnRequest) -> bytes:
         try:
-            return context_of(request, self._links)
-        except Torn as torn:
+            return assemble_context(request, self._links)
+        except ContextMissing as torn:
             raise _Gap(str(torn)) from None
 
 

@@ -9,7 +9,7 @@ import inspect
 import signal
 from collections.abc import Callable
 
-from schemas.errors import UsageError, in_words
+from schemas.errors import UsageError, describe_error
 from workers.environments.protocol import Environment
 
 BUILT_IN = {
@@ -42,7 +42,7 @@ def load_environment(name: str) -> Callable[[], Environment]:
             raise  # it may be of Ctrl-C, which a program with a handler of its own hears otherwise
         hint = _taken(error) or _choices()
         raise UnknownEnvironment(
-            f"environment {name!r}: cannot import {module_name} ({in_words(error)}); {hint}"
+            f"environment {name!r}: cannot import {module_name} ({describe_error(error)}); {hint}"
         ) from error
     if factory is None:
         raise UnknownEnvironment(f"environment {name!r}: {module_name} has no {attribute}; {_choices()}")

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import structlog
 
 from schemas.arrays import pack_tokens, unpack_tokens
-from schemas.errors import UsageError, in_words, said_by
+from schemas.errors import UsageError, describe_error, message_of
 from workers.environments.fitness import Fitness, Loop
 from workers.environments.handed import Unusable, state_of, step_of, text_of
 from workers.environments.home import Begun
@@ -177,7 +177,7 @@ class Runner:
                 try:
                     self._loop.run_forever()
                 except Exception as error:  # noqa: BLE001 - an environment has closed the loop's own files
-                    self.ended = f" lost its event loop ({in_words(error)})"
+                    self.ended = f" lost its event loop ({describe_error(error)})"
                     return
         self._loop.close()
 
@@ -273,7 +273,7 @@ class Runner:
         own = environment
         done = await self._within(self._limits.timeout_seconds, lambda: self._do(job, own, restore=restore), job)
         if isinstance(done, UsageError) and isinstance(job, Reset):
-            return own, Refused(said_by(done))
+            return own, Refused(message_of(done))
         return own, Failed(_failure(job, done)) if isinstance(done, BaseException) else done
 
     async def _within(self, seconds: float, call: Callable[[], Awaitable[T]], job: Job | None) -> T | BaseException:
@@ -358,7 +358,7 @@ class Runner:
     async def _close(self, environment: Environment) -> None:
         error = await self._within(CLOSE_SECONDS, lambda: environment.close(), None)
         if isinstance(error, BaseException):  # its trajectory has been decided already
-            log.warning("environment_close_failed", error=in_words(error))
+            log.warning("environment_close_failed", error=describe_error(error))
 
     def _spawn(self, work: Coroutine[Any, Any, None], job: Job | None = None) -> None:
         task = self._loop.create_task(work)
@@ -391,5 +391,5 @@ def _present_task() -> asyncio.Task[Any]:
 
 
 def _failure(job: Job, error: BaseException) -> str:
-    reason = said_by(error) if isinstance(error, Unusable) else in_words(error)
+    reason = message_of(error) if isinstance(error, Unusable) else describe_error(error)
     return f"environment {job.environment}: {reason}"[:FAILURE_CHARACTERS]

@@ -21,8 +21,8 @@ import msgspec
 import numpy  # noqa: F401  tokens are unpacked with it, and a user's folder may have a file of that name
 import structlog
 
-from schemas.errors import UsageError, in_words
-from topics.processes import show_as
+from schemas.errors import UsageError, describe_error
+from topics.processes import set_process_name
 from workers.environments.fitness import Fitness, take_children_in
 from workers.environments.jobs import JOBS, Answer, Failed, Job, Limits, taken_as
 from workers.environments.registry import load_environment
@@ -55,7 +55,7 @@ def serve(descriptor: int, shared: int) -> NoReturn:
     status = 0
     try:
         kind = msgspec.msgpack.decode(line.recv_bytes(MOST_BYTES), type=Kind)
-        show_as(f"env {kind.environment}")
+        set_process_name(f"env {kind.environment}")
         status = _Served(line, kind, signs).run()
     except (EOFError, OSError):
         pass  # the worker is gone
@@ -139,7 +139,7 @@ class _Served:
         try:
             message = msgspec.msgpack.encode(("answer", job.ticket, type(answer).__name__, answer))
         except Exception as error:  # noqa: BLE001 - nothing that an environment hands back should come to this
-            message = self._failed(job, in_words(error))
+            message = self._failed(job, describe_error(error))
         if len(message) > MOST_BYTES:
             message = self._failed(job, f"it hands back {len(message)} bytes, {MOST_BYTES} are allowed")
         self._send(message)

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from schemas.arrays import count
-from schemas.contexts import appending
-from schemas.environments import Applied, EnvSnapshot
+from schemas.contexts import context_fields
 from schemas.errors import RecordError
-from schemas.limits import INFO_BYTES, LARGEST_REWARD
+from schemas.limits import MAX_INFO_BYTES, MAX_REWARD
+from schemas.progress import Applied, EnvSnapshot
 from schemas.prompts import Prompt, trajectory_id
 from schemas.record import Record
 from schemas.samples import Ending, Sample
@@ -83,8 +83,8 @@ def advance(
         committed_at=trajectory.committed_at,
     )
     trajectory.take_in(result, applied)
-    if not abs(applied.reward) <= LARGEST_REWARD:
-        reason = f"the environment's reward is {stepped.reward:g}: scale it down to {LARGEST_REWARD:g} in all"
+    if not abs(applied.reward) <= MAX_REWARD:
+        reason = f"the environment's reward is {stepped.reward:g}: scale it down to {MAX_REWARD:g} in all"
         return failed(trajectory, reason, rules, now)
     if ending is not None:
         return _ended(trajectory, stepped, ending, rules, now)
@@ -159,7 +159,7 @@ def _next_turn(trajectory: Trajectory, rules: Rules, now: float, *, changed: boo
         home=trajectory.home,
         environment=trajectory.prompt.environment,
         turn=trajectory.turn,
-        **appending(trajectory.tokens, trajectory.chain, known=trajectory.requested),
+        **context_fields(trajectory.tokens, trajectory.chain, known_tokens=trajectory.requested),
         sampling=trajectory.asked,
         requested_at=now,
         patience_seconds=rules.turn_patience_seconds,
@@ -202,7 +202,7 @@ def _ended(trajectory: Trajectory, stepped: Stepped, ending: Ending, rules: Rule
 
 def _too_much(info: dict[str, Any]) -> str:
     size = len(msgspec.msgpack.encode(info))
-    return f"the environment's info has {size} bytes, {INFO_BYTES} are allowed" if size > INFO_BYTES else ""
+    return f"the environment's info has {size} bytes, {MAX_INFO_BYTES} are allowed" if size > MAX_INFO_BYTES else ""
 
 
 def _sample(

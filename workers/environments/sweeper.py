@@ -9,7 +9,7 @@ from threading import Thread
 import structlog
 
 from schemas.errors import RoseError
-from topics.catalog import KEPT_SECONDS
+from topics.catalog import RETENTION_SECONDS
 from topics.records import Place
 from topics.retention import delete_before
 from topics.settings import BusSettings
@@ -26,7 +26,7 @@ log = structlog.get_logger()
 class Sweeper:
     """One sweep at a time, in a thread of its own."""
 
-    def __init__(self, settings: BusSettings, name: str, *, keep_seconds: float = KEPT_SECONDS) -> None:
+    def __init__(self, settings: BusSettings, name: str, *, keep_seconds: float = RETENTION_SECONDS) -> None:
         self._settings = settings
         self._name = name
         self._keep_seconds = keep_seconds

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from confluent_kafka import OFFSET_BEGINNING
 
-from schemas.environments import EnvSnapshot, Group, TrajectoryProgress
+from schemas.progress import EnvSnapshot, Group, TrajectoryProgress
 from schemas.turns import TurnRequest, TurnResult
 from topics.catalog import COMPLETED, GROUPS, PROGRESS, PROMPTS, REQUESTED, SNAPSHOTS
-from topics.fetch import FAR, Fetch, Find
-from topics.letters import buried
-from topics.log import await_decided, read_back
+from topics.dead_letters import dead_lettered_places
+from topics.fetch import JUMP_RECORDS, RecordFetch, RecordSearch
+from topics.log_reader import await_transactions, read_to_end
 from topics.reader import Reader
 from topics.records import Envelope, Place
 from topics.settings import BusSettings
@@ -62,7 +62,9 @@ def take_over(
     """
     committed = offsets([(topic, partition) for partition in partitions for topic in (PROMPTS, COMPLETED)])
     written = (GROUPS, PROGRESS, SNAPSHOTS, REQUESTED)
-    await_decided(settings, [(topic, partition) for topic in written for partition in partitions], meanwhile=meanwhile)
+    await_transactions(
+        settings, [(topic, partition) for topic in written for partition in partitions], on_wait=meanwhile
+    )
     new = [place for place, offset in committed.items() if offset is None]
     ends = reader.all_watermarks([*new, *((REQUESTED, partition) for partition in partitions)])
     unknown = [place for place in new if ends[place][1] > 0]
@@ -103,7 +105,7 @@ def _letters(
     """By home: what is a dead letter already of those inputs whose committed offset is gone."""
     found: dict[int, list[tuple[str, int]]] = {}
     for topic in dict.fromkeys(topic for topic, _ in places):
-        for partition, offset in buried(settings, topic, meanwhile=meanwhile):
+        for partition, offset in dead_lettered_places(settings, topic, on_wait=meanwhile):
             if (topic, partition) in places:
                 found.setdefault(partition, []).append((topic.name, offset))
     return found
@@ -115,7 +117,7 @@ def _newest(settings: BusSettings, recoveries: dict[int, Recovery], meanwhile: C
         (topic, partition): OFFSET_BEGINNING for topic in (GROUPS, PROGRESS, SNAPSHOTS) for partition in recoveries
     }
     records = 0
-    for envelope in read_back(settings, begins, client_id="rose-recovery", meanwhile=meanwhile):
+    for envelope in read_to_end(settings, begins, client_id="rose-recovery", on_wait=meanwhile):
         records += 1
         recovery, record = recoveries[envelope.partition], envelope.record
         if envelope.topic is GROUPS:
@@ -138,19 +140,19 @@ def _contents(settings: BusSettings, recoveries: dict[int, Recovery], meanwhile:
         return False
 
     # The embedded broker answers a fetch with all the rest of a partition: there jumps cost more than they save.
-    far = sys.maxsize if settings.embedded else FAR
+    far = sys.maxsize if settings.embedded else JUMP_RECORDS
     requests = {(REQUESTED, partition): recovery.requests for partition, recovery in recoveries.items()}
-    with closing(Reader(settings.to_an_end(), "rose-recovery", ends=True, meanwhile=meanwhile)) as reader:
-        find = Find(reader, requests, _turn_of, far=far, stopped=stopped)
+    with closing(Reader(settings.for_bounded_reads(), "rose-recovery", report_ends=True, on_wait=meanwhile)) as reader:
+        find = RecordSearch(reader, requests, _turn_of, jump_records=far, should_stop=stopped)
         for _, envelope in find:
             if isinstance(envelope.record, TurnRequest):
                 recoveries[envelope.partition].request(envelope.offset, envelope.record)
-        records = find.read
+        records = find.records_read
         named: dict[Place, list[int]] = {}
         for partition, recovery in recoveries.items():
             named |= {(REQUESTED, partition): recovery.links, (COMPLETED, partition): recovery.results}
         wanted = {place: offsets for place, offsets in named.items() if offsets}
-        for envelope in Fetch(reader, wanted, far=far, stopped=stopped):
+        for envelope in RecordFetch(reader, wanted, jump_records=far, should_stop=stopped):
             records += 1
             if isinstance(envelope.record, TurnResult):
                 recoveries[envelope.partition].result(envelope.offset, envelope.record)

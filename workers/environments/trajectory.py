@@ -22,8 +22,8 @@ from enum import Enum
 import msgspec
 
 from schemas.arrays import count
-from schemas.environments import Applied, TrajectoryProgress
-from schemas.limits import CHAIN, CONTEXT_TOKENS
+from schemas.limits import MAX_CHAIN, MAX_CONTEXT_TOKENS
+from schemas.progress import Applied, TrajectoryProgress
 from schemas.prompts import Prompt, PromptSampling, Sampling, trajectory_id
 from schemas.samples import SampleTurn
 from schemas.turns import Refusal, TurnOutcome, TurnResult, VersionSpan
@@ -164,7 +164,7 @@ class Trajectory:
         It may lie before it where a broker lost its newest records: it gives their offsets again.
         """
         behind = self.lies_at is not None and self.lies_at > max(self.chain, default=-1)
-        if self.lies_at is None or not behind or len(self.chain) >= CHAIN:
+        if self.lies_at is None or not behind or len(self.chain) >= MAX_CHAIN:
             self.anchor()
             return
         self.chain, self.requested, self.lies_at = (*self.chain, self.lies_at), count(self.tokens), None
@@ -211,14 +211,16 @@ def problem_of(result: TurnResult, context_tokens: int) -> str:
     sampled = count(result.tokens)
     if result.worker is None:
         return "no worker is named"
-    if context_tokens + sampled > CONTEXT_TOKENS:
-        return f"{context_tokens} tokens of context and {sampled} sampled ones are more than {CONTEXT_TOKENS}"
-    return result.part.flaw
+    if context_tokens + sampled > MAX_CONTEXT_TOKENS:
+        return f"{context_tokens} tokens of context and {sampled} sampled ones are more than {MAX_CONTEXT_TOKENS}"
+    return result.part.validation_error
 
 
 def settled_sampling(prompt: Prompt, default: Sampling) -> Prompt:
     """The prompt with its sampling in full: what a worker is configured to later changes no trajectory that is open."""
-    return msgspec.structs.replace(prompt, sampling=PromptSampling.all_of(prompt.sampling.over(default)))
+    return msgspec.structs.replace(
+        prompt, sampling=PromptSampling.from_sampling(prompt.sampling.with_defaults(default))
+    )
 
 
 def turn_sampling(prompt: Prompt, index: int, turn: int, *, room_tokens: int) -> Sampling:
@@ -226,7 +228,7 @@ def turn_sampling(prompt: Prompt, index: int, turn: int, *, room_tokens: int) ->
 
     One seed for all would make a group's trajectories alike: each turn's is drawn from the prompt's by hashing.
     """
-    sampling = prompt.sampling.over(Sampling())
+    sampling = prompt.sampling.with_defaults(Sampling())
     seed = sampling.seed
     if seed is not None:
         drawn = hashlib.blake2b(f"{seed}/{trajectory_id(prompt.group_id, index)}/{turn}".encode(), digest_size=8)

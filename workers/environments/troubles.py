@@ -66,7 +66,7 @@ class Troubles:
         return float(min(LONGEST_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** min(self._times - 1, 10)))
 
     def _judge(self, error: BusError, now: float, began_at: float) -> None:
-        if error.lasting:
+        if error.is_permanent:
             raise error
         if error.code == KafkaError.FENCED_INSTANCE_ID:
             raise WorkerFenced(self._name) from error

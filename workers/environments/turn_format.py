@@ -29,7 +29,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from schemas.limits import STOPS
+from schemas.limits import MAX_STOP_TOKENS
 from schemas.prompts import TokenId
 from workers.environments.chat_template import (
     FIX,
@@ -76,7 +76,9 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class _Generation(msgspec.Struct, frozen=True):
-    eos_token_id: TokenId | Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=STOPS - 1)] | None = None
+    eos_token_id: (
+        TokenId | Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_STOP_TOKENS - 1)] | None
+    ) = None
     """One less than a request may name: the template's own end of a turn may come to them."""
 
 
@@ -157,7 +159,7 @@ class TurnFormat:
         if stops is None:
             stops = self._id(self._named.get("eos_token"))
         if stops is None:
-            stops = told(model_stops, folder)[: STOPS - 1]
+            stops = told(model_stops, folder)[: MAX_STOP_TOKENS - 1]
         return (stops,) if isinstance(stops, int) else stops
 
     def _around(self, stop: str, prefix: str, suffix: str) -> _Around:

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 import structlog
 
 from schemas.arrays import count
-from schemas.environments import SettleRequest
+from schemas.progress import SettleRequest
 from schemas.samples import Ending, SampleOutcome
 from schemas.turns import TurnResult
 from topics import tracing
 from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, OUTCOMES, PROMPTS, SETTLES
 from topics.health import HEALTH
-from topics.log import read_back
-from topics.metrics import export
+from topics.log_reader import read_to_end
+from topics.metrics import register
 from topics.reader import Reader
-from topics.records import EndOfPartition, Envelope, Item, Place, Spoiled
+from topics.records import EndOfPartition, Envelope, InvalidMessage, Item, Place
 from topics.settings import BusSettings
 from workers.environments import metrics
 from workers.environments.home import Begun, Fate, Home
@@ -79,7 +79,7 @@ class EnvironmentWorker:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`check_environment` raises UsageError for a name that leads to no environment."""
-        export(metrics.ENVIRONMENT)
+        register(metrics.ENVIRONMENT)
         self._settings = settings
         self._name = name
         self._rules = rules
@@ -88,7 +88,7 @@ class EnvironmentWorker:
         self._check_environment = check_environment
         self._clock = clock
         self._member = Membership(settings, name, ENVIRONMENT_GROUP, meanwhile=self._meanwhile)
-        self._outcomes = Reader(settings, f"rose-{name}-outcomes", group=ENVIRONMENT_GROUP, meanwhile=self._meanwhile)
+        self._outcomes = Reader(settings, f"rose-{name}-outcomes", group=ENVIRONMENT_GROUP, on_wait=self._meanwhile)
         self._outbox = Outbox(
             settings,
             name,
@@ -121,12 +121,12 @@ class EnvironmentWorker:
                     self._cycle()
                     if self._homes:
                         self._troubles.well()
-                    HEALTH.says(f"owns homes {self._member.homes}" if self._homes else "waits for homes")
+                    HEALTH.report(f"owns homes {self._member.homes}" if self._homes else "waits for homes")
                 except TROUBLES as trouble:
                     self._member.moved = True
                     wait = self._troubles.met(trouble, time.monotonic(), self._outbox.began_at)
                     log.warning("trouble", worker=self._name, reason=str(trouble), seconds_to_recovery=wait)
-                    HEALTH.begins_anew(f"trouble with the broker: {trouble}")
+                    HEALTH.report_restart(f"trouble with the broker: {trouble}")
                     stop.wait(wait)
         finally:
             self._member.close()
@@ -153,7 +153,7 @@ class EnvironmentWorker:
     def _recover(self) -> None:
         """Forget everything and build the homes from the log."""
         self._member.moved = False
-        HEALTH.says("builds its homes from the log", ready=False)
+        HEALTH.report("builds its homes from the log", ready=False)
         self._life += 1
         self._stage.new_life(self._life)
         self._homes, self._jobs, self._ready, self._early = {}, [], [], []
@@ -188,7 +188,7 @@ class EnvironmentWorker:
             self._settings,
             reader,
             self._member.homes,
-            homes=reader.partitions(PROMPTS),
+            homes=reader.partition_count(PROMPTS),
             rules=self._rules,
             offsets=self._outbox.offsets,
             meanwhile=self._meanwhile,
@@ -217,7 +217,7 @@ class EnvironmentWorker:
         if begin is not None and begin < end:
             begins[place] = max(low, begin)
         if begins:
-            self._settle(read_back(self._settings, begins, client_id="rose-recovery", meanwhile=self._meanwhile))
+            self._settle(read_to_end(self._settings, begins, client_id="rose-recovery", on_wait=self._meanwhile))
         self._outcomes_next = end
         self._outcomes.assign({place: end, asked: asked_end})
         for home in self._homes.values():
@@ -226,7 +226,7 @@ class EnvironmentWorker:
 
     def _stay(self) -> None:
         """Stay a member: the others wait for one that does not come to a rebalance. What is read is taken later."""
-        HEALTH.turned_over()
+        HEALTH.report_progress()
         self._early += self._member.read(max(1, BATCH - len(self._early)), 0.0)
 
     def _meanwhile(self) -> None:
@@ -247,7 +247,7 @@ class EnvironmentWorker:
             home.results.passed(item.offset)
         else:
             home.results.read(item.offset)
-            reason = item.reason if isinstance(item, Spoiled) else "a message without a value is no result"
+            reason = item.reason if isinstance(item, InvalidMessage) else "a message without a value is no result"
             home.spoiled.append((item, reason))
 
     def _result(self, home: Home, offset: int, result: TurnResult) -> None:
@@ -377,7 +377,7 @@ class EnvironmentWorker:
             )
         metrics.APPLIED.inc()
         if tracing.exporter is not None:
-            tracing.exporter.applied(result, self._settings.topic(COMPLETED), began=ticket.applied_at)
+            tracing.exporter.on_applied(result, self._settings.topic(COMPLETED), began=ticket.applied_at)
         self._ready.append(Ready(ticket.home, trajectory.trajectory_id, written, ticket.offset))
 
     def _write(self) -> None:

@@ -20,9 +20,9 @@ Example, told of cell 1 in cell 0
 import secrets
 
 from schemas.errors import UsageError
-from schemas.homes import slot_of
-from schemas.slack import MOVING
-from topics.catalog import DISPATCHED, HEARTBEATS, of_cell
+from schemas.heartbeats import MOVING_REASON
+from schemas.partitioning import inbox_slot
+from topics.catalog import DISPATCHED, HEARTBEATS, partitions_of_cell
 from topics.reader import Reader
 from topics.records import Place
 from topics.writer import Writer
@@ -34,15 +34,15 @@ INCARNATION_RANDOM_BITS = 16
 
 def inbox_of(config: ExecutorConfig, target_cell: int | None, *, slots: int, cells: int) -> Place:
     """The inbox of an executor that is told of this cell, or of none. Raises UsageError where there is none."""
-    slot = slot_of(config.worker, slots) if config.slot is None else config.slot
+    slot = inbox_slot(config.worker, slots) if config.slot is None else config.slot
     if not 0 <= slot < slots:
         raise UsageError(
             f"executor.slot is {slot} and the last inbox {slots - 1}: leave it out, and it follows from the name; or "
             "with more topics.inbox_slots, `rose topics create` adds some"
         )
     if target_cell is not None and target_cell < min(cells, slots) and slot % cells != target_cell:
-        cell_slots = of_cell(target_cell, cells, slots)
-        slot = cell_slots[slot_of(config.worker, len(cell_slots))]
+        cell_slots = partitions_of_cell(target_cell, cells, slots)
+        slot = cell_slots[inbox_slot(config.worker, len(cell_slots))]
     return DISPATCHED, slot
 
 
@@ -54,7 +54,7 @@ class CellMembership:
         self._reader = reader
         self._writer = writer
         self._config = config
-        self._slots, self._cells = reader.partitions(DISPATCHED), reader.partitions(HEARTBEATS)
+        self._slots, self._cells = reader.partition_count(DISPATCHED), reader.partition_count(HEARTBEATS)
         self._next_inbox = inbox_of(config, target_cell, slots=self._slots, cells=self._cells)
         """Where it begins, or began last."""
         self._marker_offset: int | None = None
@@ -71,7 +71,7 @@ class CellMembership:
     @property
     def leaving_for(self) -> str:
         """For where, to people; empty while it stays."""
-        return "" if self._next_cell is None else f"{MOVING} {self._next_cell}"
+        return "" if self._next_cell is None else f"{MOVING_REASON} {self._next_cell}"
 
     def on_version_change(self, target_cell: int | None) -> None:
         """The engine has changed to another policy version."""

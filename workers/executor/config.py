@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from schemas.errors import UsageError
-from schemas.slack import HELD
-from schemas.turns import CLAIM_KEY
+from schemas.heartbeats import MAX_HELD_TURNS
+from schemas.turns import FENCING_KEY
 
 NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """As `schemas.limits.Id`."""
@@ -44,7 +44,7 @@ class ExecutorConfig:
     def __post_init__(self) -> None:
         in_range = {
             "slot must be from 0 to 2^31 - 1": self.slot is None or 0 <= self.slot < 2**31,
-            f"max_turns must be from 1 to {HELD}": 1 <= self.max_turns <= HELD,
+            f"max_turns must be from 1 to {MAX_HELD_TURNS}": 1 <= self.max_turns <= MAX_HELD_TURNS,
             "max_model_len must be from 2 to 2^31": 2 <= self.max_model_len <= 2**31,
             "kv_cache_bytes must be from 1 to 2^50": 1 <= self.kv_cache_bytes <= 2**50,
             "step_tokens must be from 1 to 2^31": 1 <= self.step_tokens <= 2**31,
@@ -58,10 +58,10 @@ class ExecutorConfig:
     def worker(self) -> str:
         """The name that it goes by. Raises UsageError for one that an executor cannot have."""
         name = self.name or socket.gethostname()
-        if NAME.fullmatch(name) is None or name == CLAIM_KEY:
+        if NAME.fullmatch(name) is None or name == FENCING_KEY:
             raise UsageError(
                 f"{name!r} cannot be an executor's name: give one in executor.name, of 1 to 128 characters of "
-                f"A-Z a-z 0-9 . _ : -, other than {CLAIM_KEY!r}"
+                f"A-Z a-z 0-9 . _ : -, other than {FENCING_KEY!r}"
             )
         return name
 

@@ -20,11 +20,11 @@ import msgspec
 import structlog
 
 from schemas.arrays import count
-from schemas.contexts import Torn, context_of, is_context_of
+from schemas.contexts import ContextMissing, assemble_context, matches_context
 from schemas.errors import RoseError
 from schemas.turns import TurnDispatch, TurnKey, TurnRequest
 from topics.catalog import REQUESTED
-from topics.fetch import Fetch
+from topics.fetch import RecordFetch
 from topics.reader import Reader
 from topics.records import Place
 from topics.settings import BusSettings
@@ -76,9 +76,9 @@ class ContextCache:
         cached = self._contexts.get(request.trajectory_id, b"")
         ways = [cached]  # of a turn that was here before
         if not dispatch.cut:
-            ways.append(request.appended if request.anchors else cached + request.appended)
+            ways.append(request.appended if request.is_anchor else cached + request.appended)
         for context in ways:
-            if is_context_of(request, context):
+            if matches_context(request, context):
                 self.store(request.trajectory_id, context)
                 return context
         return None
@@ -98,13 +98,15 @@ class ContextStore:
     """Kept ones, and a thread that reads the others back. `close` it."""
 
     def __init__(self, settings: BusSettings, name: str) -> None:
-        self._settings = settings if settings.embedded else settings.to_an_end().preferring(SPARSE_FETCH_SETTINGS)
+        self._settings = (
+            settings if settings.embedded else settings.for_bounded_reads().with_defaults(SPARSE_FETCH_SETTINGS)
+        )
         self._name = name
         self._cache = ContextCache()
         self._reading: dict[TurnKey, float] = {}
         """Since when, in monotonic seconds."""
         self._asked: Queue[TurnDispatch] = Queue()  # no SimpleQueue: a signal amid its wait can make that endless
-        self._answers: SimpleQueue[tuple[TurnDispatch, bytes | Torn]] = SimpleQueue()
+        self._answers: SimpleQueue[tuple[TurnDispatch, bytes | ContextMissing]] = SimpleQueue()
         self._stopping = Event()
         self._thread: Thread | None = None
 
@@ -126,7 +128,7 @@ class ContextStore:
         self._asked.put(dispatch)
         return None
 
-    def take_found(self) -> Iterator[tuple[TurnDispatch, bytes | Torn, float]]:
+    def take_found(self) -> Iterator[tuple[TurnDispatch, bytes | ContextMissing, float]]:
         """What was read back since, or why it cannot be; and the seconds that took."""
         while self._reading:
             try:
@@ -138,8 +140,8 @@ class ContextStore:
                 continue
             seconds = time.monotonic() - since
             metrics.READ_BACK_SECONDS.observe(seconds)
-            metrics.CONTEXTS.labels("torn" if isinstance(context, Torn) else "read back").inc()
-            if not isinstance(context, Torn):
+            metrics.CONTEXTS.labels("torn" if isinstance(context, ContextMissing) else "read back").inc()
+            if not isinstance(context, ContextMissing):
                 self._cache.store(dispatch.request.trajectory_id, context)
             yield dispatch, context, seconds
 
@@ -159,7 +161,7 @@ class ContextStore:
         left: dict[int, list[TurnDispatch]] = {}
         while not self._stopping.is_set():
             try:
-                with closing(Reader(self._settings, f"{self._name}-contexts", ends=True)) as reader:
+                with closing(Reader(self._settings, f"{self._name}-contexts", report_ends=True)) as reader:
                     while not self._stopping.is_set():
                         self._read_next(reader, left)
             except RoseError as error:
@@ -208,7 +210,7 @@ class ContextStore:
                 goes_to.setdefault((home, offset), []).append(each)
         # The embedded broker answers a fetch with all the rest of a partition: there jumps cost more than they save.
         far = sys.maxsize if self._settings.embedded else SEEK_GAP_RECORDS
-        for envelope in Fetch(reader, offsets_by_place, far=far, stopped=self._stopping.is_set):
+        for envelope in RecordFetch(reader, offsets_by_place, jump_records=far, should_stop=self._stopping.is_set):
             if isinstance(envelope.record, TurnRequest):
                 for each in goes_to[envelope.partition, envelope.offset]:
                     each.on_request(envelope.offset, envelope.record)
@@ -242,17 +244,21 @@ class ContextReadBack:
         if self._tokens > request_wanted.context_tokens:
             self._found.clear()
 
-    def context(self) -> bytes | Torn:
+    def context(self) -> bytes | ContextMissing:
         """The packed tokens, once all that is there was read."""
         request, offset = self.dispatch.request, self.dispatch.offset
         if self._tokens > request.context_tokens:
-            return Torn(f"what turn {request.turn} goes on from is more than its {request.context_tokens} tokens")
+            return ContextMissing(
+                f"what turn {request.turn} goes on from is more than its {request.context_tokens} tokens"
+            )
         if self.dispatch.cut:
             own = self._found.get(offset)
             if own is None or own.turn != request.turn:
-                return Torn(f"the request of turn {request.turn} is not on the log at offset {offset} any more")
+                return ContextMissing(
+                    f"the request of turn {request.turn} is not on the log at offset {offset} any more"
+                )
             request = msgspec.structs.replace(request, appended=own.appended)
         try:
-            return context_of(request, self._found)
-        except Torn as torn:
+            return assemble_context(request, self._found)
+        except ContextMissing as torn:
             return torn

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import NoReturn, Self
 
 from schemas.errors import RoseError, UsageError
-from topics.processes import end_with, show_as
+from topics.processes import die_with_parent, set_process_name
 from workers.executor.config import ExecutorConfig
 from workers.executor.ipc.engine_client import EngineClient
 from workers.executor.ipc.messages import EngineFailed, MessageSender
@@ -35,7 +35,7 @@ class EngineProcess:
         self.shapes, _ = check_folder(config.model_folder)
         refuse_too_long(config.model_folder, config.max_model_len)
         channel, parent = ChannelFds.create(), os.getpid()
-        end = end_with(parent, signal.SIGKILL)
+        end = die_with_parent(parent, signal.SIGKILL)
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -60,7 +60,7 @@ def _child_main(config: ExecutorConfig, channel: ChannelFds) -> NoReturn:
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        show_as(f"engine-{config.short_name}")
+        set_process_name(f"engine-{config.short_name}")
         run_engine(config, channel)
     except RoseError as error:
         MessageSender(RingBuffer(channel.reports)).send(EngineFailed(str(error), isinstance(error, UsageError)))

@@ -13,13 +13,13 @@ from threading import Event
 
 import structlog
 
-from schemas.capacity import CapacityGrant, Voice, spoken_in
-from schemas.slack import DRAINED
+from schemas.grants import CapacityGrant, GrantSource, parse_grant_key
+from schemas.heartbeats import DRAINED_REASON
 from topics.catalog import GRANTS
-from topics.following import Following
 from topics.health import HEALTH, START_SECONDS
 from topics.records import Envelope
 from topics.settings import BusSettings
+from topics.table_follower import TableFollower
 from workers.executor.ipc.messages import NO_LIMIT, EngineStatus, Resume, Suspend
 
 
@@ -128,9 +128,9 @@ class Lease:
         """Whether grants rule it, and not drains alone."""
         self._job = job
         self._grant_required = grant_required
-        self._grants: dict[Voice, ReceivedGrant] = {}
+        self._grants: dict[GrantSource, ReceivedGrant] = {}
 
-    def on_grant(self, grant: CapacityGrant | None, now: float, *, source: Voice, live: bool) -> bool:
+    def on_grant(self, grant: CapacityGrant | None, now: float, *, source: GrantSource, live: bool) -> bool:
         """The newest under one of its keys; None once it was deleted. Whether that says anything new.
 
         `seen`: it came while the log was followed, and was not read back.
@@ -148,18 +148,18 @@ class Lease:
 
     def permission(self, now: float) -> Permission:
         """What it may do, and where."""
-        named = self._grants.get(Voice.CELL)
+        named = self._grants.get(GrantSource.CELL)
         allowed = self._permission(now)
         return allowed if named is None else replace(allowed, cell=named.grant.cell)
 
     def _permission(self, now: float) -> Permission:
-        drain = self._grants.get(Voice.DRAIN)
+        drain = self._grants.get(GrantSource.DRAIN)
         if drain is not None:
-            why = f"{DRAINED}{f': {drain.grant.reason}' if drain.grant.reason else ''}"
+            why = f"{DRAINED_REASON}{f': {drain.grant.reason}' if drain.grant.reason else ''}"
             return Permission(denied_reason=why, may_finish=now < drain.received_at + drain.grant.finish_seconds)
         if not self.lends:
             return UNRESTRICTED
-        read = self._grants.get(Voice.BY_HAND) or self._grants.get(Voice.LEASED)
+        read = self._grants.get(GrantSource.BY_HAND) or self._grants.get(GrantSource.LEASED)
         if read is None:
             return (
                 Permission(denied_reason="it has no grant, and needs one (lender.needs_grant)")
@@ -208,15 +208,15 @@ class GrantFollower:
     def __init__(self, settings: BusSettings, worker: str, lease: Lease) -> None:
         self._lease = lease
         self._worker = worker
-        self._follower = Following(settings, GRANTS, f"{worker}-grants", self._on_grant)
+        self._follower = TableFollower(settings, GRANTS, f"{worker}-grants", self._on_grant)
 
     def wait_until_read(self, stop: Event) -> None:
         """Wait until those that were there have been read, or `stop` is set. Raises RoseError for what lasts."""
-        while not self._follower.known.wait(POLL_SECONDS) and not stop.is_set():
+        while not self._follower.is_caught_up.wait(POLL_SECONDS) and not stop.is_set():
             if self._follower.failure is not None:
                 raise self._follower.failure
             reason = "waits for its grants: the broker has not told them yet"
-            HEALTH.says(reason, ready=False, lasts_seconds=START_SECONDS)
+            HEALTH.report(reason, ready=False, lasts_seconds=START_SECONDS)
 
     def permission(self) -> Permission:
         """What it may do now."""
@@ -227,7 +227,7 @@ class GrantFollower:
         self._follower.stop()
 
     def _on_grant(self, item: Envelope, live: bool) -> None:
-        worker, voice = spoken_in(item.key)
+        worker, voice = parse_grant_key(item.key)
         if worker != self._worker or voice is None:
             return
         grant = item.record if isinstance(item.record, CapacityGrant) else None
@@ -236,9 +236,9 @@ class GrantFollower:
             log.info("grant", worker=self._worker, said=summary, reason="" if grant is None else grant.reason)
 
 
-def _summary(grant: CapacityGrant, source: Voice) -> str:
-    if source is Voice.CELL:
+def _summary(grant: CapacityGrant, source: GrantSource) -> str:
+    if source is GrantSource.CELL:
         return f"cell {grant.cell}"
-    if source is Voice.DRAIN:
+    if source is GrantSource.DRAIN:
         return "drain"
     return "lend" if grant.lend else "park"

@@ -5,7 +5,7 @@ Keeps true: heartbeats of one start are numbered without a gap, and list every t
 
 from collections.abc import Collection
 
-from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, Tenant
+from schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, Tenant
 from workers.executor.inbox import Inbox, packed_hashes
 from workers.executor.ipc.messages import EngineStatus
 from workers.executor.results import MAX_REASON_CHARACTERS, ExecutorIncarnation

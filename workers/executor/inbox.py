@@ -28,7 +28,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
-from schemas.slack import HELD
+from schemas.heartbeats import MAX_HELD_TURNS
 from schemas.turns import Refusal, TurnDispatch, TurnKey, held_hash
 
 
@@ -98,7 +98,7 @@ class Inbox:
     @property
     def listed_hashes(self) -> list[int]:
         """`held_hash` of every turn that is listed; as many as a heartbeat takes, those that are held first."""
-        return [*(execution for _, execution in self._held.values()), *self._unstored.values()][:HELD]
+        return [*(execution for _, execution in self._held.values()), *self._unstored.values()][:MAX_HELD_TURNS]
 
     def on_claim(self, fencing_token: int) -> None:
         """A router has claimed this inbox."""

@@ -29,14 +29,14 @@ from threading import Event
 import msgspec
 import structlog
 
-from schemas.contexts import Torn
+from schemas.contexts import ContextMissing
 from schemas.errors import UsageError
-from schemas.slack import HELD, ExecutorState, WorkerClass
-from schemas.turns import CLAIM_KEY, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
+from schemas.heartbeats import MAX_HELD_TURNS, ExecutorState, WorkerClass
+from schemas.turns import FENCING_KEY, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
 from topics.catalog import COMPLETED, HEARTBEATS
 from topics.health import HEALTH
 from topics.reader import Reader
-from topics.records import Envelope, Spoiled
+from topics.records import Envelope, InvalidMessage
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.executor import metrics
@@ -125,7 +125,7 @@ class Executor:
         """The engine's newest."""
         self._gate = gate
         self._running: dict[str, RunningTurn] = {}
-        self._answered: deque[int] = deque(maxlen=HELD)
+        self._answered: deque[int] = deque(maxlen=MAX_HELD_TURNS)
         """By `held_hash`, the turns that it answered last."""
         self._swap = VersionSwap(
             client, receiver, name, drain_first=config.drain_before_swap, keep_serving=self._gate.lends
@@ -137,7 +137,7 @@ class Executor:
         self._contexts = ContextStore(settings, name)
         self._writer = Writer(settings, name)
         self._reader = Reader(settings, name)
-        self._homes = self._reader.partitions(COMPLETED)
+        self._homes = self._reader.partition_count(COMPLETED)
         self._membership = CellMembership(self._reader, self._writer, config, gate.cell)
         self._enter_inbox()
         self._count_status(status)
@@ -193,7 +193,7 @@ class Executor:
     def _read_inbox(self) -> None:
         busy = self._running or self._swap.in_progress or self._contexts.is_reading
         for item in self._reader.read(INBOX_BATCH, BUSY_SECONDS if busy else IDLE_SECONDS):
-            if isinstance(item, Spoiled):
+            if isinstance(item, InvalidMessage):
                 self._writer.dead_letter(item, item.reason)
             elif isinstance(item, Envelope) and isinstance(item.record, TurnDispatch):
                 is_own = item.record.worker == self._name
@@ -201,7 +201,7 @@ class Executor:
                     self._writer.dead_letter(item, flaw)
                 else:
                     self._on_dispatch(item.record, item.offset)
-            elif isinstance(item, Envelope) and item.key == CLAIM_KEY:
+            elif isinstance(item, Envelope) and item.key == FENCING_KEY:
                 self._inbox.on_claim(item.offset)
             elif isinstance(item, Envelope) and item.key == self._name:
                 raise UsageError(
@@ -228,7 +228,7 @@ class Executor:
     def _start_found(self) -> None:
         """Go on with the turns whose contexts were read back."""
         for dispatch, context, seconds in self._contexts.take_found():
-            if isinstance(context, Torn):
+            if isinstance(context, ContextMissing):
                 self._inbox.release(dispatch.key)
                 # Of an anchor nothing more can be asked for than it has: what is wrong with that is somebody's fault.
                 self._refuse(dispatch, str(context), Refusal.CONTEXT if dispatch.request.chain else Refusal.ENGINE)
@@ -260,7 +260,7 @@ class Executor:
             summary, ready = health_summary(
                 self._version, self._receiver.newest, self._heartbeats.refused[1], pause_reason=self._gate.reason
             )
-            HEALTH.says(summary, ready=ready)
+            HEALTH.report(summary, ready=ready)
 
     @property
     def _version(self) -> int:
@@ -382,7 +382,7 @@ class Executor:
         result = finished_result(
             self._incarnation, dispatch, finished, outcome, reason, received_at=running.received_at
         )
-        if not given_up and (flaw := result.part.flaw):  # else who would go on from it looks
+        if not given_up and (flaw := result.part.validation_error):  # else who would go on from it looks
             self._refuse(dispatch, f"its engine's answer cannot be learned from: {flaw}", Refusal.ENGINE)
         else:
             metrics.count_finished(outcome, finished, received_at=running.received_at)

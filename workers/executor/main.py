@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from threading import Event
 
-from schemas.slack import WorkerClass
+from schemas.heartbeats import WorkerClass
 from topics.health import HEALTH, START_SECONDS
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
@@ -46,7 +46,7 @@ def run_executor(
     grants = GrantFollower(settings, name, lease)
     try:
         grants.wait_until_read(stop)
-        HEALTH.says("waits for its engine, which loads", ready=False, lasts_seconds=START_SECONDS)
+        HEALTH.report("waits for its engine, which loads", ready=False, lasts_seconds=START_SECONDS)
         status = client.wait_until_ready(stop)
         if status is not None:
             gate = IntakeGate(grants.permission, lends=lease.lends)

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from schemas.arrays import count
 from schemas.turns import TurnOutcome
-from topics.metrics import export, withdraw
+from topics.metrics import register, unregister
 from workers.executor.ipc.messages import EngineStatus, LendingStats, ServingStats, TurnFinished
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -108,12 +108,12 @@ POLICY_VERSION.set(-1)
 @contextmanager
 def exported() -> Iterator[None]:
     """While an executor runs; what it has counted before it goes on."""
-    export(EXECUTOR)
+    register(EXECUTOR)
     try:
         yield
     finally:
-        withdraw(EXECUTOR)
-        withdraw(LENDER)
+        unregister(EXECUTOR)
+        unregister(LENDER)
         POLICY_VERSION.set(-1)
         for gauge in (HELD_TURNS, KV_CAPACITY_BYTES, KV_FREE_BYTES):
             gauge.set(0)
@@ -146,7 +146,7 @@ def show_steps(status: EngineStatus) -> None:
 
 def show_serving(stats: ServingStats) -> None:
     """What a guest's host says of serving."""
-    export(LENDER)
+    register(LENDER)
     SERVING_REQUESTS.labels("running").set(stats.running)
     SERVING_REQUESTS.labels("waiting").set(stats.waiting)
     for kind, headroom in (("prefill", stats.prefill_headroom), ("decode", stats.decode_headroom)):
@@ -166,12 +166,12 @@ def show_lending(status: EngineStatus) -> None:
     if status.lending is not None:
         _show_memory(status.lending)
     if status.suspended_reason:
-        export(LENDER)
+        register(LENDER)
         _set_suspended()
 
 
 def _show_memory(stats: LendingStats) -> None:
-    export(LENDER)
+    register(LENDER)
     LENT_BYTES.set(stats.budget_bytes)
     FROZEN.set(stats.frozen)
     CUTS.inc(stats.cuts)

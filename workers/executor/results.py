@@ -9,10 +9,19 @@ from dataclasses import dataclass
 import msgspec
 
 from schemas.arrays import count
-from schemas.limits import SPANS
+from schemas.heartbeats import WorkerClass
+from schemas.limits import MAX_SPANS
 from schemas.prompts import Sampling
-from schemas.slack import WorkerClass
-from schemas.turns import CLASSES, Part, Refusal, TurnDispatch, TurnOutcome, TurnResult, TurnTimes, VersionSpan
+from schemas.turns import (
+    MAX_WORKER_CLASSES,
+    Part,
+    Refusal,
+    TurnDispatch,
+    TurnOutcome,
+    TurnResult,
+    TurnTimes,
+    VersionSpan,
+)
 from workers.executor.ipc.messages import TurnFinished
 
 
@@ -33,17 +42,17 @@ def dispatch_error(dispatch: TurnDispatch, *, homes: int) -> str:
     """Why this dispatch cannot be answered, where there are so many homes; empty when it can."""
     if dispatch.home >= homes:
         return f"its answer is awaited in home {dispatch.home}, and there are {homes}"
-    if not dispatch.cut and dispatch.request.flaw:
-        return f"what was asked contradicts itself: {dispatch.request.flaw}"
+    if not dispatch.cut and dispatch.request.validation_error:
+        return f"what was asked contradicts itself: {dispatch.request.validation_error}"
     begun = dispatch.begun
     if begun is None:
         return ""
-    if begun.flaw:
-        return f"what it is to go on from is malformed: {begun.flaw}"
-    if len(begun.spans) >= SPANS or len(begun.device_seconds) >= CLASSES:
+    if begun.validation_error:
+        return f"what it is to go on from is malformed: {begun.validation_error}"
+    if len(begun.spans) >= MAX_SPANS or len(begun.device_seconds) >= MAX_WORKER_CLASSES:
         return (
             f"what it is to go on from has {len(begun.spans)} spans and {len(begun.device_seconds)} worker classes, "
-            f"and what is sampled on needs one more of each: {SPANS} and {CLASSES} are the most"
+            f"and what is sampled on needs one more of each: {MAX_SPANS} and {MAX_WORKER_CLASSES} are the most"
         )
     return ""
 

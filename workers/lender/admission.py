@@ -35,8 +35,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from schemas.bounds import YEAR_SECONDS
 from schemas.errors import UsageError
+from schemas.limits import YEAR_SECONDS
 from workers.executor.ipc.messages import NextWork, WorkKind
 from workers.executor.step_cost import INITIAL_COST, StepCost
 

@@ -7,8 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from schemas.bounds import YEAR_SECONDS, refuse_outside
 from schemas.errors import UsageError
+from schemas.limits import YEAR_SECONDS, check_bounds
 from workers.lender.admission import Promise
 
 
@@ -23,7 +23,7 @@ class MemoryConfig:
     its prefix cache counts for one to two of them."""
 
     def __post_init__(self) -> None:
-        refuse_outside(self, {"headroom": (0, 1), "quiet_seconds": (0.001, YEAR_SECONDS)})
+        check_bounds(self, {"headroom": (0, 1), "quiet_seconds": (0.001, YEAR_SECONDS)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class LenderConfig:
     """Whether it lends nothing without a grant, of the control app or by hand; else it lends all until there is one."""
 
     def __post_init__(self) -> None:
-        refuse_outside(self, {"hang_seconds": (0.1, YEAR_SECONDS)})
+        check_bounds(self, {"hang_seconds": (0.1, YEAR_SECONDS)})
 
 
 class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from topics.health import HEALTH
-from topics.metrics import export, withdraw
+from topics.metrics import register, unregister
 from workers.executor.ipc.engine_client import EngineClient
 from workers.executor.ipc.messages import ObservationReport
 from workers.executor.metrics import SERVING_REQUESTS
@@ -69,13 +69,13 @@ COLLECTOR = ObservationCollector()
 
 def observe(client: EngineClient, stop: Event) -> None:
     """Until `stop` is set; then nothing is exported any more. Raises EngineBroken when the server is gone."""
-    export(COLLECTOR)
-    export(SERVING_REQUESTS)
+    register(COLLECTOR)
+    register(SERVING_REQUESTS)
     try:
         _observe(client, stop)
     finally:
-        withdraw(COLLECTOR)
-        withdraw(SERVING_REQUESTS)
+        unregister(COLLECTOR)
+        unregister(SERVING_REQUESTS)
         COLLECTOR.report = None
         SERVING_REQUESTS.clear()
 
@@ -86,7 +86,7 @@ def _observe(client: EngineClient, stop: Event) -> None:
         for report in client.reports():
             if isinstance(report, ObservationReport):
                 COLLECTOR.report, most = report, max(most, report.kv_bytes_most)
-                HEALTH.says("observes its server, and lends nothing")
+                HEALTH.report("observes its server, and lends nothing")
                 SERVING_REQUESTS.labels("running").set(report.running)
                 SERVING_REQUESTS.labels("waiting").set(report.waiting)
         if COLLECTOR.report is not None and time.monotonic() >= logs_at:

@@ -23,11 +23,10 @@ import msgspec
 import structlog
 
 from schemas.errors import RoseError, UsageError
-from schemas.slack import WorkerClass
-from topics.access import EXECUTOR
+from schemas.heartbeats import WorkerClass
+from topics.acl import EXECUTOR, connect_as
 from topics.health import HEALTH
-from topics.permission import reach_as
-from topics.processes import end_with, setter, show_as
+from topics.processes import die_with_parent, set_process_name, signal_safe_setter
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
 from workers.executor.grants import Lease
@@ -104,7 +103,7 @@ def _lend_config(plan: LendingPlan, folder: Path) -> LendConfig:
 
 def _fork(program: Callable[[], None]) -> int:
     """A child that runs `program`, is asked to stop when this process is gone, and runs nothing else of it."""
-    end = end_with(os.getpid(), signal.SIGTERM)
+    end = die_with_parent(os.getpid(), signal.SIGTERM)
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -125,7 +124,7 @@ def _fork(program: Callable[[], None]) -> int:
 
 def _stop_on_signal() -> Event:
     stop = Event()
-    set_stop = setter(stop)
+    set_stop = signal_safe_setter(stop)
     signal.signal(signal.SIGTERM, lambda *_: set_stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the server, which takes its children along
     return stop
@@ -134,7 +133,7 @@ def _stop_on_signal() -> Event:
 def _run_watchdog(plan: LendingPlan, shapes: Mapping[str, tuple[int, ...]], folder: Path, page: StatusPage) -> None:
     """The watchdog's program."""
     stop = _stop_on_signal()
-    show_as(f"watchdog-{plan.executor.short_name}")
+    set_process_name(f"watchdog-{plan.executor.short_name}")
     try:
         begin = lambda: _fork(lambda: _run_sidecar(plan, shapes, folder / "socket"))  # noqa: E731
         Watchdog(page, plan.stop_file, begin, hang_seconds=plan.lender.hang_seconds).run(stop)
@@ -145,7 +144,7 @@ def _run_watchdog(plan: LendingPlan, shapes: Mapping[str, tuple[int, ...]], fold
 def _run_sidecar(plan: LendingPlan, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
     """The program of the sidecar."""
     name, stop = plan.executor.worker, _stop_on_signal()
-    show_as(f"beside-{plan.executor.short_name}")
+    set_process_name(f"beside-{plan.executor.short_name}")
     log = structlog.get_logger("lender").bind(worker=name)
     try:
         with plan.exporting():
@@ -156,11 +155,11 @@ def _run_sidecar(plan: LendingPlan, shapes: Mapping[str, tuple[int, ...]], path:
                     raise
                 except RoseError as error:
                     log.warning("begins anew", reason=str(error))
-                    HEALTH.begins_anew(str(error))
+                    HEALTH.report_restart(str(error))
                     stop.wait(RESTART_SECONDS)
                 except Exception as error:  # nobody else would tell, or begin anew
                     log.exception("begins anew")
-                    HEALTH.begins_anew(repr(error))
+                    HEALTH.report_restart(repr(error))
                     stop.wait(RESTART_SECONDS)
     except UsageError as error:
         log.error("lends nothing, serving goes on", reason=str(error))
@@ -170,7 +169,7 @@ def _run_connection(plan: LendingPlan, shapes: Mapping[str, tuple[int, ...]], pa
     """One link with the server, from its beginning to its end."""
     settings = plan.settings
     if settings is not None:
-        reach_as(settings, EXECUTOR)
+        connect_as(settings, EXECUTOR)
     connection = _connect(path, stop)
     if connection is None:
         return
@@ -192,6 +191,6 @@ def _connect(path: Path, stop: Event) -> Connection | None:
         try:
             return connect(path)
         except OSError:
-            HEALTH.says("waits for its server", ready=False)
+            HEALTH.report("waits for its server", ready=False)
             stop.wait(CONNECT_RETRY_SECONDS)
     return None

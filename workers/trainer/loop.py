@@ -30,7 +30,7 @@ import structlog
 import torch
 
 from schemas.errors import RoseError, UsageError
-from schemas.limits import CONTEXT_TOKENS
+from schemas.limits import MAX_CONTEXT_TOKENS
 from schemas.samples import SampleOutcome
 from schemas.weights import WeightManifest
 from schemas.wire import decode, encode
@@ -111,7 +111,7 @@ class Trainer:
         self._rules = Rules(
             max_staleness=config.max_staleness,
             vocabulary=self._model.get_input_embeddings().num_embeddings,
-            context_tokens=most_tokens(self._model.config.to_dict()) or CONTEXT_TOKENS,
+            context_tokens=most_tokens(self._model.config.to_dict()) or MAX_CONTEXT_TOKENS,
             leave_out_truncated=config.truncated == "leave_out",
         )
         self._identity = Identity(
@@ -139,17 +139,17 @@ class Trainer:
             self._waiting_since = perf_counter()
             while groups := self._stream.take(self._config.groups_per_step):
                 self._step(groups)
-            HEALTH.says("ends: the last version goes to the log", lasts_seconds=self._config.hung_seconds)
-            self._publisher.settle(HEALTH.turned_over)
+            HEALTH.report("ends: the last version goes to the log", lasts_seconds=self._config.hung_seconds)
+            self._publisher.settle(HEALTH.report_progress)
             self._publisher.close()
         except BusError as error:
-            if error.fenced:
+            if error.is_fenced:
                 raise TrainerFenced(self._config.model_id) from error
             raise
         finally:
             self._stream.close()
         if self._stream.ended:
-            HEALTH.says("ends: the policy is exported", lasts_seconds=self._config.hung_seconds)
+            HEALTH.report("ends: the policy is exported", lasts_seconds=self._config.hung_seconds)
             export_policy(self._tensors, self._config.exported)
             log.info("run complete", version=self._version, groups=self._config.total_groups)
 
@@ -226,14 +226,14 @@ class Trainer:
             self._in_vain = int(line.skipped_minibatches > 0 and not line.tokens)
 
     def _step(self, groups: Sequence[CompleteGroup]) -> None:
-        HEALTH.says("learns", lasts_seconds=self._config.hung_seconds)
+        HEALTH.report("learns", lasts_seconds=self._config.hung_seconds)
         waited = perf_counter() - self._waiting_since
         began = perf_counter()
         judged = [judge(group, self._version, rules=self._rules, abandoned=self._abandoned) for group in groups]
         judged, done = self._learn(judged)
         judged = self._without_skipped(judged, done)
         trained, now = perf_counter(), time.time()
-        self._publisher.settle(HEALTH.turned_over)  # no checkpoint is two versions ahead of the log
+        self._publisher.settle(HEALTH.report_progress)  # no checkpoint is two versions ahead of the log
         before, self._version = self._version, self._publisher.next_version
         self._refuse_numberless(judged)
         line = StepLine.of(judged, done, before=before, version=self._version, abandoned=self._abandoned)

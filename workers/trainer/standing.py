@@ -3,9 +3,9 @@
 Keeps true
 - With a stream's offsets lies its mark, a name that no other has and a number: that of the newest stream from when it
   begins, another with each transaction.
-- A transaction that was given up (`topics/hung.py`) is made again by another writer if its mark is not on the log, and
-  not if it is. Who finds a newer stream's mark there is fenced, and settles nothing. A stream that comes in the very
-  moment in which another writer is made may be fenced as well: then neither settles anything more.
+- A transaction that was given up (`topics/transactions.py`) is made again by another writer if its mark is not on the
+  log, and not if it is. Who finds a newer stream's mark there is fenced, and settles nothing. A stream that comes in
+  the very moment in which another writer is made may be fenced as well: then neither settles anything more.
 - The embedded broker hides what comes after an abort, so there nothing is made again.
 """
 
@@ -18,12 +18,12 @@ import structlog
 from confluent_kafka import KafkaError
 
 from schemas.errors import UsageError
-from topics.catalog import OUTCOMES, TRAINER_NAMES
+from topics.catalog import OUTCOMES, TRAINER_PREFIX
 from topics.errors import BusError
+from topics.held_offsets import committed_offsets
 from topics.reader import Reader
-from topics.records import Envelope, Place, Spoiled
+from topics.records import Envelope, InvalidMessage, Place
 from topics.settings import BusSettings
-from topics.undecided import committed_offsets
 from topics.writer import Writer
 
 OUTCOMES_PLACE: Place = (OUTCOMES, 0)
@@ -38,7 +38,7 @@ class Standing:
     def __init__(self, settings: BusSettings, model_id: str, client_id: str, stop: Event) -> None:
         """`stop`: nobody waits for a broker that is away any more. Raises BusError."""
         self._settings, self._client_id, self._stop = settings, client_id, stop
-        self._id = f"{TRAINER_NAMES}{model_id}"
+        self._id = f"{TRAINER_PREFIX}{model_id}"
         self._lock = Lock()
         self._name, self._numbers = uuid4().hex, count()
         self._closed = False
@@ -51,7 +51,9 @@ class Standing:
         these and of OUTCOMES_PLACE. Raises BusError.
         """
         if not self._settings.embedded:
-            self._mark = reader.marks([OUTCOMES_PLACE])[OUTCOMES_PLACE]  # first: no newer one's, if the offsets are not
+            self._mark = reader.commit_metadata([OUTCOMES_PLACE])[
+                OUTCOMES_PLACE
+            ]  # first: no newer one's, if the offsets are not
         offsets = committed_offsets(reader, self.writer, [*places, OUTCOMES_PLACE])
         if not self._settings.embedded:
             stood = {place: offset for place, offset in offsets.items() if offset is not None}
@@ -72,13 +74,13 @@ class Standing:
             mark = f"{self._name}/{next(self._numbers)}"
             trouble = self._try(write, offsets, reader, mark)
             if trouble is not None:
-                if not trouble.unknown or self._settings.embedded or self._stop.is_set():
+                if not trouble.outcome_unknown or self._settings.embedded or self._stop.is_set():
                     raise trouble
                 log.warning("a transaction was given up", reason=str(trouble))
                 self._make_sure(write, offsets, reader, mark, trouble)
             self._mark = mark
 
-    def dead_letter(self, item: Envelope | Spoiled, reason: str) -> None:
+    def dead_letter(self, item: Envelope | InvalidMessage, reason: str) -> None:
         """Bury what was read in a transaction of its own. Raises BusError."""
         with self._lock:
             self.writer.transact(lambda: self.writer.dead_letter(item, reason))
@@ -93,7 +95,7 @@ class Standing:
         self, write: Callable[[Writer], None], offsets: Mapping[Place, int], reader: Reader, mark: str
     ) -> BusError | None:
         try:
-            self.writer.transact(lambda: write(self.writer), offsets, reader, mark=mark)
+            self.writer.transact(lambda: write(self.writer), offsets, reader, metadata=mark)
         except BusError as error:
             return error
         return None
@@ -112,13 +114,13 @@ class Standing:
         self.writer = self._fencing()
         reader.committed([OUTCOMES_PLACE])  # waits until nothing is open; where its end is not known, nor is the mark
         if self._known(reader, mark, trouble) != mark:
-            self.writer.transact(lambda: write(self.writer), offsets, reader, mark=mark)
+            self.writer.transact(lambda: write(self.writer), offsets, reader, metadata=mark)
 
     def _known(self, reader: Reader, mark: str, trouble: BusError) -> str:
         """The mark on the log: the last one or `mark`. Raises `trouble` where there is none any more, and BusError as
         to who is fenced for another stream's.
         """
-        found = reader.marks([OUTCOMES_PLACE])[OUTCOMES_PLACE]
+        found = reader.commit_metadata([OUTCOMES_PLACE])[OUTCOMES_PLACE]
         if found in (self._mark, mark):
             return found
         if not found:
@@ -130,5 +132,5 @@ class Standing:
             self._settings,
             self._client_id,
             transactional_id=self._id,
-            wanted=lambda: not self._stop.is_set(),
+            still_needed=lambda: not self._stop.is_set(),
         )

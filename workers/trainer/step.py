@@ -199,7 +199,7 @@ def _gradients(model: Any, rows: Sequence[_Row], settings: StepSettings) -> _Sum
             logprobs, behaviour_logprobs=behaviour, advantages=advantages, loss_mask=mask, bounds=settings.bounds
         )
         (summed / max(sums.tokens, 1)).backward()  # type: ignore[no-untyped-call]
-        HEALTH.turned_over()
+        HEALTH.report_progress()
         sums.loss += float(summed.detach())
         _observe(sums, logprobs.detach(), behaviour, advantages, mask=mask, bounds=settings.bounds)
     return sums

@@ -33,17 +33,17 @@ from typing import TYPE_CHECKING, Self
 
 import structlog
 
-from schemas.environments import Group, GroupState
 from schemas.errors import RoseError, UsageError
+from schemas.progress import Group, GroupState
 from schemas.samples import Sample, SampleOutcome
-from topics.catalog import GROUPS, OUTCOMES, SAMPLES, TRAINER_NAMES
+from topics.catalog import GROUPS, OUTCOMES, SAMPLES, TRAINER_PREFIX
+from topics.dead_letters import dead_lettered_places
 from topics.errors import BusError
 from topics.health import HEALTH
-from topics.letters import buried
-from topics.log import await_decided, read_back
-from topics.metrics import export
+from topics.log_reader import await_transactions, read_to_end
+from topics.metrics import register
 from topics.reader import Reader
-from topics.records import EndOfPartition, Envelope, Item, Place, Spoiled
+from topics.records import EndOfPartition, Envelope, InvalidMessage, Item, Place
 from topics.retention import delete_before, lowest_committed
 from topics.settings import BusSettings
 from topics.writer import Writer
@@ -116,7 +116,7 @@ class SampleStream:
         ends waiting for groups, for a broker that is away, and this: then it raises Stopped. Raises TopicMissing,
         BusError, or WrongLog when the samples end before that place.
         """
-        export(metrics.TRAINER)
+        register(metrics.TRAINER)
         self.model_id = model_id
         self._settings, self._client_id, self._stop = settings, client_id, stop or Event()
         self._total = total_groups
@@ -125,7 +125,7 @@ class SampleStream:
         """As whichever thread committed them says: the assembly belongs to the stream's."""
         self._standing = Standing(settings, model_id, client_id, self._stop)
         self._reader = Reader(
-            settings, client_id, group=f"{TRAINER_NAMES}{model_id}", ends=True, meanwhile=self.unless_stopped
+            settings, client_id, group=f"{TRAINER_PREFIX}{model_id}", report_ends=True, on_wait=self.unless_stopped
         )
         self.fresh = False
         """No trainer of the model has ever settled anything on this log, as far as the broker remembers."""
@@ -159,7 +159,7 @@ class SampleStream:
 
     def unless_stopped(self) -> None:
         """For who reads the log back: the loop turns over, unless it is to stop. Raises Stopped."""
-        HEALTH.turned_over()
+        HEALTH.report_progress()
         if self._stop.is_set():
             raise Stopped
 
@@ -178,7 +178,7 @@ class SampleStream:
                 return groups
             for item in self._reader.read(BATCH, LOOK_SECONDS):
                 self._take_in(item)
-            HEALTH.says("waits for groups")
+            HEALTH.report("waits for groups")
             metrics.HELD_SAMPLES.set(self._assembly.held_samples)
             self._delete_what_is_old()
         return ()
@@ -237,9 +237,9 @@ class SampleStream:
         self._reader.close()
 
     def _stand_where_the_log_says(self) -> None:
-        places: list[Place] = [(SAMPLES, part) for part in range(self._reader.partitions(SAMPLES))]
+        places: list[Place] = [(SAMPLES, part) for part in range(self._reader.partition_count(SAMPLES))]
         committed = self._standing.begin(self._reader, places)
-        await_decided(self._settings, [OUTCOMES_PLACE], client_id=self._client_id, meanwhile=self.unless_stopped)
+        await_transactions(self._settings, [OUTCOMES_PLACE], client_id=self._client_id, on_wait=self.unless_stopped)
         forgotten = None in committed.values()  # the broker drops the offsets of who was away for a week
         self.fresh = all(committed[place] is None for place in places)
         known_from = 0 if self._total or forgotten else committed[OUTCOMES_PLACE] or 0
@@ -264,7 +264,7 @@ class SampleStream:
 
     def _follow_to_the_end(self) -> dict[Place, int]:
         """Take in what is said of the groups so far; what was mended must not count meanwhile. Returns what follows."""
-        places: list[Place] = [(GROUPS, part) for part in range(self._reader.partitions(GROUPS))]
+        places: list[Place] = [(GROUPS, part) for part in range(self._reader.partition_count(GROUPS))]
         begins = {place: low for place, (low, _) in self._reader.all_watermarks(places).items()}
         for envelope in self._read_back(begins):
             self._follow(envelope)
@@ -272,7 +272,7 @@ class SampleStream:
         return begins
 
     def _read_back(self, begins: Mapping[Place, int]) -> Iterator[Envelope]:
-        return read_back(self._settings, begins, client_id=self._client_id, meanwhile=self.unless_stopped)
+        return read_to_end(self._settings, begins, client_id=self._client_id, on_wait=self.unless_stopped)
 
     def _begin_and_end(self, place: Place, committed: int | None) -> tuple[int, int]:
         low, high = self._reader.watermarks(place)
@@ -298,7 +298,7 @@ class SampleStream:
             self._assembly.passed(item.partition, item.offset - 1)
             return
         self._assembly.passed(item.partition, item.offset)
-        if isinstance(item, Spoiled):
+        if isinstance(item, InvalidMessage):
             self._bury(item, item.reason)
         elif not isinstance(item.record, Sample):
             self._bury(item, "it has no value")
@@ -317,7 +317,7 @@ class SampleStream:
         elif taken is Taken.DUPLICATE and not self._assembly.is_old(item.partition, item.offset):
             log.warning("sample dropped", trajectory=sample.trajectory_id, reason="it has come before")
 
-    def _follow(self, item: Envelope | Spoiled) -> None:
+    def _follow(self, item: Envelope | InvalidMessage) -> None:
         """Take in what an environment worker says of a group."""
         if isinstance(item, Envelope) and isinstance(item.record, Group):
             name = item.record.group_id
@@ -326,10 +326,10 @@ class SampleStream:
             elif not self._assembly.is_settled(name):
                 self._ended.discard(name)  # a mended prompt has opened it
 
-    def _bury(self, item: Envelope | Spoiled, reason: str) -> None:
+    def _bury(self, item: Envelope | InvalidMessage, reason: str) -> None:
         metrics.SAMPLES.labels(metrics.DEAD_LETTER).inc()
         if self._buried is None:
-            self._buried = buried(self._settings, SAMPLES, client_id=self._client_id)
+            self._buried = dead_lettered_places(self._settings, SAMPLES, client_id=self._client_id)
         if (item.partition, item.offset) in self._buried:
             return
         log.warning("no sample", partition=item.partition, offset=item.offset, reason=reason)
@@ -359,7 +359,7 @@ class SampleStream:
         self._delete_at = time.monotonic() + DELETING_SECONDS
         own: Mapping[Place, int] = {(SAMPLES, part): offset for part, offset in self._committed.items()}
         try:  # the trainers of other models read the same topic
-            read = lowest_committed(self._settings, TRAINER_NAMES, list(own), client_id=self._client_id)
+            read = lowest_committed(self._settings, TRAINER_PREFIX, list(own), client_id=self._client_id)
             needed = {place: min(offset, read.get(place, offset)) for place, offset in own.items()}
             delete_before(self._settings, needed, client_id=self._client_id)
         except RoseError as error:

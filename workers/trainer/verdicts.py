@@ -19,10 +19,10 @@ from math import isclose
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import impossible_logprob, unpack_logprobs, unpack_tokens
-from schemas.errors import RecordError, said_by
-from schemas.prompts import unpriced
-from schemas.samples import CUT_OFF, Outcome, Sample, SampleOutcome
+from schemas.arrays import logprob_error, unpack_logprobs, unpack_tokens
+from schemas.errors import RecordError, message_of
+from schemas.prompts import untrainable_reason
+from schemas.samples import TRUNCATED, Outcome, Sample, SampleOutcome
 from workers.trainer.groups import CompleteGroup
 
 LEAST_TO_COMPARE = 2
@@ -50,7 +50,7 @@ class Rules:
     context_tokens: int
     """Longest sample that the model takes."""
     leave_out_truncated: bool = False
-    """Whether samples that were cut off (`schemas.samples.CUT_OFF`) are not learned from."""
+    """Whether samples that were cut off (`schemas.samples.TRUNCATED`) are not learned from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def judge(
 
 def failed(group: JudgedGroup, error: Exception) -> JudgedGroup:
     """The group as it is settled when to train on it raised this."""
-    message = " ".join(said_by(error).split())[:REASON_CHARACTERS]
+    message = " ".join(message_of(error).split())[:REASON_CHARACTERS]
     return _not_trained(group, f"to train on its group raised {type(error).__name__}: {message}")
 
 
@@ -169,7 +169,7 @@ def _verdict(sample: Sample, version: int, *, rules: Rules, abandoned: Sequence[
             return Verdict(Outcome.SUPERSEDED, reason)
     if staleness(sample, version, abandoned) > rules.max_staleness:
         return Verdict(Outcome.STALE, f"sampled under version {sample.oldest_version}, the trainer is at {version}")
-    if rules.leave_out_truncated and sample.ended in CUT_OFF:
+    if rules.leave_out_truncated and sample.ended in TRUNCATED:
         return Verdict(Outcome.FILTERED, f"it was cut off ({sample.ended.value}), and truncated samples are left out")
     return TRAINED
 
@@ -193,7 +193,7 @@ def sample_flaw(sample: Sample, *, rules: Rules) -> str:
         return f"token {tokens.max()} is outside of the vocabulary of {rules.vocabulary}"
     if mask.max(initial=0) > 1:
         return "the loss mask holds more than 0 and 1"
-    return impossible_logprob(logprobs[mask == 1]) or _flaw_of_turns(sample, mask)
+    return logprob_error(logprobs[mask == 1]) or _flaw_of_turns(sample, mask)
 
 
 def _flaw_of_turns(sample: Sample, mask: NDArray[np.uint8]) -> str:
@@ -217,4 +217,4 @@ def unfit_request(sample: Sample) -> str:
     """Why a sample teaches nothing though nothing failed: what was asked for. Empty if it can be learned from."""
     if not any(sample.loss_mask):
         return "no token of it was sampled"
-    return next((reason for turn in sample.turns if (reason := unpriced(turn.sampling))), "")
+    return next((reason for turn in sample.turns if (reason := untrainable_reason(turn.sampling))), "")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from schemas.bounds import MANY, refuse_outside
+from schemas.limits import MAX_COUNT, check_bounds
 from workers.users.traces import SQUARE
 
 LEAST_PACE, MOST_PACE = 1e-6, 1e6
@@ -30,9 +30,9 @@ class UsersConfig:
     """The trace's answers are divided by this."""
 
     def __post_init__(self) -> None:
-        refuse_outside(
+        check_bounds(
             self,
-            {"pace": (LEAST_PACE, MOST_PACE), "prompt_divisor": (1, MANY), "output_divisor": (1, MANY)},
+            {"pace": (LEAST_PACE, MOST_PACE), "prompt_divisor": (1, MAX_COUNT), "output_divisor": (1, MAX_COUNT)},
         )
         if str(self.trace).startswith(SQUARE):
             raise ValueError(f"trace ({self.trace}) must be a file: a square wave has no end, and is played for ever")

@@ -19,7 +19,7 @@ import msgspec
 import structlog
 
 from schemas.errors import UsageError
-from schemas.serving import Served
+from schemas.user_requests import UserRequest
 from workers.users.config import UsersConfig
 from workers.users.requests import Request, Shape, Slice, compress
 from workers.users.stream import Answer, ask, completion, session
@@ -69,11 +69,11 @@ def run_users(config: UsersConfig, url: str, stop: Event) -> None:
         waits.close()
 
 
-def served(answer: Answer, *, ended: float, to_unix: float) -> Served:
+def served(answer: Answer, *, ended: float, to_unix: float) -> UserRequest:
     """Of an answer that ended at this moment; `to_unix` leads from time.monotonic() to Unix seconds."""
     after_first = answer.tokens - 1
     first, last = (answer.moments[0], answer.moments[-1]) if answer.moments else (None, None)
-    return Served(
+    return UserRequest(
         at=answer.due + to_unix,
         seconds=ended - answer.due,
         prompt_tokens=answer.prompt_tokens,

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from schemas.errors import in_words
+from schemas.errors import describe_error
 
 PREFIX, DONE = b"data: ", b"[DONE]"
 JSON = {"Content-Type": "application/json"}
@@ -121,7 +121,7 @@ async def ask(
                 if line.startswith(PREFIX) and not line.startswith(DONE, len(PREFIX)):
                     _take(answer, _decoder.decode(line[len(PREFIX) :]), on_tokens)
     except (TimeoutError, aiohttp.ClientError, msgspec.DecodeError) as error:
-        answer.error = in_words(error)
+        answer.error = describe_error(error)
     if not answer.error and answer.tokens != body["max_tokens"]:
         answer.error = f"{answer.tokens} of {body['max_tokens']} tokens came"
     return answer

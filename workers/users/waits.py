@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from schemas.serving import Served
+from schemas.user_requests import UserRequest
 
 NAME = "serving.jsonl"
 
@@ -20,16 +20,16 @@ class Waits:
         run_folder.mkdir(parents=True, exist_ok=True)
         self._file = (run_folder / NAME).open("ab", buffering=0)
 
-    def append(self, line: Served) -> None:
+    def append(self, line: UserRequest) -> None:
         self._file.write(msgspec.json.encode(line) + b"\n")
 
     def close(self) -> None:
         self._file.close()
 
 
-def read_waits(run_folder: Path) -> Sequence[Served]:
+def read_waits(run_folder: Path) -> Sequence[UserRequest]:
     """The whole lines of a run so far, in the order of their moments; empty where nobody asked."""
     file = run_folder / NAME
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-    whole = [msgspec.json.decode(line, type=Served) for line in lines if line.endswith(b"\n")]
+    whole = [msgspec.json.decode(line, type=UserRequest) for line in lines if line.endswith(b"\n")]
     return sorted(whole, key=lambda each: each.at)

@@ -2,7 +2,7 @@
 
 Keeps true: a manifest is believed about nothing that was not known before. Names and shapes are the model's own, so
 what a receiver allocates for weights is bounded by its model, never by a record; what a manifest says of them itself is
-bounded by `INDEX_CHUNKS`, and takes some five times its bytes as objects. Pure, and free of torch.
+bounded by `MAX_INDEX_CHUNKS`, and takes some five times its bytes as objects. Pure, and free of torch.
 """
 
 from collections import Counter, defaultdict

@@ -10,7 +10,7 @@ from threading import Event
 
 from schemas.weights import ChunkRef, WeightChunk
 from topics.catalog import CHUNKS
-from topics.fetch import Fetch
+from topics.fetch import RecordFetch
 from topics.reader import Reader
 
 FAR = 8
@@ -31,7 +31,7 @@ class ChunkFetch:
         for partition, offset in self._refs:
             places[partition].append(offset)
         wanted = {(CHUNKS, partition): offsets for partition, offsets in places.items()}
-        self._fetch = Fetch(reader, wanted, far=FAR, batch=BATCH, stopped=stop.is_set)
+        self._fetch = RecordFetch(reader, wanted, jump_records=FAR, batch=BATCH, should_stop=stop.is_set)
 
     @property
     def bytes_read(self) -> int:

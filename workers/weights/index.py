@@ -12,11 +12,11 @@ from itertools import chain
 
 import msgspec
 
-from schemas.limits import RECORD_BYTES
+from schemas.limits import MAX_RECORD_BYTES
 from schemas.weights import (
-    INDEX_CHUNKS,
-    SLICES,
-    TENSORS,
+    MAX_INDEX_CHUNKS,
+    MAX_SLICES,
+    MAX_TENSORS,
     ChunkRef,
     FirstChunk,
     SliceRef,
@@ -30,10 +30,10 @@ from workers.weights.geometry import LayoutError
 from workers.weights.refusals import Refusal, VersionRefused
 from workers.weights.shelves import CHUNK_BYTES, Shelf, lowest_offsets, put_payload
 
-INLINE_BYTES = RECORD_BYTES // 2
+INLINE_BYTES = MAX_RECORD_BYTES // 2
 """Of a record that has its tensors and slices itself, at most, beside `first`."""
 
-INDEX_BYTES = INDEX_CHUNKS * CHUNK_BYTES
+INDEX_BYTES = MAX_INDEX_CHUNKS * CHUNK_BYTES
 """Of an index, at most."""
 
 INDEX = ":index"
@@ -53,9 +53,9 @@ _slices = msgspec.msgpack.Decoder(tuple[SliceRef, ...]).decode
 def check_layout(tensors: Sequence[TensorSpec], slices: int) -> None:
     """Raises LayoutError for tensors that no receiver would take, or more of them or of slices than one would."""
     try:
-        _check_readable(_tensors, tensors, TENSORS)
-        if slices > SLICES:
-            raise ValueError(f"{slices} slices, and {SLICES} are the most")
+        _check_readable(_tensors, tensors, MAX_TENSORS)
+        if slices > MAX_SLICES:
+            raise ValueError(f"{slices} slices, and {MAX_SLICES} are the most")
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
         raise LayoutError(f"no receiver would take these tensors: {error}") from error
 
@@ -83,8 +83,8 @@ def _index_of(manifest: WeightManifest) -> bytes:
         index = msgspec.msgpack.encode(WeightIndex(tensors=manifest.tensors, slices=manifest.slices))
         if len(index) > INDEX_BYTES:
             raise ValueError(f"it takes {len(index)} bytes, and an index holds {INDEX_BYTES}")
-        _check_readable(_tensors, manifest.tensors, TENSORS)
-        _check_readable(_slices, manifest.slices, SLICES)
+        _check_readable(_tensors, manifest.tensors, MAX_TENSORS)
+        _check_readable(_slices, manifest.slices, MAX_SLICES)
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
         what = f"no receiver would take what version {manifest.version} says of its tensors and slices"
         raise LayoutError(f"{what}: {error}") from error

@@ -13,9 +13,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from schemas.weights import SIGNATURE_HEADER, WeightManifest
 from schemas.wire import encode
-from topics.asking import nothing
 from topics.catalog import MANIFESTS
-from topics.log import read_back
+from topics.log_reader import read_to_end
+from topics.queries import noop
 from topics.records import Envelope
 from topics.settings import BusSettings
 from topics.writer import Writer
@@ -57,9 +57,9 @@ def signed(manifest: WeightManifest, key: Ed25519PrivateKey | None) -> SignedMan
     return SignedManifest(manifest, wire, {} if key is None else {SIGNATURE_HEADER: key.sign(wire)})
 
 
-def read_manifests(settings: BusSettings, *, meanwhile: Callable[[], None] = nothing) -> Iterator[Envelope]:
-    """All that is on the topic, believed or not. `meanwhile`: see `read_back`. Raises TopicMissing or BusError."""
-    yield from read_back(settings, {PLACE: 0}, client_id="rose-weights", meanwhile=meanwhile)
+def read_manifests(settings: BusSettings, *, meanwhile: Callable[[], None] = noop) -> Iterator[Envelope]:
+    """All that is on the topic, believed or not. `meanwhile`: see `read_to_end`. Raises TopicMissing or BusError."""
+    yield from read_to_end(settings, {PLACE: 0}, client_id="rose-weights", on_wait=meanwhile)
 
 
 def newest_manifest(settings: BusSettings, trust: Trust) -> WeightManifest | None:

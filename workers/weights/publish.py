@@ -35,10 +35,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from torch import Tensor
 
 from schemas.weights import ChunkRef, SliceRef, WeightManifest
-from topics.asking import nothing
 from topics.catalog import CHUNKS
-from topics.log import await_decided
-from topics.metrics import export
+from topics.log_reader import await_transactions
+from topics.metrics import register
+from topics.queries import noop
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.weights import codec
@@ -92,7 +92,7 @@ class WeightPublisher:
         store: AnchorStore | None = None,
         store_above_bytes: int = 0,
         key: Ed25519PrivateKey | None = None,
-        meanwhile: Callable[[], None] = nothing,
+        meanwhile: Callable[[], None] = noop,
     ) -> None:
         """Raises TopicMissing, BusError, or UsageError for a run without a proper name, or no key where one must be.
 
@@ -102,7 +102,7 @@ class WeightPublisher:
         `read_back`.
         """
         refuse_unsigned(settings, key, "signing_key")
-        export(PUBLISHING)
+        register(PUBLISHING)
         self.trust = Trust(model_id, run_id(settings.namespace, run), None if key is None else key.public_key())
         """Whose manifests on the log count as this run's."""
         self._settings = settings
@@ -115,7 +115,7 @@ class WeightPublisher:
         self._key = key
         self._meanwhile = meanwhile
         self._writer = Writer(settings, f"rose-weights-{model_id}")
-        self._log = LogShelf(self._writer, self._writer.partitions(CHUNKS))
+        self._log = LogShelf(self._writer, self._writer.partition_count(CHUNKS))
         self._base: Snapshot | None = None
         self._base_version = -1
         self._chain_bytes = self._chain_versions = 0
@@ -135,7 +135,7 @@ class WeightPublisher:
     def _numbering(self) -> Numbering:
         """Read from the log when it is first asked for: by then an older publisher may have been fenced."""
         numbering = Numbering()
-        await_decided(self._settings, [PLACE], client_id="rose-weights", meanwhile=self._meanwhile)
+        await_transactions(self._settings, [PLACE], client_id="rose-weights", on_wait=self._meanwhile)
         found = read_manifests(self._settings, meanwhile=self._meanwhile)
         numbering.learn(filter(None, map(self.trust.of_any_run, found)), self.trust.run)
         return numbering
@@ -199,7 +199,7 @@ class WeightPublisher:
         self._publishing = self._thread.submit(self._publish, snapshot, version, step, commit or self._write)
         return self._publishing
 
-    def settle(self, meanwhile: Callable[[], None] = nothing) -> None:
+    def settle(self, meanwhile: Callable[[], None] = noop) -> None:
         """Wait until the last version is on the log; `meanwhile` is called every second. Raises what `publish` does."""
         if self._publishing is not None:
             while not wait([self._publishing], LOOK_SECONDS).done:
@@ -382,7 +382,7 @@ def publisher_of(
     config: WeightsConfig,
     *,
     run: str | None = None,
-    meanwhile: Callable[[], None] = nothing,
+    meanwhile: Callable[[], None] = noop,
 ) -> WeightPublisher:
     """The publisher that a configuration describes; `run` instead of the configuration's. `meanwhile`: see there.
 

@@ -21,9 +21,9 @@ from confluent_kafka import OFFSET_BEGINNING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from torch import Tensor
 
-from schemas.errors import RoseError, in_words
+from schemas.errors import RoseError, describe_error
 from schemas.weights import ChunkRef, WeightChunk, WeightManifest
-from topics.metrics import export, withdraw
+from topics.metrics import register, unregister
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope
 from topics.settings import BusSettings
@@ -133,7 +133,7 @@ class WeightReceiver:
         Raises UsageError where there must be a key and `trust` has none.
         """
         refuse_unsigned(settings, trust.key, "trusted_key")
-        export(RECEIVING)
+        register(RECEIVING)
         self.refusals: dict[Refusal, int] = dict.fromkeys(Refusal, 0)
         """Versions not taken, by reason."""
         self._settings = settings
@@ -168,7 +168,7 @@ class WeightReceiver:
         """End the thread and wait for it."""
         self._stopping.set()
         self._thread.join()
-        withdraw(RECEIVING)
+        unregister(RECEIVING)
 
     def staged(self, timeout_seconds: float = 0.0) -> StagedVersion | None:
         """The newest staged version, handed out once; None if there is none within the time."""
@@ -221,10 +221,10 @@ class WeightReceiver:
                 self._stopping.wait(RETRY_SECONDS)
 
     def _follow(self) -> None:
-        small = self._settings.preferring(SMALL_FETCHES)
+        small = self._settings.with_defaults(SMALL_FETCHES)
         with (
-            closing(Reader(self._settings, self._client_id, ends=True)) as manifests,
-            closing(Reader(small, self._client_id, ends=True)) as chunks,
+            closing(Reader(self._settings, self._client_id, report_ends=True)) as manifests,
+            closing(Reader(small, self._client_id, report_ends=True)) as chunks,
         ):
             self._lineage.versions.clear()  # all that may still be taken is read again
             manifests.assign({PLACE: OFFSET_BEGINNING})
@@ -309,7 +309,7 @@ class WeightReceiver:
                 Exception
             ) as error:  # whatever it is, it would be so again: the versions beside this one must be tried
                 log.exception("a version cannot be read", version=placed.manifest.version)
-                failure = placed, VersionRefused(Refusal.UNREADABLE, in_words(error))
+                failure = placed, VersionRefused(Refusal.UNREADABLE, describe_error(error))
                 break
             taken = placed, manifest
         if taken is not None and (self._lineage.held is None or taken[0].order > self._lineage.held):

@@ -21,7 +21,7 @@ from confluent_kafka import KafkaException
 
 from schemas.errors import RoseError
 from schemas.weights import FirstChunk, WeightManifest
-from topics.catalog import CHUNKS, KEPT_SECONDS
+from topics.catalog import CHUNKS, RETENTION_SECONDS
 from topics.records import Envelope
 from topics.retention import delete_before
 from topics.settings import BusSettings
@@ -38,7 +38,7 @@ ANCHORS_KEPT = 2
 UNDER_WAY_SECONDS = 3600.0
 """Chunks come before their manifest: the largest anchor is put in less, over any uplink that keeps up at all."""
 
-QUIET_SECONDS = KEPT_SECONDS
+QUIET_SECONDS = RETENTION_SECONDS
 """A run without a manifest for so long that keeps chunks from being deleted is named: it may have ended for good."""
 
 CLIENT = "rose-weights"

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from schemas.limits import RECORD_BYTES, RECORD_OVERHEAD_BYTES
-from schemas.weights import CHUNK_PARTITIONS, ChunkRef, FirstChunk, WeightChunk
+from schemas.limits import MAX_RECORD_BYTES, RECORD_OVERHEAD_BYTES
+from schemas.weights import MAX_CHUNK_PARTITIONS, ChunkRef, FirstChunk, WeightChunk
 from topics.catalog import CHUNKS
 from topics.writer import Writer
 from workers.weights.digests import digest_of
 
-CHUNK_BYTES = RECORD_BYTES - RECORD_OVERHEAD_BYTES
+CHUNK_BYTES = MAX_RECORD_BYTES - RECORD_OVERHEAD_BYTES
 """Largest payload of a chunk: with names and ids it stays within a record's limit."""
 
 WAITING_BYTES = 16 * 2**20
@@ -84,7 +84,7 @@ class LogShelf:
 
     def __init__(self, writer: Writer, partitions: int) -> None:
         self._writer = writer
-        self._partitions = min(partitions, CHUNK_PARTITIONS)  # a manifest says where its chunks begin in each
+        self._partitions = min(partitions, MAX_CHUNK_PARTITIONS)  # a manifest says where its chunks begin in each
         self._written = 0
         self._waiting_bytes = 0
 

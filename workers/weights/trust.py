@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from schemas.errors import UsageError
 from schemas.limits import Id
 from schemas.weights import SIGNATURE_HEADER, WeightManifest
-from topics.records import Envelope, Raw
+from topics.records import Envelope, RawMessage
 
 
 class Doubt(Enum):
@@ -59,7 +59,7 @@ class Trust:
         known = isinstance(judged, WeightManifest) or judged is Doubt.STRANGER
         return manifest if known and isinstance(manifest, WeightManifest) else None
 
-    def _doubt_of_signature(self, raw: Raw) -> Doubt | None:
+    def _doubt_of_signature(self, raw: RawMessage) -> Doubt | None:
         if self.key is None:
             return None
         signature = raw.header(SIGNATURE_HEADER)

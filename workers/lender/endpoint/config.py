@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from schemas.bounds import YEAR_SECONDS, is_server, refuse_outside
 from schemas.errors import UsageError
+from schemas.limits import YEAR_SECONDS, check_bounds, is_http_server
 
 MIN_PROMISE_SECONDS = 1e-6
 """Of a promise."""
@@ -28,9 +28,9 @@ class EndpointConfig:
     """Its promise: from one token of a request to the next, in the mean."""
 
     def __post_init__(self) -> None:
-        if self.url and not is_server(self.url):
+        if self.url and not is_http_server(self.url):
             raise UsageError("endpoint.url is http://host:port, with no password in it: logs name it")
-        refuse_outside(
+        check_bounds(
             self,
             {"ttft_seconds": (MIN_PROMISE_SECONDS, YEAR_SECONDS), "tpot_seconds": (MIN_PROMISE_SECONDS, YEAR_SECONDS)},
         )

@@ -24,9 +24,9 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
-from schemas.arrays import impossible_logprob, pack_logprobs, pack_tokens, unpack_tokens
+from schemas.arrays import logprob_error, pack_logprobs, pack_tokens, unpack_tokens
 from schemas.errors import RecordError
-from schemas.prompts import LEAST_TEMPERATURE
+from schemas.prompts import MIN_TEMPERATURE
 from schemas.turns import VersionSpan
 from workers.executor.config import ExecutorConfig
 from workers.executor.ipc.messages import (
@@ -187,8 +187,8 @@ class HttpEngine:
             return f"a context of {len(turn.context)} tokens: 1 to {most - 1} can be run"
         if outside:
             return f"token id {outside[0]} is outside the vocabulary of {self._vocabulary}"
-        if 0 < sampling.temperature < LEAST_TEMPERATURE:
-            return f"temperature {sampling.temperature} is neither 0 nor at least {LEAST_TEMPERATURE}"
+        if 0 < sampling.temperature < MIN_TEMPERATURE:
+            return f"temperature {sampling.temperature} is neither 0 nor at least {MIN_TEMPERATURE}"
         if sampling.seed is not None:
             return "a seeded turn draws by position, which an endpoint does not"
         return ""
@@ -247,7 +247,7 @@ class HttpEngine:
             raise EngineBroken(f"{self._api.url} told {len(tokens)} tokens with {len(logprobs)} logprobs")
         if not all(0 <= token < self._vocabulary for token in tokens):
             raise EngineBroken(f"{self._api.url} told tokens outside the vocabulary of {self._vocabulary}")
-        if impossible := impossible_logprob(np.array(logprobs)):
+        if impossible := logprob_error(np.array(logprobs)):
             raise EngineRefusal(f"{self._api.url} answered with {impossible}")
         turn.last_token_at = time.time()
         if not turn.tokens:

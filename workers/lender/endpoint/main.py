@@ -21,7 +21,7 @@ from typing import Any
 import structlog
 
 from schemas.errors import RoseError, UsageError
-from schemas.slack import WorkerClass
+from schemas.heartbeats import WorkerClass
 from topics.health import HEALTH
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
@@ -61,7 +61,7 @@ def lend_endpoint(
                 run_executor(settings, config, client, shapes, stop, WorkerClass.SERVING, weights=weights)
         except EngineBroken as broken:
             log.warning("begins anew", reason=str(broken))
-            HEALTH.begins_anew(str(broken))
+            HEALTH.report_restart(str(broken))
             stop.wait(RETRY_SECONDS)
 
 
@@ -136,7 +136,7 @@ class HttpEngineThread:
                 if not waited:
                     log.warning("waits for its endpoint", reason=str(broken))
                 waited = True
-                HEALTH.says(f"waits for its endpoint: {broken}", ready=False)
+                HEALTH.report(f"waits for its endpoint: {broken}", ready=False)
                 await asyncio.sleep(RETRY_SECONDS)
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from logging import Logger
 
-from schemas.errors import in_words
+from schemas.errors import describe_error
 from workers.executor.engine_loop import EngineLoop
 from workers.executor.ipc.messages import NO_LIMIT, EngineLost, NextWork, ServingStats, WorkKind
 from workers.executor.ipc.shared_memory import RingBuffer
@@ -383,12 +383,12 @@ class Guest:
         if self._build_call is not None:  # which has not failed, and cannot be ended: who knocks next waits for it
             self._engine_loop = None
             self._sidecar.close()
-            self._log.error("rose: the link of a guest that is being built is ended: %s", in_words(error))
+            self._log.error("rose: the link of a guest that is being built is ended: %s", describe_error(error))
             return
         engine, self._failure = self._engine, None
         with suppress(Exception):  # what is broken may not let itself be closed
             self._release_engine()
-        wait, reason = self._lifecycle.on_fault(time.monotonic()), in_words(error)
+        wait, reason = self._lifecycle.on_fault(time.monotonic()), describe_error(error)
         self._log.error("rose: the guest is dropped, serving goes on, another is built in %.0f s: %s", wait, reason)
         with suppress(Exception):  # as where the link is broken
             self._sidecar.report_lost(

@@ -26,7 +26,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from schemas.errors import in_words
+from schemas.errors import describe_error
 from workers.executor.ipc.shared_memory import StagedTensors, TensorLayout
 from workers.executor.vllm.backend import patch_runner, release_runner
 from workers.executor.vllm.start import hide_llvmlite
@@ -55,7 +55,7 @@ def call_worker(host: WorkerWrapperBase, name: str, *arguments: Any) -> tuple[bo
         rank = _workers.setdefault(id(host), GuestWorker(host))
         return True, getattr(rank, name)(*arguments)
     except Exception as error:  # noqa: BLE001  whatever a guest does, serving goes on
-        return False, in_words(error)
+        return False, describe_error(error)
 
 
 def _outcome_of(work: TimeSlicedCall[Any]) -> tuple[bool, str, Any]:
@@ -63,7 +63,7 @@ def _outcome_of(work: TimeSlicedCall[Any]) -> tuple[bool, str, Any]:
     try:
         return True, "", work.result()
     except Exception as error:  # noqa: BLE001  as in `call_worker`
-        return True, in_words(error), None
+        return True, describe_error(error), None
 
 
 class GuestWorker:
@@ -172,7 +172,7 @@ class GuestWorker:
                 if output is None:
                     output = self._guest.sample_tokens(grammar)
             except Exception as error:  # noqa: BLE001  the others may wait for this rank
-                failure = in_words(error)
+                failure = describe_error(error)
         if failure:  # here, where the error's frames hold the group no more
             self._destroy_group()
             raise RuntimeError(failure)

@@ -1,0 +1,94 @@
+"""The control app as a program: one Faust app after another, until it is told to stop."""
+
+import asyncio
+import errno
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from threading import Event
+from typing import TYPE_CHECKING
+
+import structlog
+from confluent_kafka import KafkaError
+
+from pipeline.clock import steady_clock
+from pipeline.control.config import ControlConfig
+from pipeline.control.elasticity import ElasticityCore
+from pipeline.control.grants import GrantLog
+from pipeline.control.metrics import export_metrics
+from schemas.errors import UsageError
+from topics.acl import CONTROL, check_group_rights
+from topics.catalog import CONTROL_GROUP
+from topics.errors import BusError, is_permanent
+from topics.health import HEALTH
+from topics.settings import BusSettings
+
+if TYPE_CHECKING:
+    from pipeline.control.app import ControlApp
+
+POLL_SECONDS = 0.1
+"""Between two looks at whether to stop."""
+
+START_SECONDS = 60.0
+"""How long Faust may take to begin."""
+
+STOP_SECONDS = 10.0
+"""How long it may take to end."""
+
+RESTART_SECONDS = 1.0
+"""Before it begins anew after a failure."""
+
+
+def run_control(settings: BusSettings, config: ControlConfig, job: str, stop: Event, name: str = "control-0") -> None:
+    """Grant capacity to this RL job (`namespace:run`) until `stop` is set. Of several of these one decides.
+
+    What it granted runs out by itself then. Raises RoseError for what only a person can mend.
+    """
+    control, clock = ElasticityCore(config, job), steady_clock()
+    grants = GrantLog(settings, name)
+    try:
+        with export_metrics(control, clock):
+            asyncio.run(_run(settings, control, grants, clock, stop, name))
+    finally:
+        grants.stop()
+
+
+async def _run(
+    settings: BusSettings, core: ElasticityCore, grants: GrantLog, clock: Callable[[], float], stop: Event, name: str
+) -> None:
+    try:
+        from pipeline.control.app import ControlApp
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{error.name} is not installed: pip install 'rose-rollouts[control]'") from None
+
+    log = structlog.get_logger("control").bind(control=name)
+    while not stop.is_set():
+        check_group_rights(settings, CONTROL, CONTROL_GROUP)
+        with closing(ControlApp(settings, core, grants, clock, name)) as app:
+            failure = await _run_app(app, stop)
+            with suppress(TimeoutError):  # Faust may wait for ever for a broker that does not answer it
+                await asyncio.wait_for(app.faust.stop(), STOP_SECONDS)
+        if isinstance(failure, OSError) and failure.errno == errno.EADDRINUSE:
+            address = f"{core.config.page_host}:{core.config.page_port}"
+            raise UsageError(f"the page cannot be served on {address}: choose another control.page_port, or 0")
+        if failure is not None and (is_permanent(failure) or isinstance(failure, UsageError)):
+            raise failure
+        if not stop.is_set():
+            log.warning("begins anew", reason=str(failure))
+            HEALTH.report_restart(str(failure))
+            await asyncio.sleep(RESTART_SECONDS)
+
+
+async def _run_app(app: "ControlApp", stop: Event) -> Exception | None:
+    """One life of the app, until `stop` is set, or until it cannot go on: returns why."""
+    started_at, starting = time.monotonic(), asyncio.create_task(app.faust.start())
+    while not stop.is_set() and app.error is None:
+        if not starting.done():
+            HEALTH.report("joins the group that reads the summaries", ready=False)
+            if time.monotonic() - started_at > START_SECONDS:
+                return BusError("joining the group of control apps", KafkaError(KafkaError._TIMED_OUT))
+        elif (failed := starting.exception()) is not None:
+            return failed if isinstance(failed, Exception) else None
+        await asyncio.sleep(POLL_SECONDS)
+    starting.cancel()
+    return app.error

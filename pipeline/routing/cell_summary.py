@@ -1,0 +1,97 @@
+"""A cell in short: what its routing core knows, for whoever decides on capacity.
+
+Keeps true
+- It costs little, however much waits: of many waiting turns the oldest ones stand for all.
+- It is a record whatever the core holds: of more executors than it takes, lenders come first.
+- Silence of all at once is the listener's own absence, so the core takes nothing from anybody then. Capacity must come
+  all the same: who is not heard is left out, and where nobody is heard all turns wait.
+
+Pure, and changes nothing.
+"""
+
+from itertools import islice
+
+from pipeline.routing.liveness import Executor, ExecutorStatus
+from pipeline.routing.placement import Placement, lanes
+from pipeline.routing.router import Router
+from schemas.cells import MAX_EXECUTORS, CellSummary, ExecutorLine
+from schemas.heartbeats import SlackHeartbeat, WorkerClass
+
+SILENT_SECONDS = 5.0
+"""Who was not heard for so long is nobody who does anything, whatever the core still waits for."""
+
+MAX_COUNTED_TURNS = 250
+"""Waiting turns whose tokens are counted; of more, these stand for all."""
+
+
+def summarize_cell(router: Router, *, name: str, now: float, cell: int = 0, cells: int = 1) -> CellSummary:
+    """What the core of a cell stands like now, under the name of its router."""
+    executors = [
+        (each, each.heartbeat) for each in router.liveness.executors.values() if each.status is not ExecutorStatus.GONE
+    ]
+    live = [
+        (each, heartbeat)
+        for each, heartbeat in executors
+        if heartbeat is not None and now - each.heartbeat_at < SILENT_SECONDS
+    ]
+    live.sort(key=lambda each: not each[1].by_grant)  # stable
+    lines = tuple(_executor_line(router, executor, heartbeat, now) for executor, heartbeat in live[:MAX_EXECUTORS])
+    lost = 0 if lines else router.outstanding
+    turns, waiting = router.queue.waiting_for_room + lost, router.turns if lost else router.queue.turns
+    room_tokens = prefill_tokens = new_tokens = 0.0
+    for turn in islice((turn for turn in waiting.values() if not turn.context_missing), MAX_COUNTED_TURNS):
+        room_tokens += turn.room_tokens
+        prefill_tokens += turn.context_tokens + turn.partial_tokens
+        new_tokens += max(1.0, turn.lengths.expected(turn.turn, turn.max_tokens) - turn.partial_tokens)
+    share = turns / min(turns, MAX_COUNTED_TURNS) if turns else 0.0
+    prefill_tokens, new_tokens = prefill_tokens * share, new_tokens * share
+    return CellSummary(
+        cell=cell,
+        cells=cells,
+        router=name,
+        waiting_turns=turns,
+        outstanding_turns=router.outstanding - lost,
+        wanted_tokens=round(room_tokens * share),
+        prefill_tokens=round(prefill_tokens),
+        new_tokens=round(new_tokens),
+        waiting_seconds=_combined_seconds(lines, prefill_tokens, new_tokens),
+        policy_version=router.liveness.current_version,
+        executors=lines,
+        written_at=now,
+    )
+
+
+def _executor_line(router: Router, executor: Executor, heartbeat: SlackHeartbeat, now: float) -> ExecutorLine:
+    placement: Placement = router.placement
+    load = placement.load_of(executor.worker, now)
+    return ExecutorLine(
+        worker=executor.worker,
+        serving=heartbeat.worker_class is WorkerClass.SERVING,
+        by_grant=heartbeat.by_grant,
+        state=heartbeat.state,
+        open=executor.is_open,
+        free_turns=load.free_turns,
+        free_tokens=load.free_tokens,
+        held_turns=load.held_turns,
+        held_tokens=load.held_tokens,
+        load_seconds=load.seconds,
+        prefill_tokens_per_second=heartbeat.hardware.prefill_tokens_per_second,
+        decode_tokens_per_second=heartbeat.hardware.decode_tokens_per_second,
+        lanes=lanes(heartbeat),
+        lag_versions=router.liveness.lag_versions(executor),
+        serving_running=heartbeat.serving.running,
+        serving_waiting=heartbeat.serving.waiting,
+    )
+
+
+def _combined_seconds(lines: tuple[ExecutorLine, ...], prefill_tokens: float, new_tokens: float) -> float:
+    """Seconds in which the open executors together do so much; 0 where there is none."""
+    if prefill_tokens + new_tokens <= 0:
+        return 0.0
+    rate = sum(
+        1.0
+        / (prefill_tokens / line.prefill_tokens_per_second + new_tokens / (line.decode_tokens_per_second * line.lanes))
+        for line in lines
+        if line.open
+    )
+    return 1.0 / rate if rate else 0.0

@@ -1,0 +1,82 @@
+"""How much a serving worker may lend, for how long, and to whom; which worker takes nothing at all; and its cell.
+
+Keeps true
+- Who speaks is in the key, and of each the newest counts. So no renewal can override an operator, and who takes a drain
+  back brings back what was granted by hand before.
+- A grant with a lease holds for so long after its lender has read it, by the lender's own clock, unless it is renewed.
+  One by hand overrides it, until it is deleted.
+- A drain overrides both, and is for every executor, also for one that lends nothing.
+- A grant names the RL job that the worker lends to: at most one on a serving worker.
+- Which cell a worker is to be in is said for every executor, under a key of its own. It holds until another is named:
+  nobody has to renew it, and who was told of none stays where it is.
+
+Example
+    rl-executor-0            lend, for 30 s
+    rl-executor-0/by-hand    park                             -> it is parked
+    rl-executor-0/drain      take nothing, end in 60 s        -> it is drained, until this is deleted
+    rl-executor-0/cell       cell 1                           -> it goes there, and is drained there as well
+"""
+
+from enum import Enum
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from schemas.cells import Cell
+from schemas.limits import MAX_FINISH_SECONDS, Count, Id, Moment, Text
+from schemas.record import Record
+
+MAX_LEASE_SECONDS = 3600.0
+
+
+class GrantSource(Enum):
+    """Who speaks in a grant, by what its key has behind the worker's name."""
+
+    LEASED = ""
+    """The control app."""
+    BY_HAND = "/by-hand"
+    """An operator, of how much a lender lends."""
+    DRAIN = "/drain"
+    """An operator, who wants to take the worker away: no turns, whatever the others say."""
+    CELL = "/cell"
+    """The control app, of where the worker is to be; of lending it says nothing."""
+
+
+Job = Annotated[str, Meta(pattern=r"^([A-Za-z0-9._:-]{1,128})?\Z")]
+"""`namespace:run`; empty: whichever reads this."""
+
+
+class CapacityGrant(Record, frozen=True, kw_only=True):
+    """What one voice says of one worker: the newest of a key holds, and a deleted one says nothing."""
+
+    SCHEMA: ClassVar[str] = "capacity-grant/4"
+
+    worker: Id
+    lend: bool
+    """False parks it."""
+    kv_bytes: Count
+    """Of its KV cache that turns may hold; 0 sets no limit."""
+    token_budget: Count
+    """Context and new tokens that turns may hold; 0 sets no limit."""
+    granted_at: Moment
+    """Unix seconds of whoever granted it: for people, and compared with no clock."""
+    reason: Text = ""
+    lease_seconds: Annotated[float, Meta(ge=0, le=MAX_LEASE_SECONDS)] = 0.0
+    """For which it holds, from when its lender reads it; 0: until it is replaced or deleted."""
+    job: Job = ""
+    """The RL job that the worker may lend to."""
+    finish_seconds: Annotated[float, Meta(ge=0, le=MAX_FINISH_SECONDS)] = 0.0
+    """Of a drain: for which turns that the worker holds may go on, from when it reads this. Others go back at once."""
+    cell: Cell | None = None
+    """That the worker is to be in; None where this says nothing of it."""
+
+
+def grant_key(worker: str, source: GrantSource) -> str:
+    """The key of what is said so of a worker."""
+    return f"{worker}{source.value}"
+
+
+def parse_grant_key(key: str) -> tuple[str, GrantSource | None]:
+    """The worker, and who speaks, by the key; None where that is nobody who is known."""
+    worker, slash, suffix = key.partition("/")
+    return worker, next((source for source in GrantSource if source.value == slash + suffix), None)

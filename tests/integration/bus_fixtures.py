@@ -1,0 +1,41 @@
+"""What tests of readers and writers share: topics of few partitions, messages as any client writes them."""
+
+import time
+from collections.abc import Sequence
+
+from topics.admin import create_topics
+from topics.catalog import PROMPTS, Partitions
+from topics.reader import Reader
+from topics.records import EndOfPartition, Item, RawMessage
+from topics.settings import BusSettings
+from topics.writer import Writer
+
+WAIT_SECONDS = 60.0
+HOMES = 2
+PARTITIONS = Partitions(home=HOMES, slots=1, samples=1, chunks=1)
+BAD = b"{ no prompt"
+
+
+def with_topics(settings: BusSettings) -> BusSettings:
+    """The same settings, once all topics are there."""
+    create_topics(settings, PARTITIONS)
+    return settings
+
+
+def put(settings: BusSettings, values: Sequence[bytes], *, partition: int = 0) -> None:
+    """Messages as any client would write them, one after the other."""
+    writer = Writer(settings, "test")
+    for value in values:
+        writer.forward(
+            PROMPTS, RawMessage(b"own key", value, (("from", b"elsewhere"),)), partition=partition, key=b"own key"
+        )
+    writer.flush()
+
+
+def read_until(reader: Reader, count: int) -> list[Item]:
+    found: list[Item] = []
+    deadline = time.monotonic() + WAIT_SECONDS
+    while len(found) < count:
+        assert time.monotonic() < deadline, found
+        found += [item for item in reader.read(100, 0.2) if not isinstance(item, EndOfPartition)]
+    return found

@@ -1,0 +1,15 @@
+"""Where nobody is refused anything, a role is told so."""
+
+from tests.brokers import AnyBroker
+from topics.acl import ROLES, connect_as
+from topics.admin import create_topics
+from topics.catalog import Partitions
+
+
+def test_every_role_may_begin_on_a_broker_without_rights(broker: AnyBroker, namespace: str) -> None:
+    settings = broker.settings(namespace)
+    for role in ROLES.values():
+        connect_as(settings, role)  # also before there are topics: whoever needs one says that it is missing
+    create_topics(settings, Partitions(1, 1, 1, 1))
+    for role in ROLES.values():
+        connect_as(settings, role)

@@ -1,0 +1,48 @@
+"""What a broker would lose or forget too soon is told, and what it does not answer is not held against it."""
+
+import pytest
+
+from tests.brokers import KAFKA, AnyBroker
+from topics.admin import _replica_warnings, _retention_warnings, create_topics, durability_warnings
+from topics.catalog import CATALOG, Partitions
+
+
+def test_missing_copies_are_told_once_for_all_topics_alike(broker: AnyBroker, namespace: str, broker_kind: str) -> None:
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1))
+    one = durability_warnings(settings)
+    three = durability_warnings(settings, replication_factor=3)
+    assert three == [
+        *one,
+        f"{namespace}rose.prompts.submitted.v1 and {len(CATALOG) - 1} more topics: "
+        "partitions have 1 of the 3 copies that topics.replication_factor asks for",
+    ]
+    if broker_kind == KAFKA:
+        assert any("offsets.retention.minutes is" in sentence for sentence in one), "its default is 7 days"
+
+
+@pytest.mark.parametrize(
+    ("broker", "words"),
+    [
+        ({"offsets.retention.minutes": "10080"}, ["offsets.retention.minutes is 10080", "longer than 7 days"]),
+        ({"transaction.max.timeout.ms": "1000"}, ["transaction.max.timeout.ms is 1000"]),
+        ({"offsets.retention.minutes": "43200", "transaction.max.timeout.ms": "900000"}, []),
+        ({}, []),
+    ],
+)
+def test_a_broker_that_forgets_offsets_or_ends_transactions_too_soon_is_told(
+    broker: dict[str, str], words: list[str]
+) -> None:
+    told = "\n".join(_retention_warnings(broker))
+    assert bool(told) == bool(words)
+    assert all(word in told for word in words)
+
+
+@pytest.mark.parametrize(
+    ("copies", "insync", "words"),
+    [(3, 2, ""), (3, 1, "set 2"), (1, 1, ""), (1, 2, "nothing can be written"), (1, None, "")],
+)
+def test_copies_that_do_not_keep_what_was_acknowledged_are_told(copies: int, insync: int | None, words: str) -> None:
+    told = list(_replica_warnings(copies, insync, 1))
+    assert bool(told) == bool(words)
+    assert all(words in sentence for sentence in told)

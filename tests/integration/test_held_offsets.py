@@ -1,0 +1,108 @@
+"""Offsets that an Apache Kafka holds back for a transaction that has ended, as after a crash of its coordinator."""
+
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from confluent_kafka import KafkaError
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
+
+from tests.brokers import KAFKA, start
+from tests.integration.bus_fixtures import with_topics
+from tests.waiting import until
+from topics.catalog import PROMPTS
+from topics.errors import BusError
+from topics.held_offsets import committed_offsets
+from topics.local_broker.process import Broker
+from topics.reader import Reader
+from topics.settings import BusSettings
+from topics.writer import Writer
+
+INIT_PRODUCER_ID, TXN_OFFSET_COMMIT = 22, 28
+PLACE = (PROMPTS, 0)
+WAIT_SECONDS = 30
+SHORT_SECONDS = 3.0
+
+pytestmark = pytest.mark.slow
+
+
+def string(text: str) -> bytes:
+    return struct.pack(">h", len(text)) + text.encode()
+
+
+def ask(broker: Broker, key: int, body: bytes) -> bytes:
+    """One request of Kafka's protocol, in its version 0, and what follows the throttle time in its answer."""
+    host, port = broker.bootstrap.split(":")
+    request = struct.pack(">hhi", key, 0, 0) + string("test") + body
+    with socket.create_connection((host, int(port)), WAIT_SECONDS) as line, line.makefile("rb") as answer:
+        line.sendall(struct.pack(">i", len(request)) + request)
+        [size] = struct.unpack(">i", answer.read(4))
+        return answer.read(size)[8:]
+
+
+def hang(broker: Broker, settings: BusSettings, name: str) -> None:
+    """Have the group hold an offset of a transaction that its coordinator knows nothing of, so that it never ends."""
+    body, answer = string(settings.name(name)) + struct.pack(">i", 10_000), b""
+
+    def is_owner() -> bool:
+        nonlocal answer
+        answer = ask(broker, INIT_PRODUCER_ID, body)
+        return answer[:2] == bytes(2)  # else the last owner's transaction is still being ended, or nobody is there yet
+
+    until(is_owner)
+    _, producer, epoch = struct.unpack(">hqh", answer)
+    topic = string(settings.topic(PROMPTS)) + struct.pack(">iiqh", 1, PLACE[1], 99, -1)
+    whose = string(settings.name(name)) + string(settings.name("test")) + struct.pack(">qh", producer, epoch)
+    assert ask(broker, TXN_OFFSET_COMMIT, whose + struct.pack(">i", 1) + topic)[-2:] == bytes(2)
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Broker]:
+    """One that does not ask whether a transaction is open before it takes its offsets, as all did before Kafka 3.6."""
+    with start(KAFKA, tmp_path / "broker") as running:
+        believes = ConfigEntry(
+            "transaction.partition.verification.enable", "false", incremental_operation=AlterConfigOpType.SET
+        )
+        resource = ConfigResource(ResourceType.BROKER, "1", incremental_configs=[believes])
+        admin = AdminClient({"bootstrap.servers": running.bootstrap})
+        admin.incremental_alter_configs([resource])[resource].result(WAIT_SECONDS)
+        yield running
+
+
+@pytest.fixture
+def settings(broker: Broker) -> BusSettings:
+    return with_topics(broker.settings())
+
+
+@pytest.fixture
+def reader(settings: BusSettings) -> Iterator[Reader]:
+    with closing(Reader(settings, "test", group="test")) as reader, closing(owner(settings)) as writer:
+        writer.begin()
+        writer.commit({PLACE: 7}, reader)
+        yield reader
+
+
+def owner(settings: BusSettings) -> Writer:
+    return Writer(settings, "test", transactional_id="test")
+
+
+def test_they_are_told_once_a_transaction_of_the_same_id_has_ended(
+    broker: Broker, settings: BusSettings, reader: Reader
+) -> None:
+    hang(broker, settings, "test")
+    with closing(owner(settings)) as writer:
+        with pytest.raises(BusError) as refused:
+            reader.committed([PLACE], seconds=SHORT_SECONDS)
+        assert refused.value.code == KafkaError._TIMED_OUT, "the next owner of the id ends nothing"
+        for _ in range(2):
+            assert committed_offsets(reader, writer, [PLACE]) == {PLACE: 7}
+
+
+@pytest.mark.long
+def test_of_one_of_another_id_it_is_told_what_ends_it(broker: Broker, settings: BusSettings, reader: Reader) -> None:
+    hang(broker, settings, "another")
+    with closing(owner(settings)) as writer, pytest.raises(BusError, match=r"kafka-transactions\.sh"):
+        committed_offsets(reader, writer, [PLACE])

@@ -1,0 +1,118 @@
+"""A consumer that rests reads what any other would: on the embedded broker, for which it is, and on Apache Kafka."""
+
+import random
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from confluent_kafka import KafkaError, Message, Producer, TopicPartition
+
+from tests.brokers import AnyBroker
+from topics.admin import create_topics
+from topics.catalog import REQUESTED, Partitions
+from topics.local_broker.idle_consumer import MAX_REST_SECONDS, IdleConsumer
+from topics.settings import BusSettings
+
+HOMES = 3
+RECORDS = 150
+LONG_ENOUGH_SECONDS = 10 * MAX_REST_SECONDS
+"""Of silence, after which it rests most of the time."""
+WAIT_SECONDS = 30.0
+
+
+class Log:
+    """A topic that is written and read by turns, and what was read of it."""
+
+    def __init__(self, settings: BusSettings) -> None:
+        self._topic = settings.topic(REQUESTED)
+        self._producer = Producer(settings.producer("resting-writer"))
+        self.reader = IdleConsumer({**settings.consumer("resting", "resting"), "enable.partition.eof": False})
+        self.read: list[list[int]] = [[] for _ in range(HOMES)]
+        self.written = [0] * HOMES
+
+    def places(self, *offsets: int) -> list[TopicPartition]:
+        return [TopicPartition(self._topic, home, offset) for home, offset in enumerate(offsets or [0] * HOMES)]
+
+    def write(self, home: int) -> None:
+        self._producer.produce(self._topic, b"%d" % self.written[home], partition=home)
+        self.written[home] += 1
+
+    def stored(self) -> None:
+        assert self._producer.flush(WAIT_SECONDS) == 0
+
+    def listen(self, seconds: float) -> bool:
+        """Whether a record came."""
+        message: Message | None = self.reader.poll(seconds)
+        if message is None:
+            return False
+        assert message.error() is None, "it was not asked to report ends"
+        self.read[message.partition()].append(int(message.value()))
+        return True
+
+    def read_to_the_end(self) -> None:
+        while sum(map(len, self.read)) < sum(self.written):
+            assert self.listen(WAIT_SECONDS), f"read {self.read} of {self.written}"
+        assert not self.listen(LONG_ENOUGH_SECONDS)
+        assert self.read == [list(range(count)) for count in self.written]
+
+
+@pytest.fixture
+def log(broker: AnyBroker, namespace: str) -> Iterator[Log]:
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(home=HOMES, slots=1, samples=1, chunks=1))
+    log = Log(settings)
+    with closing(log.reader):
+        yield log
+
+
+def test_nothing_is_lost_or_doubled_between_rests(log: Log) -> None:
+    seed = random.getrandbits(32)
+    print(f"seed {seed}")
+    moments = random.Random(seed)
+    log.reader.assign(log.places())
+    for _ in range(RECORDS):
+        log.write(moments.randrange(HOMES))
+        if moments.random() < 0.5:
+            log.stored()
+        log.listen(moments.choice((0.0, 0.001, 0.01, 0.05)))
+        if moments.random() < 0.05:
+            log.reader.assign(log.places(*map(len, log.read)))
+    log.read_to_the_end()
+
+
+def test_it_hears_what_comes_after_it_began_at_the_end(log: Log) -> None:
+    ends = [log.reader.get_watermark_offsets(place)[1] for place in log.places()]
+    log.reader.assign(log.places(*ends))
+    assert not log.listen(LONG_ENOUGH_SECONDS)
+    for home in range(HOMES):
+        log.write(home)
+    log.read_to_the_end()
+
+
+def test_what_is_paused_stays_so_over_rests(log: Log) -> None:
+    log.reader.assign(log.places())
+    assert not log.listen(LONG_ENOUGH_SECONDS)
+    first, *others = log.places()
+    log.reader.pause([first])
+    log.write(first.partition)
+    log.stored()
+    assert not log.listen(LONG_ENOUGH_SECONDS)
+    for other in others:
+        log.write(other.partition)
+    while not all(log.read[1:]):
+        assert log.listen(WAIT_SECONDS)
+    assert not log.read[first.partition]
+    log.reader.resume([first])
+    log.read_to_the_end()
+
+
+def test_the_end_of_a_partition_is_told_to_who_asks_for_it(broker: AnyBroker, namespace: str) -> None:
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1))
+    config = {**settings.consumer("resting", "resting"), "enable.partition.eof": True}
+    with closing(IdleConsumer(config)) as reader:
+        reader.assign([TopicPartition(settings.topic(REQUESTED), 0, 0)])
+        message = reader.poll(WAIT_SECONDS)
+        assert message is not None
+        error = message.error()
+        assert error is not None and error.code() == KafkaError._PARTITION_EOF

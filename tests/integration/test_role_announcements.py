@@ -1,0 +1,133 @@
+"""A role that begins anew again and again is told of, whichever it is and whatever keeps it from its work."""
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from confluent_kafka.admin import NewTopic
+
+from pipeline.accounting.audit import inspect_log
+from pipeline.command.diagnosis import Severity, diagnose
+from pipeline.command.watching import Watch
+from schemas.role_starts import RoleBegun
+from tests.brokers import AnyBroker
+from tests.integration.router_fixtures import PARTITIONS, RouterHarness
+from tests.roles import role_process
+from tests.waiting import until
+from topics import role_announcements as tells
+from topics.acl import VIEW
+from topics.admin import connect, create_topics, expected_settings
+from topics.catalog import DISPATCHED, ROLE_STARTS
+from topics.dead_letters import read_dead_letter_infos
+from topics.errors import TopicMissing
+from topics.health import RESTART_LIMIT, Health
+from topics.log_reader import read_whole_topics
+from topics.role_announcements import announce_starts
+from topics.settings import BusSettings
+from workers.weights.trust import Trust
+
+pytestmark = pytest.mark.slow
+
+
+def begun(settings: BusSettings) -> list[RoleBegun]:
+    return [each.record for each in read_whole_topics(settings, [ROLE_STARTS]) if isinstance(each.record, RoleBegun)]
+
+
+def test_each_beginning_is_on_the_log_once(broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tells, "MIN_PAUSE_SECONDS", 0.01)
+    settings, health = broker.settings(namespace), Health()
+    create_topics(settings, PARTITIONS)
+    with announce_starts(settings, "router-0", health):
+        until(lambda: [(each.role, each.times, each.reason) for each in begun(settings)] == [("router-0", 1, "")])
+        for _ in range(5):
+            health.report_restart("the topic refuses it")
+        until(lambda: sum(each.times for each in begun(settings)) == 6)
+    assert {(each.role, each.reason) for each in begun(settings)[1:]} == {("router-0", "the topic refuses it")}
+
+
+def test_namesakes_that_run_at_once_have_places_apart_and_who_is_started_again_has_the_same(
+    broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tells, "MIN_PAUSE_SECONDS", 0.01)
+    settings = broker.settings(namespace)
+    create_topics(settings, PARTITIONS)
+
+    def places(count: int) -> list[str]:
+        until(lambda: len(begun(settings)) == count)
+        return [each.place for each in begun(settings)]
+
+    with announce_starts(settings, "router-0", Health()):
+        places(1)
+        with announce_starts(settings, "router-0", Health()):
+            places(2)
+        with announce_starts(settings, "router-0", Health()):
+            places(3)
+        with announce_starts(settings, "router-1", Health()):
+            first, second, again, other = places(4)
+    assert second == again != first
+    assert other == first, "another name is counted apart"
+
+
+def test_a_broker_without_the_topic_keeps_nobody_from_beginning_or_ending(
+    broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tells, "STOP_SECONDS", 0.01)
+    settings, health = broker.settings(namespace), Health()
+    with announce_starts(settings, "router-0", health):
+        health.report_restart("there are no topics")
+    with pytest.raises(TopicMissing):
+        begun(settings)
+
+
+def test_a_log_without_the_topic_is_looked_at_like_any_other(broker: AnyBroker, namespace: str) -> None:
+    """As 0.2.0 made it: neither the topic is there nor its dead letters."""
+    settings = broker.settings(namespace)
+    create_topics(settings, PARTITIONS)
+    admin = connect(settings)  # to be held while it is asked
+    for gone in admin.delete_topics(
+        [settings.topic(ROLE_STARTS), f"{settings.namespace}{ROLE_STARTS.dead_letters}"]
+    ).values():
+        gone.result()
+    watch = Watch(settings, trust=Trust("policy", "run"), whole=False, window_groups=1, max_lag_versions=4)
+
+    def answered() -> bool:
+        watch.read(0.1)
+        assert not watch.trouble
+        return watch.caught_up and watch.sounding is not None
+
+    with closing(watch):
+        until(answered)
+    assert inspect_log(settings).letters == {}
+    assert read_dead_letter_infos(settings, *VIEW.reads_dead_letters) == []
+
+
+@pytest.fixture
+def refusing(broker: AnyBroker, namespace: str) -> Iterator[BusSettings]:
+    """A broker that takes no dispatch."""
+    settings = broker.settings(namespace)
+    config = {**expected_settings(DISPATCHED), "max.message.bytes": "200"}
+    topic = NewTopic(settings.topic(DISPATCHED), num_partitions=PARTITIONS.slots, replication_factor=1, config=config)
+    admin = connect(settings)  # to be held while it is asked
+    for made in admin.create_topics([topic]).values():
+        made.result()
+    create_topics(settings, PARTITIONS)
+    yield settings
+
+
+def test_a_role_that_cannot_do_its_work_is_unwell_for_whoever_looks(refusing: BusSettings) -> None:
+    bus = RouterHarness(refusing)
+    bus.beat(1)
+    bus.ask("g:0")
+    watch = Watch(refusing, trust=Trust("policy", "run"), whole=False, window_groups=1, max_lag_versions=4)
+
+    def accused() -> list[str]:
+        watch.read(0.1)
+        bus.beat(1)
+        found = diagnose(watch.facts())
+        return [each.sentence for each in found if each.severity is Severity.UNWELL and each.who == "roles"]
+
+    with closing(watch), closing(bus), role_process("router", refusing, 0, {}):
+        until(lambda: bool(accused()))
+        [sentence] = accused()
+    assert sentence.startswith("router-0 begins anew again and again, ")
+    assert sum(each.times for each in begun(refusing)) >= RESTART_LIMIT

@@ -1,0 +1,422 @@
+"""A small world around the router's core: executors that come and go, trajectories that ask, and what must hold.
+
+The executors are what real ones are: what they have taken on they keep until they have answered it or end, whatever
+the router believes of them, and their heartbeats say so. The world keeps its own books, from the records alone, and
+compares them with the router's after every event.
+"""
+
+import struct
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pipeline.routing.config import RouterConfig
+from pipeline.routing.liveness import ExecutorStatus
+from pipeline.routing.router import Decision, Router
+from pipeline.routing.turn_queue import ReceivedRequest, urgency
+from schemas.arrays import count
+from schemas.contexts import context_fields
+from schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
+from schemas.prompts import Sampling
+from schemas.record import Record
+from schemas.turns import (
+    PlacementCost,
+    Refusal,
+    TurnDispatch,
+    TurnKey,
+    TurnOutcome,
+    TurnRequest,
+    TurnResult,
+    VersionSpan,
+    held_hash,
+)
+from schemas.wire import encode
+
+TTL_SECONDS = 2.0
+INBOXES = 2
+"""That all executors share."""
+
+CONFIG = RouterConfig(max_attempts=4, max_lag_versions=1, remembered_trajectories=50)
+
+
+def request(
+    trajectory: str,
+    turn: int = 0,
+    *,
+    context: int = 20,
+    max_tokens: int = 10,
+    anchors: bool = False,
+    **other: object,
+) -> TurnRequest:
+    fields: dict[str, object] = {
+        "home": 0,
+        "environment": "calculator",
+        "requested_at": 0.0,
+        "patience_seconds": 1e9,
+        "sampling": Sampling(max_tokens=max_tokens),
+        **other,
+    }
+    return TurnRequest(
+        trajectory_id=trajectory,
+        group_id=trajectory.partition(":")[0],
+        turn=turn,
+        **context_fields(bytes(4 * context), () if turn == 0 or anchors else (0,)),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def heartbeat(worker: int, **other: object) -> SlackHeartbeat:
+    fields: dict[str, object] = {
+        "slot": worker % INBOXES,
+        "incarnation": 1,
+        "sequence": 0,
+        "state": ExecutorState.READY,
+        "policy_version": 0,
+        "hardware": Hardware(prefill_tokens_per_second=1000.0, decode_tokens_per_second=100.0),
+        "max_turns": 4,
+        "token_budget": 1000,
+        "sent_at": 0.0,
+        **other,
+    }
+    return SlackHeartbeat(
+        worker=f"w{worker}",
+        worker_class=WorkerClass.DEDICATED,
+        kv_bytes_total=0,
+        kv_bytes_free=0,
+        kv_bytes_per_token=0,
+        ttl_seconds=TTL_SECONDS,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def dispatched(asked: TurnRequest, worker: int = 0, **other: object) -> TurnDispatch:
+    fields: dict[str, object] = {
+        "slot": worker % INBOXES,
+        "incarnation": 1,
+        "claim": 0,
+        "dispatched_at": 0.0,
+        **other,
+    }
+    cost = PlacementCost(wait_seconds=0, prefill_seconds=0, decode_seconds=0)
+    return TurnDispatch(
+        asked=msgspec.Raw(encode(asked)),
+        home=asked.home,
+        offset=0,
+        worker=f"w{worker}",
+        cost=cost,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def result(
+    dispatch: TurnDispatch,
+    outcome: TurnOutcome = TurnOutcome.COMPLETED,
+    tokens: int = 5,
+    refusal: Refusal | None = None,
+) -> TurnResult:
+    """`tokens`: sampled by this attempt, behind what it went on from."""
+    asked, so_far = dispatch.request, begun_tokens(dispatch) + tokens
+    return TurnResult(
+        trajectory_id=asked.trajectory_id,
+        group_id=asked.group_id,
+        home=dispatch.home,
+        turn=asked.turn,
+        attempt=dispatch.attempt,
+        outcome=outcome,
+        refusal=refusal,
+        worker=dispatch.worker,
+        incarnation=dispatch.incarnation,
+        tokens=bytes(4 * so_far),
+        logprobs=bytes(4 * so_far),
+        spans=(VersionSpan(0, so_far, 0),),
+    )
+
+
+def begun_tokens(dispatch: TurnDispatch) -> int:
+    """How many tokens of the turn it carries."""
+    return 0 if dispatch.begun is None else count(dispatch.begun.tokens)
+
+
+def packed(dispatches: list[TurnDispatch]) -> bytes:
+    """`holds` of a heartbeat."""
+    return struct.pack(f"<{len(dispatches)}Q", *(held_hash(each.key) for each in dispatches))
+
+
+@dataclass
+class Model:
+    """One executor as it really is."""
+
+    incarnation: int = 1
+    held: dict[TurnKey, TurnDispatch] = field(default_factory=dict)
+    beat: SlackHeartbeat | None = None
+    heard_at: float = 0.0
+
+
+@dataclass
+class RoutingSimulation:
+    """Feeds a router and checks its laws. `log` is what the topics would hold, `history` what the router heard."""
+
+    router: Router = field(default_factory=lambda: Router(CONFIG))
+    now: float = 0.0
+    version: int = 0
+    loses: bool = False
+    """Whether the next dispatch never reaches its executor."""
+    executors: dict[str, Model] = field(default_factory=dict)
+    asked: dict[str, tuple[TurnRequest, float]] = field(default_factory=dict)
+    """By trajectory: its newest request, as it was asked, and when."""
+    done: dict[str, int] = field(default_factory=dict)
+    """By trajectory: its newest finished turn."""
+    torn: set[tuple[str, int]] = field(default_factory=set)
+    """Turns whose chain nobody could read back, and of which whoever asked has not heard."""
+    faults: dict[tuple[str, int], int] = field(default_factory=dict)
+    """By turn: how often anything happened that may count as a failure of it."""
+    sent: dict[TurnKey, TurnDispatch] = field(default_factory=dict)
+    generated: dict[tuple[str, int], int] = field(default_factory=dict)
+    """By turn: the most tokens of it that a PREEMPTED result which the router has heard holds."""
+    unread: list[TurnDispatch] = field(default_factory=list)
+    """Handed back by executors that have stopped: the results are on the log, the router has not read them."""
+    ended: int = 0
+    history: list[tuple[float, Record | None]] = field(default_factory=list)
+    """None is a tick."""
+    log: list[Record] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+
+    @property
+    def running(self) -> list[TurnDispatch]:
+        """All that executors run, the same turn perhaps twice."""
+        return [dispatch for model in self.executors.values() for dispatch in model.held.values()]
+
+    @property
+    def held(self) -> dict[str, TurnDispatch]:
+        """By trajectory: the dispatch that the router's books have."""
+        return {name: self.sent[turn.key] for name, turn in self.router.turns.items() if turn.worker}
+
+    def feed(self, event: Record | None) -> list[Decision]:
+        """Let the router hear something (None: time has passed) and check everything that must hold."""
+        self.history.append((self.now, event))
+        if event is not None:
+            self._put_on_log(event)
+        decisions = self.router.tick(self.now) if event is None else self.router.on_event(event, self.now)
+        self._note_departures()
+        for decision in decisions:
+            self._note(decision)
+        self.decisions += decisions
+        self.log += decisions
+        self._check_books()
+        self._check_nobody_waits_for_nothing()
+        return decisions
+
+    def ask(self, asked: TurnRequest) -> None:
+        before = self.asked.get(asked.trajectory_id)
+        if before is not None and self.done.get(asked.trajectory_id, -1) < before[0].turn:
+            self._settle(asked.trajectory_id, before[0].turn)
+        self.asked[asked.trajectory_id] = asked, self.now
+        self.feed(asked)
+
+    def beat(self, worker: int, *, restart: bool = False, **other: object) -> None:
+        model = self.executors.setdefault(f"w{worker}", Model())
+        if restart:
+            for dispatch in model.held.values():
+                self._fault(dispatch)
+            model.incarnation += 1
+            model.held.clear()
+        stops = other.get("state") is ExecutorState.STOPPING
+        holds = b"" if stops else packed(list(model.held.values()))
+        beat = heartbeat(worker, **{"incarnation": model.incarnation, "holds": holds, **other})
+        model.beat, model.heard_at = beat, self.now
+        if stops:
+            model.held.clear()
+        self.feed(beat)
+
+    def beat_unread(self, worker: int) -> None:
+        """It beats before it has read what was sent to it, which it does within four seconds in which it runs."""
+        model = self.executors.get(f"w{worker}")
+        if model is None or model.beat is None:
+            return
+        listed = {held for (held,) in struct.iter_unpack("<Q", model.beat.holds)}
+        old = [each for each in model.held.values() if held_hash(each.key) in listed]
+        new = [each for each in model.held.values() if held_hash(each.key) not in listed]
+        if all(each.dispatched_at >= min(model.heard_at, self.now - 4.0) for each in new):
+            model.beat, model.heard_at = msgspec.structs.replace(model.beat, holds=packed(old)), self.now
+            self.feed(model.beat)
+
+    def hand_back(self, worker: int) -> None:
+        """It stops; the router hears of that before it reads the results."""
+        model = self.executors.setdefault(f"w{worker}", Model())
+        given = list(model.held.values())
+        for dispatch in given:  # charged if the results take longer than the executor's TTL
+            self._fault(dispatch)
+        self.unread += given
+        model.held.clear()
+        self.beat(worker, state=ExecutorState.STOPPING, holds=packed(given))
+
+    def read_on(self) -> None:
+        """The router reads the results of those that have stopped."""
+        unread, self.unread = self.unread, []
+        for dispatch in unread:
+            self.feed(result(dispatch, TurnOutcome.PREEMPTED))
+
+    def complete(self, dispatch: TurnDispatch) -> None:
+        asked = dispatch.request
+        self.executors[dispatch.worker].held.pop(dispatch.key, None)
+        present, _ = self.asked[asked.trajectory_id]
+        if present.turn == asked.turn and self.done.get(asked.trajectory_id, -1) < asked.turn:
+            self._settle(asked.trajectory_id, asked.turn)
+        self.feed(result(dispatch))
+
+    def reject(self, dispatch: TurnDispatch, outcome: TurnOutcome, refusal: Refusal | None = None) -> None:
+        self.executors[dispatch.worker].held.pop(dispatch.key, None)
+        if outcome is TurnOutcome.REFUSED and refusal is Refusal.ENGINE:
+            self._fault(dispatch)
+        if refusal is Refusal.CONTEXT:
+            self.torn.add((dispatch.request.trajectory_id, dispatch.request.turn))
+        self.feed(result(dispatch, outcome, refusal=refusal))
+
+    def mend(self) -> None:
+        """Whoever reads that a chain is torn asks again with the whole context, once."""
+        for asked, at in list(self.asked.values()):
+            name, place = asked.trajectory_id, (asked.trajectory_id, asked.turn)
+            if place in self.torn and self.done.get(name, -1) < asked.turn:
+                whole = context_fields(bytes(4 * asked.context_tokens))
+                self.asked[name] = msgspec.structs.replace(asked, **whole), at
+                self.feed(self.asked[name][0])
+        self.torn.clear()
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.feed(None)
+
+    def restart_router(self) -> None:
+        """Kill the router; the next one knows the log alone."""
+        for dispatch in self.unread:
+            self._put_on_log(result(dispatch, TurnOutcome.PREEMPTED))
+        self.unread.clear()
+        self.router = Router(CONFIG)
+        decisions = self.router.restore(
+            [ReceivedRequest.from_record(record) for record in self.log if isinstance(record, TurnRequest)],
+            [record for record in self.log if isinstance(record, TurnDispatch)],
+            [record for record in self.log if isinstance(record, TurnResult)],
+            lambda: self.now,
+        )
+        for decision in decisions:
+            self._note(decision)
+        self.decisions += decisions
+        self.log += decisions
+        self.ended = self.router.counters.finished + self.router.counters.failed
+        self.history.clear()  # a replay would have to be restored as well
+        self._check_books()
+
+    def _put_on_log(self, event: Record) -> None:
+        self.log.append(event)
+        if isinstance(event, TurnResult) and event.outcome is TurnOutcome.PREEMPTED:
+            place, tokens = (event.trajectory_id, event.turn), count(event.tokens)
+            if tokens < self.sent[event.key].request.sampling.max_tokens:
+                self.generated[place] = max(tokens, self.generated.get(place, 0))
+
+    def _note_departures(self) -> None:
+        for worker, executor in self.router.liveness.executors.items():
+            model = self.executors.get(worker)
+            if executor.status is not ExecutorStatus.GONE or model is None:
+                continue
+            if executor.heartbeat is not None and executor.heartbeat is not model.beat:
+                continue
+            assert model.beat is not None
+            if model.beat.state is ExecutorState.STOPPING:
+                continue
+            if executor.heartbeat is not None:  # else it is known from the log alone
+                assert self.now >= model.heard_at + TTL_SECONDS, "an executor was given up within its TTL"
+                others = [other.heard_at for name, other in self.executors.items() if name != worker and other.beat]
+                assert max(others, default=0.0) >= model.heard_at + TTL_SECONDS, "nobody else was heard: who knows?"
+            for dispatch in model.held.values():
+                self._fault(dispatch)
+
+    def _fault(self, dispatch: TurnDispatch) -> None:
+        place = dispatch.request.trajectory_id, dispatch.request.turn
+        self.faults[place] = self.faults.get(place, 0) + 1
+
+    def _note(self, decision: Decision) -> None:
+        if isinstance(decision, TurnResult):
+            self._note_failure(decision)
+            return
+        asked = decision.request
+        assert decision.key not in self.sent, "an attempt was numbered twice"
+        self.sent[decision.key] = decision
+        assert decision.failures < CONFIG.max_attempts
+        generated = self.generated.get((asked.trajectory_id, asked.turn), 0)
+        assert begun_tokens(decision) >= generated, "generated tokens are sampled again"
+        model = self.executors[decision.worker]
+        beat = model.beat
+        assert beat is not None and beat.state is ExecutorState.READY
+        assert (decision.incarnation, decision.slot) == (beat.incarnation, beat.slot)
+        executor = self.router.liveness.executors[decision.worker]
+        assert (
+            executor.status is ExecutorStatus.LIVE
+            and self.router.liveness.lag_versions(executor) <= CONFIG.max_lag_versions
+        )
+        if self.loses:
+            self.loses = False
+            self._fault(decision)
+            return
+        model.held[decision.key] = decision
+        turns, tokens = load(list(model.held.values()))
+        assert turns <= beat.max_turns and tokens <= beat.token_budget, "an executor was overfilled"
+
+    def _note_failure(self, failed: TurnResult) -> None:
+        assert failed.outcome is TurnOutcome.FAILED
+        asked, at = self.asked[failed.trajectory_id]
+        faults = self.faults.get((failed.trajectory_id, failed.turn), 0)
+        assert faults >= CONFIG.max_attempts or self.now >= at + asked.patience_seconds, "given up for nothing"
+        self._settle(failed.trajectory_id, failed.turn)
+
+    def _settle(self, trajectory: str, turn: int) -> None:
+        self.done[trajectory] = turn
+        self.ended += 1
+
+    def _check_books(self) -> None:
+        counters, router = self.router.counters, self.router
+        assert counters.requested == counters.finished + counters.failed + router.outstanding + len(router.queue)
+        assert counters.finished + counters.failed == self.ended
+        waiting = router.queue
+        assert list(waiting.turns.values()) == sorted(
+            (turn for turn in router.turns.values() if not turn.worker), key=lambda turn: turn.ticket
+        ), "a turn that has left is held"
+        assert waiting.skipped.keys() <= waiting.turns.keys()
+        for worker, executor in router.liveness.executors.items():
+            for execution, turn in executor.holds.items():
+                assert router.turns[turn.trajectory_id] is turn and (turn.worker, turn.execution_key) == (
+                    worker,
+                    execution,
+                )
+            assert not executor.holds.keys() & executor.ghosts.keys()
+        assert sum(len(each.holds) for each in router.liveness.executors.values()) == router.outstanding
+        for seat in router.placement.candidates.values():
+            known = router.assignments.reservations(router.liveness.executors[seat.heartbeat.worker])
+            assert (seat.held_turns, seat.held_tokens) == (len(known), sum(room for room, _ in known))
+
+    def _check_nobody_waits_for_nothing(self) -> None:
+        """The first waiting turn that some open executor could run finds no room: it is next, and nobody passes."""
+        waiting = [turn for turn in self.router.turns.values() if not turn.worker and not turn.context_missing]
+        for turn in sorted(waiting, key=urgency):
+            need = turn.room_tokens
+            able = [
+                executor
+                for executor in self.router.liveness.executors.values()
+                if executor.is_open
+                and executor.heartbeat is not None
+                and executor.heartbeat.max_turns > 0
+                and executor.heartbeat.token_budget >= need
+            ]
+            if able:
+                for executor in able:
+                    assert executor.heartbeat is not None
+                    known = self.router.assignments.reservations(executor)
+                    tokens = sum(room for room, _ in known)
+                    full = len(known) >= executor.heartbeat.max_turns or tokens + need > executor.heartbeat.token_budget
+                    assert full, "a turn waits beside room"
+                return
+
+
+def load(dispatches: list[TurnDispatch]) -> tuple[int, int]:
+    """Turns and tokens that they hold."""
+    asked = [dispatch.request for dispatch in dispatches]
+    return len(asked), sum(each.context_tokens + each.sampling.max_tokens for each in asked)

@@ -1,0 +1,136 @@
+"""What a role may do, and how that is written for those who allow it."""
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from confluent_kafka import KafkaError
+from typer.main import get_group
+
+from pipeline.command.topics_commands import topics as commands
+from schemas.errors import UsageError
+from topics.acl import CLUSTER_NAME, PRODUCER, ROLES, Acl, Operation, Resource, Role, acls, kafka_acls, strimzi_user
+from topics.catalog import MANIFESTS, OUTCOMES, PROMPTS
+from topics.errors import BusError, RightsMissing
+from topics.settings import BusSettings
+from workers.weights.config import WeightsConfig
+from workers.weights.receive import WeightReceiver
+from workers.weights.signing import make_keys, refuse_unsigned, trust_of
+
+EVERY_ROLE = pytest.mark.parametrize("role", ROLES.values(), ids=list(ROLES))
+
+
+@EVERY_ROLE
+def test_no_right_reaches_beyond_the_namespace(role: Role) -> None:
+    for acl in acls(role, "team."):
+        assert acl.name.startswith("team.rose.") or (acl.resource, acl.name) == (Resource.CLUSTER, CLUSTER_NAME)
+    assert len(set(acls(role))) == len(acls(role))
+
+
+def test_a_producer_may_ask_and_nothing_else() -> None:
+    assert acls(PRODUCER) == [Acl(Operation.WRITE, Resource.TOPIC, PROMPTS.name)]
+
+
+@pytest.mark.parametrize(
+    ("operation", "topic", "may"),
+    [
+        (Operation.WRITE, MANIFESTS.name, {"trainer"}),
+        (Operation.WRITE, OUTCOMES.name, {"trainer"}),
+        (Operation.WRITE, PROMPTS.name, {"environment", "producer", "operator"}),
+    ],
+)
+def test_what_decides_is_written_by_few(operation: Operation, topic: str, may: set[str]) -> None:
+    assert {name for name, role in ROLES.items() if Acl(operation, Resource.TOPIC, topic) in acls(role)} == may
+
+
+@EVERY_ROLE
+def test_the_lines_for_kafka_say_the_same(role: Role) -> None:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--add", action="store_true", required=True)
+    parser.add_argument("--allow-principal", required=True)
+    parser.add_argument("--operation", action="append", required=True)
+    parser.add_argument("--resource-pattern-type", default="literal", choices=["literal", "prefixed"])
+    parser.add_argument("--cluster", dest="cluster", action="append_const", const=CLUSTER_NAME)
+    for resource in (Resource.TOPIC, Resource.GROUP, Resource.TRANSACTIONAL_ID):
+        parser.add_argument(resource.flag, dest=resource.value, action="append")
+    found = []
+    for line in kafka_acls(role, "team.", "User:CN=one two"):
+        said = parser.parse_args(shlex.split(line))
+        assert said.allow_principal == "User:CN=one two"
+        found += [
+            Acl(Operation(operation), resource, name, prefixed=said.resource_pattern_type == "prefixed")
+            for resource in Resource
+            for name in getattr(said, resource.value) or ()
+            for operation in said.operation
+        ]
+    assert sorted(map(str, found)) == sorted(map(str, acls(role, "team.")))
+    assert set(found) == set(acls(role, "team."))
+
+
+@EVERY_ROLE
+def test_strimzis_user_says_the_same(role: Role) -> None:
+    user: Any = yaml.safe_load(strimzi_user(role, "team.", cluster="kafka", name="rose-x"))
+    assert (user["apiVersion"], user["kind"]) == ("kafka.strimzi.io/v1", "KafkaUser")
+    assert user["metadata"] == {"name": "rose-x", "labels": {"strimzi.io/cluster": "kafka"}}
+    assert user["spec"]["authentication"] == {"type": "scram-sha-512"}
+    assert user["spec"]["authorization"]["type"] == "simple"
+    found = set()
+    for rule in user["spec"]["authorization"]["acls"]:
+        assert set(rule) == {"resource", "operations"}
+        resource = Resource(rule["resource"]["type"])
+        name = rule["resource"].get("name", CLUSTER_NAME)
+        prefixed = rule["resource"].get("patternType") == "prefix"
+        found |= {Acl(Operation(operation), resource, name, prefixed) for operation in rule["operations"]}
+    assert found == set(acls(role, "team."))
+
+
+def test_a_right_that_is_missing_is_one_sentence() -> None:
+    write = str(Acl(Operation.WRITE, Resource.TOPIC, "rose.turns.completed.v1"))
+    assert str(RightsMissing("executor", [write, write])) == (
+        "this client has no right to Write on topic rose.turns.completed.v1 (and 1 more): "
+        "`rose topics acl --role executor` prints the ACLs that a role needs"
+    )
+    rights = write, "Read on group rose.environment"
+    for code, named in (
+        (KafkaError.TOPIC_AUTHORIZATION_FAILED, write),
+        (KafkaError.GROUP_AUTHORIZATION_FAILED, "Read on group rose.environment"),
+        (KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, "some right to a transactional id"),
+    ):
+        told = BusError("storing a record", KafkaError(code), *rights)
+        assert f"storing a record failed: this client has no right to {named}: `rose topics acl" in str(told)
+        assert told.is_permanent
+
+
+@pytest.mark.parametrize(
+    ("properties", "authenticated"),
+    [
+        ({}, False),
+        ({"security.protocol": "ssl"}, False),
+        ({"security.protocol": "SSL", "ssl.certificate.location": "me.pem"}, True),
+        ({"security.protocol": "SASL_SSL"}, True),
+        ({"security.protocol": "sasl_plaintext"}, True),
+    ],
+)
+def test_versions_are_signed_where_clients_sign_in(
+    properties: dict[str, str], authenticated: bool, tmp_path: Path
+) -> None:
+    settings = BusSettings("127.0.0.1:1", "", properties)
+    assert settings.authenticated == authenticated
+    refuse_unsigned(settings, make_keys(tmp_path / "key"), "signing_key")
+    if not authenticated:
+        refuse_unsigned(settings, None, "signing_key")
+        return
+    with pytest.raises(UsageError, match=r"set weights\.signing_key; `rose keys FILE`"):
+        refuse_unsigned(settings, None, "signing_key")
+    with pytest.raises(UsageError, match=r"set weights\.trusted_key"):
+        WeightReceiver(settings, trust_of(settings, "policy", WeightsConfig()), shapes={})
+
+
+def test_the_help_of_the_command_names_every_role_and_no_other() -> None:
+    (option,) = (each for each in get_group(commands).commands["acl"].params if each.name == "role")
+    words = set(re.findall(r"[a-z]+", str(getattr(option, "help", ""))))
+    assert words - {"or", "so", "is", "a", "lender"} == set(ROLES)

@@ -1,0 +1,226 @@
+"""What hangs is given up; what is slow, and whoever waits for a broker that is away, is not."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+from confluent_kafka import KafkaException, Producer
+
+from tests.signals import signals_come
+from tests.unit.test_health import Clock
+from tests.waiting import until
+from topics.errors import BrokerUnreachable
+from topics.health import HUNG_SECONDS, Health
+from topics.transactions import CallWatchdog, HungCall, poll_until_done, run_guarded
+
+
+def soon(call: Callable[[], object], reach: Callable[[], object]) -> None:
+    run_guarded(call, CallWatchdog(reach, check_seconds=0.01, seconds=0.05))
+
+
+class Away:
+    """A broker that does not answer until it is back."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.back = threading.Event()
+
+    def reach(self) -> None:
+        self.asked += 1
+        if not self.back.is_set():
+            raise BrokerUnreachable("127.0.0.1:9")
+
+
+def test_what_never_returns_is_given_up_and_what_does_is_not() -> None:
+    never = threading.Event()
+    for _ in range(50):
+        soon(lambda: never.wait(0.002), lambda: None)
+    with pytest.raises(HungCall, match="though the broker answers others"):
+        soon(never.wait, lambda: None)
+    never.set()
+
+
+def test_a_signal_amid_a_look_does_not_make_it_endless() -> None:
+    never = threading.Event()
+    with signals_come(), pytest.raises(HungCall, match="though the broker answers others"):
+        run_guarded(never.wait, CallWatchdog(lambda: None, check_seconds=0.002, seconds=0.1))
+    never.set()
+
+
+def test_what_the_call_raises_is_raised() -> None:
+    def fail() -> None:
+        raise LookupError("of its own")
+
+    with pytest.raises(LookupError, match="of its own"):
+        soon(fail, lambda: None)
+
+
+def test_it_waits_while_no_broker_answers_anybody_and_the_loop_does_not_count_as_hung() -> None:
+    never, away, clock = threading.Event(), Away(), Clock()
+    health = Health(clock)
+    health.report("owns homes [0]")
+
+    def reach() -> None:
+        clock.now += HUNG_SECONDS
+        with suppress(BrokerUnreachable):
+            away.reach()
+            return
+        assert health.status.alive, health.status
+        if away.asked == 100:  # many times as many looks as would have been too many
+            away.back.set()
+        raise BrokerUnreachable("127.0.0.1:9")
+
+    with pytest.raises(HungCall):
+        wait = CallWatchdog(reach, on_broker_away=health.report_progress, check_seconds=0.01, seconds=0.05)
+        run_guarded(never.wait, wait)
+    assert away.asked > 100
+    never.set()
+
+
+def test_what_the_client_raises_amid_a_look_keeps_nothing_of_the_call() -> None:
+    """It never lets go of what is being handled when it raises, nor of the frames of that."""
+    client, never = Producer({"bootstrap.servers": "127.0.0.1:1", "log_level": 0}), threading.Event()
+
+    class Held:
+        def __call__(self) -> None:
+            never.wait()
+
+    def reach() -> None:
+        with suppress(KafkaException):
+            client.list_topics(timeout=0.001)
+        raise BrokerUnreachable("127.0.0.1:9")
+
+    held = Held()
+    gone = weakref.ref(held)
+    with pytest.raises(HungCall):
+        run_guarded(held, CallWatchdog(reach, still_needed=lambda: False, check_seconds=0.01, seconds=0.05))
+    never.set()
+    del held
+    until(lambda: gc.collect() >= 0 and gone() is None)
+
+
+def test_who_is_asked_to_leave_waits_for_no_broker_that_is_away() -> None:
+    never, away = threading.Event(), Away()
+
+    def wait() -> CallWatchdog:  # asked to leave at the tenth look at which no broker answers
+        begins = away.asked
+        wanted = lambda: away.asked - begins < 10  # noqa: E731
+        return CallWatchdog(
+            away.reach, on_broker_away=lambda: None, still_needed=wanted, check_seconds=LOOK, seconds=0.05
+        )
+
+    with pytest.raises(HungCall, match="answers nobody"):
+        run_guarded(never.wait, wait())
+    with pytest.raises(HungCall, match="answers nobody"):
+        poll_until_done(lambda seconds: never.wait(seconds), wait())
+    assert away.asked == 20
+    never.set()
+
+
+def test_who_returns_once_the_broker_is_back_is_not_given_up_however_long_it_was_away() -> None:
+    away = Away()
+
+    def call() -> None:
+        away.back.wait()
+
+    def reach() -> None:
+        if away.asked == 100:
+            away.back.set()
+        away.reach()
+
+    run_guarded(call, CallWatchdog(reach, on_broker_away=lambda: None, check_seconds=0.01, seconds=2.0))
+    assert away.asked >= 100
+
+
+class Slow:
+    """A coordinator that answers amid this many looks, of which those after the first half ask whether it is there."""
+
+    def __init__(self, looks: int) -> None:
+        self.left = looks
+        self._answer = threading.Event()
+        self._returned = threading.Event()
+
+    def call(self) -> None:
+        self._answer.wait()
+        self._returned.set()
+
+    def reach(self) -> None:
+        self.left -= 1
+        if not self.left:
+            self._answer.set()
+            self._returned.wait()
+
+
+def test_a_call_that_returns_amid_the_last_look_is_not_given_up() -> None:
+    slow = Slow(looks=2)
+    run_guarded(slow.call, CallWatchdog(slow.reach, check_seconds=0.2, seconds=1.0))
+    assert not slow.left
+
+
+def test_who_is_asked_to_leave_does_not_wait_as_long() -> None:
+    never, away = threading.Event(), Away()
+
+    def leaving(reach: Callable[[], object]) -> CallWatchdog:
+        return CallWatchdog(reach, still_needed=lambda: False, check_seconds=LOOK, seconds=60.0, leaving_seconds=0.05)
+
+    with pytest.raises(HungCall, match="answers nobody"):
+        run_guarded(never.wait, leaving(away.reach))
+    with pytest.raises(HungCall, match="though the broker answers others"):
+        run_guarded(never.wait, leaving(lambda: None))
+    assert away.asked == 1
+    never.set()
+
+
+def test_a_call_is_given_up_after_twelve_looks_when_the_broker_has_answered_others_at_five() -> None:
+    asked: list[int] = []
+    wait = CallWatchdog(lambda: asked.append(looks))
+    for looks in range(1, 12):  # noqa: B007
+        wait.check()
+    with pytest.raises(HungCall, match="for 12 s"):
+        wait.check()
+    assert asked == [7, 8, 9, 10, 11]
+
+
+LOOK = 0.01
+
+
+class Transaction:
+    """A commit that is done when it has been gone on with so often, if ever."""
+
+    def __init__(self, turns: int) -> None:
+        self.left = turns
+
+    def commit(self, seconds: float) -> bool:
+        assert seconds == LOOK
+        self.left -= 1
+        return self.left == 0
+
+
+def test_what_can_be_gone_on_with_is_until_it_is_done_or_given_up() -> None:
+    slow = Transaction(turns=5)
+    poll_until_done(slow.commit, CallWatchdog(lambda: None, check_seconds=LOOK, seconds=0.05))
+    assert not slow.left
+    with pytest.raises(HungCall, match="though the broker answers others"):
+        poll_until_done(Transaction(turns=100).commit, CallWatchdog(lambda: None, check_seconds=LOOK, seconds=0.05))
+
+
+def test_while_a_call_lasts_something_else_is_done_and_may_end_it() -> None:
+    met: list[int] = []
+    poll_until_done(Transaction(turns=3).commit, CallWatchdog(lambda: None, check_seconds=LOOK), lambda: met.append(1))
+    assert met == [1, 1]
+
+    def ends() -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        poll_until_done(Transaction(turns=3).commit, CallWatchdog(lambda: None, check_seconds=LOOK), ends)
+
+
+def test_a_commit_waits_for_a_broker_that_answers_nobody() -> None:
+    away, slow = Away(), Transaction(turns=100)
+    wait = CallWatchdog(away.reach, on_broker_away=lambda: None, check_seconds=LOOK, seconds=0.05)
+    poll_until_done(slow.commit, wait)
+    assert not slow.left and away.asked > 90

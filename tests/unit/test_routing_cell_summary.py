@@ -1,0 +1,94 @@
+"""A cell in short says what its core knows, and is a record whatever that is."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.routing.cell_summary import MAX_COUNTED_TURNS, SILENT_SECONDS, summarize_cell
+from pipeline.routing.rates import rate_bucket
+from pipeline.routing.router import Router
+from pipeline.routing.turn_queue import ReceivedRequest
+from schemas.cells import MAX_EXECUTORS, CellSummary
+from schemas.heartbeats import ExecutorState, Hardware, Tenant, WorkerClass
+from schemas.wire import decode, encode
+from tests.unit.routing_fixtures import RoutingSimulation, heartbeat, request
+from tests.unit.routing_steps import STEPS, step
+
+
+def summary(router: Router, now: float = 0.0) -> CellSummary:
+    made = summarize_cell(router, name="router-0", now=now)
+    assert decode(CellSummary, encode(made)) == made
+    return made
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(STEPS, max_size=60))
+def test_whatever_happens_it_counts_what_the_core_counts(steps: list[tuple[object, ...]]) -> None:
+    world = RoutingSimulation()
+    for what in steps:
+        step(world, *what)  # type: ignore[arg-type]
+        found = summary(world.router, world.now)
+        waiting, outstanding = world.router.queue.waiting_for_room, world.router.outstanding
+        told = (waiting, outstanding) if found.executors else (waiting + outstanding, 0)
+        assert (found.waiting_turns, found.outstanding_turns) == told
+        assert (found.wanted_tokens > 0) == (found.waiting_turns > 0)
+        assert all(line.free_turns == 0 == line.free_tokens for line in found.executors if not line.open)
+
+
+def test_an_executor_is_told_with_what_it_holds_and_how_long_that_takes_it() -> None:
+    world = RoutingSimulation()
+    world.beat(0, max_turns=2, token_budget=100)
+    world.ask(request("g0:0", context=20, max_tokens=10))
+    world.ask(request("g1:0", context=20, max_tokens=100))
+    found = summary(world.router, world.now)
+    (line,) = found.executors
+    assert (line.worker, line.open, line.serving, line.by_grant) == ("w0", True, False, False)
+    assert (line.held_turns, line.held_tokens, line.free_turns, line.free_tokens) == (1, 30, 1, 70)
+    prefill = rate_bucket(1000.0, None).token_seconds
+    assert line.load_seconds == pytest.approx(20 * prefill + 10 / 100.0 / 2)
+    assert (found.waiting_turns, found.wanted_tokens, found.prefill_tokens, found.new_tokens) == (1, 120, 20, 100)
+    assert found.waiting_seconds == pytest.approx(20 / 1000 + 100 / (100 * 2))
+
+
+def test_of_executors_that_all_fell_silent_nothing_is_expected_any_more() -> None:
+    world = RoutingSimulation()
+    world.beat(0)
+    for index in range(2):
+        world.ask(request(f"g{index}:0", context=20, max_tokens=10))
+    silent = summary(world.router, world.now + SILENT_SECONDS)
+    assert (silent.executors, silent.waiting_turns, silent.outstanding_turns) == ((), 2, 0)
+    assert (silent.wanted_tokens, silent.prefill_tokens) == (60, 40)
+    assert world.router.outstanding == 2, "what they hold is theirs until somebody is heard"
+
+
+def test_a_lender_is_told_with_its_users_and_who_is_gone_is_not() -> None:
+    router = Router()
+    lender = msgspec.structs.replace(
+        heartbeat(1, state=ExecutorState.PAUSED),
+        worker_class=WorkerClass.SERVING,
+        by_grant=True,
+        serving=Tenant(running=3, waiting=1),
+    )
+    router.on_heartbeat(heartbeat(0, policy_version=2), 0.0)
+    router.on_heartbeat(lender, 0.1)
+    router.on_heartbeat(heartbeat(2, state=ExecutorState.STOPPING), 0.2)
+    found = summary(router)
+    assert [line.worker for line in found.executors] == ["w1", "w0"]
+    line = found.executors[0]
+    assert (line.open, line.serving, line.by_grant, line.lag_versions) == (False, True, True, 2)
+    assert (line.serving_running, line.serving_waiting) == (3, 1)
+
+
+def test_of_many_the_oldest_stand_for_all_and_lenders_come_first() -> None:
+    router = Router()
+    for number in range(MAX_EXECUTORS + 5):
+        beat = heartbeat(number, hardware=Hardware(prefill_tokens_per_second=1e3, decode_tokens_per_second=1e-3))
+        beat = msgspec.structs.replace(beat, worker=f"{number:x<128}", by_grant=number >= MAX_EXECUTORS)
+        router.on_heartbeat(msgspec.structs.replace(beat, state=ExecutorState.PAUSED), 0.1)
+    for number in range(3 * MAX_COUNTED_TURNS):
+        router.on_request(ReceivedRequest.from_record(request(f"g{number}:0", context=20, max_tokens=10)), 0.2)
+    found = summary(router)
+    assert len(found.executors) == MAX_EXECUTORS and all(line.by_grant for line in found.executors[:5])
+    assert found.waiting_turns == 3 * MAX_COUNTED_TURNS
+    assert (found.prefill_tokens, found.wanted_tokens) == (60 * MAX_COUNTED_TURNS, 90 * MAX_COUNTED_TURNS)

@@ -1,0 +1,123 @@
+"""Laws of the router's core, on histories of executors that come and go."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.routing.router import Router
+from schemas.record import Record
+from schemas.turns import TurnDispatch
+from schemas.wire import encode
+from tests.unit.routing_fixtures import CONFIG, request
+from tests.unit.routing_steps import STEPS, WORKERS, settle, started, step
+
+
+@pytest.mark.slow
+@settings(max_examples=300, print_blob=True)
+@given(st.lists(STEPS, max_size=80))
+def test_the_laws_hold_in_every_history(steps: list[tuple[object, ...]]) -> None:
+    # World.feed checks after every event: conservation, the books, budgets, liveness, attempts, faults, order.
+    world = started()
+    for what, *values in steps:
+        step(world, str(what), *values)
+    settle(world)
+
+
+@settings(max_examples=200, print_blob=True)
+@given(st.lists(st.one_of(STEPS, st.just(("new router",))), max_size=60))
+def test_the_laws_hold_when_routers_are_replaced(steps: list[tuple[object, ...]]) -> None:
+    world = started()
+    for what, *values in steps:
+        if what == "new router":
+            world.restart_router()
+        else:
+            step(world, str(what), *values)
+    settle(world)
+
+
+@settings(max_examples=100, print_blob=True)
+@given(st.lists(STEPS, max_size=60))
+def test_the_same_history_gives_the_same_bytes(steps: list[tuple[object, ...]]) -> None:
+    world = started()
+    for what, *values in steps:
+        step(world, str(what), *values)
+    again = Router(CONFIG)
+    decisions: list[Record] = []
+    for now, event in world.history:
+        decisions += again.tick(now) if event is None else again.on_event(event, now)
+    assert [encode(decision) for decision in decisions] == [encode(decision) for decision in world.decisions]
+
+
+@settings(max_examples=30, print_blob=True)
+@given(
+    turns=st.integers(1, 12),
+    silences=st.lists(st.floats(0.1, 500.0), min_size=1, max_size=12),
+    orders=st.lists(st.permutations(range(3)), min_size=12, max_size=12),
+)
+def test_silences_of_everybody_take_nothing_from_anybody(
+    turns: int, silences: list[float], orders: list[list[int]]
+) -> None:
+    world = started()
+    for index in range(turns):
+        world.ask(request(f"g{index}:0", patience_seconds=600.0))
+    sent = dict(world.held)
+    for silence, order in zip(silences, orders, strict=False):
+        for _ in range(4):
+            world.pass_time(silence / 4)
+        for worker in order:
+            world.beat(worker)
+            world.pass_time(0.01)
+    assert world.held == sent and world.router.counters.reissued == 0
+    settle(world)
+    assert all(isinstance(decision, TurnDispatch) and decision.failures == 0 for decision in world.decisions)
+    assert all(decision.attempt == 0 for decision in world.decisions if isinstance(decision, TurnDispatch))
+
+
+@settings(max_examples=30, print_blob=True)
+@given(st.integers(1, 4), st.lists(st.tuples(WORKERS, st.floats(2.5, 10.0)), max_size=10))
+def test_who_was_silent_alone_keeps_what_it_holds_and_no_turn_is_failed_for_it(
+    turns: int, silences: list[tuple[int, float]]
+) -> None:
+    world = started()
+    for index in range(turns):
+        world.ask(request(f"g{index}:0"))
+    for silent, seconds in silences:
+        others = {0, 1, 2} - {silent}
+        for worker in others:
+            world.beat(worker, max_turns=0)
+        for _ in range(int(seconds / 0.2)):
+            world.now += 0.2
+            for worker in others:
+                world.beat(worker, max_turns=0)
+            world.feed(None)
+        world.beat(silent, max_turns=4)
+        assert {each.request.trajectory_id for each in world.running} == set(world.held), "it is back where it was"
+        assert not any(turn.failures for turn in world.router.turns.values())
+    assert len(world.sent) == turns, "nothing was dispatched twice"
+    settle(world)
+
+
+def test_decisions_do_not_depend_on_the_hash_seed() -> None:
+    program = (
+        "import hashlib; from bench.history import Fleet, Recorder; from pipeline.routing.router import Router;"
+        "from schemas.wire import encode; recorder = Recorder(Fleet(20, 200, 0.5)); recorder.record(2.0);"
+        "router = Router(); digest = hashlib.blake2b();"
+        "[digest.update(encode(each)) for now, event in recorder.history for each in router.on(event, now)];"
+        "print(router.counters.dispatched, digest.hexdigest())"
+    )
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert printed[0] == printed[1]
+    assert int(printed[0].split()[0]) > 100

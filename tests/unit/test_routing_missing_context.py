@@ -1,0 +1,177 @@
+"""A turn whose context no executor can read back waits for its anchor, and nobody else waits for it."""
+
+import msgspec
+
+from pipeline.routing.router import Router
+from pipeline.routing.turn import MAX_KEPT_BYTES
+from pipeline.routing.turn_queue import ReceivedRequest
+from schemas.contexts import context_fields
+from schemas.heartbeats import ExecutorState
+from schemas.limits import MAX_CHAIN
+from schemas.prompts import Sampling
+from schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnRequest
+from schemas.wire import decode, encode
+from tests.unit.routing_fixtures import CONFIG, heartbeat, packed, request, result
+
+
+def chained(patience_seconds: float = 100.0) -> TurnRequest:
+    asked = request("g0:0", 1, context=30, patience_seconds=patience_seconds)
+    assert asked.chain
+    return asked
+
+
+def anchored(asked: TurnRequest) -> TurnRequest:
+    return msgspec.structs.replace(asked, **context_fields(bytes(4 * asked.context_tokens)))
+
+
+def torn(dispatch: TurnDispatch, *routers: Router, now: float = 0.1) -> None:
+    for router in routers:
+        assert router.on_event(result(dispatch, TurnOutcome.REFUSED, refusal=Refusal.CONTEXT), now) == []
+
+
+def dispatch_of(router: Router, asked: TurnRequest, now: float = 0.0, offset: int = 5) -> TurnDispatch:
+    (sent,) = router.on_event(ReceivedRequest.from_record(asked, offset), now)
+    assert isinstance(sent, TurnDispatch)
+    return sent
+
+
+def test_it_goes_out_again_once_it_is_asked_for_whole_and_counts_against_nobody() -> None:
+    router = Router(CONFIG)
+    router.on_event(heartbeat(0), 0.0)
+    sent = dispatch_of(router, chained())
+    torn(sent, router)
+    assert (len(router.queue), router.outstanding, router.counters.context_missing) == (1, 0, 1)
+    assert router.on_event(heartbeat(0), 0.2) == [], "no executor is tried again with what it cannot read"
+    again = dispatch_of(router, anchored(chained()), 0.3, offset=9)
+    assert (again.request.is_anchor, again.offset, again.attempt, again.failures) == (True, 9, 1, 0)
+
+
+def test_others_pass_it() -> None:
+    router = Router(CONFIG)
+    router.on_event(heartbeat(0, max_turns=1), 0.0)
+    torn(dispatch_of(router, chained()), router)
+    assert dispatch_of(router, request("g1:0"), 0.2).request.trajectory_id == "g1:0"
+
+
+def test_an_anchor_that_comes_first_serves_whoever_is_sent_the_turn_next() -> None:
+    """The refusal and the request that it led to lie in two topics, and may be read in either order."""
+    router = Router(CONFIG)
+    router.on_event(heartbeat(0), 0.0)
+    sent = dispatch_of(router, chained())
+    assert router.on_event(ReceivedRequest.from_record(anchored(chained()), 9), 0.1) == [], (
+        "its executor may have the context"
+    )
+    (again,) = router.on_event(result(sent, TurnOutcome.REFUSED, refusal=Refusal.CONTEXT), 0.2)
+    assert isinstance(again, TurnDispatch)
+    assert (again.request.is_anchor, again.offset, again.failures) == (True, 9, 0)
+    assert router.counters.context_missing == 0
+
+
+def test_it_is_given_up_when_nobody_asks_again() -> None:
+    router = Router(CONFIG)
+    router.on_event(heartbeat(0), 0.0)
+    torn(dispatch_of(router, chained(patience_seconds=10.0)), router)
+    router.tick(5.0)
+    (failed,) = router.tick(10.2)
+    assert failed.outcome is TurnOutcome.FAILED and "torn" in failed.reason  # type: ignore[union-attr]
+
+
+def test_an_anchor_of_another_context_is_no_answer_to_a_torn_one() -> None:
+    router = Router(CONFIG)
+    router.on_event(heartbeat(0), 0.0)
+    torn(dispatch_of(router, chained()), router)
+    for other in (request("g0:0", 1, context=31, anchors=True), msgspec.structs.replace(chained(), chain=())):
+        other = msgspec.structs.replace(other, digest=bytes(16))
+        assert router.on_event(ReceivedRequest.from_record(other, 9), 0.2) == []
+    assert router.counters.duplicate == 2 and dispatch_of(router, anchored(chained()), 0.3, offset=11).offset == 11
+
+
+def test_room_is_kept_for_what_the_anchor_asks_for() -> None:
+    """Whoever asks again may be a worker with another `max_context_tokens`, which bounds what is sampled."""
+    router = Router(CONFIG)
+    router.on_event(heartbeat(0, token_budget=100), 0.0)
+    sent = dispatch_of(router, chained())
+    more = msgspec.structs.replace(anchored(chained()), sampling=Sampling(max_tokens=60))
+    assert router.on_event(ReceivedRequest.from_record(more, 9), 0.1) == []
+    (again,) = router.on_event(result(sent, TurnOutcome.REFUSED, refusal=Refusal.CONTEXT), 0.2)
+    assert router.on_event(request("g1:0", context=2, max_tokens=9), 0.3) == [], "90 of 100 tokens are taken"
+    assert isinstance(again, TurnDispatch)
+    assert len(router.on_event(result(again), 0.4)) == 1
+    assert router.placement.candidates["w0"].held_tokens == 11
+
+
+def test_a_router_that_takes_over_holds_it_too() -> None:
+    router = Router(CONFIG)
+    router.on_event(heartbeat(0), 0.0)
+    sent = dispatch_of(router, chained())
+    refusal = result(sent, TurnOutcome.REFUSED, refusal=Refusal.CONTEXT)
+    restored = Router(CONFIG)
+    assert restored.restore([ReceivedRequest.from_record(chained(), 5)], [sent], [refusal], lambda: 0.0) == []
+    assert restored.on_event(heartbeat(0), 0.1) == []
+    assert dispatch_of(restored, anchored(chained()), 0.2, offset=9).offset == 9
+    mended = Router(CONFIG)
+    asked = [ReceivedRequest.from_record(chained(), 5), ReceivedRequest.from_record(anchored(chained()), 9)]
+    assert mended.restore(asked, [sent], [refusal], lambda: 0.0) == []
+    (again,) = mended.on_event(heartbeat(0), 0.1)
+    assert isinstance(again, TurnDispatch) and again.offset == 9
+
+
+def test_an_executor_that_is_heard_to_run_it_has_it_again_and_it_waits_for_no_anchor() -> None:
+    router = Router(CONFIG)
+    router.on_event(heartbeat(0), 0.0)
+    first = dispatch_of(router, chained(patience_seconds=10.0))
+    second: list[TurnDispatch] = []
+    for number in range(1, 100):
+        router.on_event(heartbeat(1, max_turns=1), number / 10)
+        second += [each for each in router.tick(number / 10) if isinstance(each, TurnDispatch)]
+        if second:
+            break
+    torn(second[0], router, now=number / 10)
+    assert (router.outstanding, router.queue.waiting_for_room) == (0, 0)
+    router.on_event(heartbeat(0, holds=packed([first])), 10.0)
+    assert router.outstanding == 1
+    router.on_event(heartbeat(1, state=ExecutorState.PAUSED), 10.1)
+    assert router.on_event(heartbeat(0, incarnation=2, state=ExecutorState.STARTING), 10.1) == []
+    assert (router.outstanding, router.queue.waiting_for_room) == (0, 1)
+    (failed,) = router.tick(20.2)
+    assert "no executor has taken it up" in failed.reason  # type: ignore[union-attr]
+
+
+def test_what_a_large_request_appends_is_held_until_it_is_sent() -> None:
+    router = Router(CONFIG)
+    large = request("g0:0", context=400, max_tokens=10)
+    router.on_event(ReceivedRequest.from_record(large), 0.0)
+    (turn,) = router.turns.values()
+    assert len(turn.request_bytes) == len(encode(large)) > MAX_KEPT_BYTES
+    (sent,) = router.on_event(heartbeat(0), 0.1)
+    assert isinstance(sent, TurnDispatch) and sent.request == large and not sent.cut
+    assert len(turn.request_bytes) < MAX_KEPT_BYTES and turn.by_reference
+
+
+def test_of_a_turn_with_the_longest_chain_the_places_are_held_once_as_they_came() -> None:
+    """A tuple of 64 offsets takes more than all else that is kept of a turn."""
+    router = Router(CONFIG)
+    router.on_event(heartbeat(0), 0.0)
+    chained = msgspec.structs.replace(request("g0:0", 1), chain=tuple(range(10**6, 10**6 + MAX_CHAIN)))
+    sent = dispatch_of(router, chained)
+    (turn,) = router.turns.values()
+    assert sent.request.chain == chained.chain and not turn.is_anchor
+    assert turn.request_bytes == encode(chained) and len(turn.request_bytes) < MAX_KEPT_BYTES
+
+
+def test_what_a_newer_writer_added_is_as_it_came_in_a_dispatch_without_tokens() -> None:
+    """Numbers of 4 bytes were written again as those of 8: of a large request no dispatch could be written."""
+    asked = request("g0:0", context=400, max_tokens=10)
+    fields = {name: msgspec.Raw(msgspec.msgpack.encode(value)) for name, value in msgspec.structs.asdict(asked).items()}
+    news = b"\xdd" + (50_000).to_bytes(4, "big") + b"\xca\x3f\x80\0\0" * 50_000
+    wire = msgspec.msgpack.encode({**fields, "news": msgspec.Raw(news)})
+    router = Router(CONFIG)
+    router.on_event(heartbeat(0), 0.0)
+    (sent,) = router.on_event(ReceivedRequest(decode(TurnRequest, wire), wire, 5), 0.1)
+    assert isinstance(sent, TurnDispatch)
+    router.on_event(result(sent, TurnOutcome.PREEMPTED), 0.2)
+    (again,) = router.on_event(heartbeat(0, sequence=1), 0.3)
+    assert isinstance(again, TurnDispatch) and again.cut
+    cut = bytes(again.asked)
+    assert news in cut and len(cut) == len(wire) - len(asked.appended) - 1  # and one of the two that said how many
+    assert again.request == msgspec.structs.replace(asked, appended=b"")

@@ -1,0 +1,411 @@
+"""Who may do what on the bus: the rights of each role, the ACLs that follow, and the check of them at a role's start.
+
+Keeps true
+- What a role does on the bus is declared here only: the ACLs that `rose topics acl` prints and the rights that a role
+  checks at its start are both derived from it.
+- No role has a right that it does not use: a test compares the rights with what a broker saw the roles do.
+- No name lies outside the namespace, so one prefix serves every ACL.
+- A missing right is reported at the start, by name. A role that lacks only the right to OPTIONAL_TOPIC starts all the
+  same, as after an upgrade from a version without that topic.
+- Only a refusal counts as a missing right; what a broker does not answer does not. The right to create topics is
+  reported at its first use, because it may be a right to the cluster.
+
+Example
+    acls(EXECUTOR, "team.") -> Read on topic team.rose.weights.chunks.v1, ...
+"""
+
+import shlex
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from confluent_kafka import KafkaError, KafkaException, TopicCollection
+from confluent_kafka.admin import AclOperation
+
+from topics.admin import ADMIN_SECONDS, connect
+from topics.catalog import (
+    CATALOG,
+    CHUNKS,
+    COMPLETED,
+    CONTROL_GROUP,
+    DEAD_LETTER_SOURCES,
+    DEAD_LETTERS,
+    DEAD_LETTERS_TRANSACTIONAL_ID,
+    DISPATCHED,
+    ENVIRONMENT_GROUP,
+    ENVIRONMENT_TRANSACTIONAL_PREFIX,
+    GRANTS,
+    GROUPS,
+    HEARTBEATS,
+    LOG_GROUP,
+    MANIFESTS,
+    OUTCOMES,
+    PROGRESS,
+    PROMPTS,
+    RECORD_TOPICS,
+    REQUESTED,
+    ROLE_STARTS,
+    ROUTER_GROUP,
+    SAMPLES,
+    SETTLES,
+    SNAPSHOTS,
+    SUMMARIES,
+    TRAINER_PREFIX,
+    Topic,
+)
+from topics.errors import RightsMissing
+from topics.settings import PREFIX, BusSettings
+
+CLUSTER_NAME = "kafka-cluster"
+"""What Kafka calls the one resource of the kind cluster."""
+
+
+class Operation(Enum):
+    """By the names that Kafka's and Strimzi's tools give them. To read, write, alter or delete is to describe too."""
+
+    READ = "Read"
+    WRITE = "Write"
+    CREATE = "Create"
+    ALTER = "Alter"
+    """Of a topic: to add partitions."""
+    DELETE = "Delete"
+    """Of a topic: to delete records."""
+    DESCRIBE = "Describe"
+    DESCRIBE_CONFIGS = "DescribeConfigs"
+
+
+ADMIN_OPERATIONS = (Operation.CREATE, Operation.ALTER, Operation.DESCRIBE_CONFIGS)
+"""What an admin does to topics, besides describing them."""
+
+
+class Resource(Enum):
+    """By the names of Strimzi's resources."""
+
+    TOPIC = "topic"
+    GROUP = "group"
+    TRANSACTIONAL_ID = "transactionalId"
+    CLUSTER = "cluster"
+
+    @property
+    def flag(self) -> str:
+        """Of kafka-acls.sh."""
+        return "--transactional-id" if self is Resource.TRANSACTIONAL_ID else f"--{self.value}"
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return "transactional id" if self is Resource.TRANSACTIONAL_ID else self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Acl:
+    """One right to one operation."""
+
+    operation: Operation
+    resource: Resource
+    name: str
+    """On the broker."""
+    prefixed: bool = False
+    """The right is to all that begins with the name."""
+
+    def __str__(self) -> str:
+        if self.resource is Resource.CLUSTER:
+            return f"{self.operation.value} on the cluster"
+        star = "*" if self.prefixed else ""
+        return f"{self.operation.value} on {self.resource.label} {self.name}{star}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Role:
+    """What one kind of program does on the bus; there is one object of each, so identity is equality."""
+
+    name: str
+    reads: tuple[Topic, ...] = ()
+    writes: tuple[Topic, ...] = ()
+    dead_letters: tuple[Topic, ...] = ()
+    """Writes what lies in them and cannot be used to their dead letters."""
+    reads_dead_letters: tuple[Topic, ...] = ()
+    """Reads their dead letters."""
+    deletes: tuple[Topic, ...] = ()
+    """Deletes records that nobody needs any more."""
+    groups: Mapping[str, Operation] = field(default_factory=dict)
+    """To read as a member is to commit; to describe is to see how far others have read."""
+    group_prefix: str = ""
+    """Reads as a member of any group that begins like this."""
+    transactional_id_prefix: str = ""
+    """Writes under transactional ids that begin like this."""
+    transactional_id: str = ""
+    """Writes under this transactional id."""
+    is_admin: bool = False
+    """Creates and describes every topic, and describes the brokers."""
+
+
+_LOG_READER = {LOG_GROUP: Operation.DESCRIBE}
+
+ENVIRONMENT = Role(
+    name="environment",
+    reads=(PROMPTS, REQUESTED, COMPLETED, OUTCOMES, GROUPS, PROGRESS, SNAPSHOTS, SETTLES),
+    writes=(PROMPTS, REQUESTED, SAMPLES, GROUPS, PROGRESS, SNAPSHOTS, ROLE_STARTS),
+    dead_letters=(PROMPTS, COMPLETED),
+    reads_dead_letters=(PROMPTS, COMPLETED),
+    deletes=(PROMPTS, REQUESTED, COMPLETED),
+    groups={ENVIRONMENT_GROUP: Operation.READ, **_LOG_READER},
+    transactional_id_prefix=ENVIRONMENT_TRANSACTIONAL_PREFIX,
+)
+
+ROUTER = Role(
+    name="router",
+    reads=(REQUESTED, DISPATCHED, COMPLETED, HEARTBEATS),
+    writes=(DISPATCHED, COMPLETED, SUMMARIES, ROLE_STARTS),
+    dead_letters=(REQUESTED, HEARTBEATS),
+    reads_dead_letters=(REQUESTED, HEARTBEATS),
+    groups={ROUTER_GROUP: Operation.READ, **_LOG_READER},
+)
+
+CONTROL = Role(
+    name="control",
+    reads=(SUMMARIES, GRANTS),
+    writes=(GRANTS, ROLE_STARTS),
+    dead_letters=(SUMMARIES,),
+    groups={CONTROL_GROUP: Operation.READ, **_LOG_READER},
+)
+
+EXECUTOR = Role(
+    name="executor",
+    reads=(REQUESTED, DISPATCHED, MANIFESTS, CHUNKS, GRANTS),
+    writes=(DISPATCHED, COMPLETED, HEARTBEATS, ROLE_STARTS),
+    dead_letters=(DISPATCHED,),
+    groups=_LOG_READER,
+)
+"""Also one that lends, whose engine is a guest or an endpoint elsewhere."""
+
+TRAINER = Role(
+    name="trainer",
+    reads=(SAMPLES, OUTCOMES, GROUPS, MANIFESTS),
+    writes=(OUTCOMES, MANIFESTS, CHUNKS, ROLE_STARTS),
+    dead_letters=(SAMPLES,),
+    reads_dead_letters=(SAMPLES,),
+    deletes=(SAMPLES, CHUNKS),
+    groups=_LOG_READER,
+    group_prefix=TRAINER_PREFIX,
+    transactional_id_prefix=TRAINER_PREFIX,
+)
+"""Of any model: before it deletes samples, it has to see how far the trainers of other models have read."""
+
+PRODUCER = Role(name="producer", writes=(PROMPTS,))
+"""`rose submit`, or any other client that asks for trajectories."""
+
+VIEW = Role(
+    name="view",
+    reads=(
+        PROMPTS,
+        REQUESTED,
+        DISPATCHED,
+        COMPLETED,
+        HEARTBEATS,
+        SAMPLES,
+        OUTCOMES,
+        GROUPS,
+        PROGRESS,
+        MANIFESTS,
+        ROLE_STARTS,
+    ),
+    reads_dead_letters=DEAD_LETTER_SOURCES,
+    groups={
+        ENVIRONMENT_GROUP: Operation.DESCRIBE,
+        ROUTER_GROUP: Operation.DESCRIBE,
+        **_LOG_READER,
+    },
+)
+"""Looks at a run: watch, status, why, audit, replay, report, and the dead letters."""
+
+DEAD_LETTERED = tuple(
+    {topic: None for role in (ENVIRONMENT, ROUTER, CONTROL, EXECUTOR, TRAINER) for topic in role.dead_letters}
+)
+"""Topics that have dead letters."""
+
+OPERATOR = Role(
+    name="operator",
+    reads=(PROMPTS, GROUPS, HEARTBEATS),
+    writes=(*DEAD_LETTERED, GRANTS, SETTLES),
+    dead_letters=DEAD_LETTERED,
+    reads_dead_letters=DEAD_LETTERED,
+    groups=_LOG_READER,
+    transactional_id=DEAD_LETTERS_TRANSACTIONAL_ID,
+)
+"""Steps in: grants, drains, trajectories settled by hand, and dead letters that are sent back to their topics."""
+
+ADMIN = Role(name="admin", is_admin=True)
+"""`rose topics create`, `check` and `describe`."""
+
+ROLES: Mapping[str, Role] = {
+    role.name: role for role in (ENVIRONMENT, ROUTER, CONTROL, EXECUTOR, TRAINER, PRODUCER, VIEW, OPERATOR, ADMIN)
+}
+
+_DEAD_LETTERS_OF = dict(zip(RECORD_TOPICS, DEAD_LETTERS, strict=True))
+
+
+def topic_rights(role: Role) -> dict[Topic, set[Operation]]:
+    """What the role does with each topic that it touches, its dead letters among them."""
+    rights: defaultdict[Topic, set[Operation]] = defaultdict(set)
+    uses: tuple[tuple[Operation, Iterable[Topic]], ...] = (
+        (Operation.READ, role.reads),
+        (Operation.READ, (_DEAD_LETTERS_OF[topic] for topic in role.reads_dead_letters)),
+        (Operation.WRITE, role.writes),
+        (Operation.WRITE, (_DEAD_LETTERS_OF[topic] for topic in role.dead_letters)),
+        (Operation.DELETE, role.deletes),
+    )
+    for operation, topics in uses:
+        for topic in topics:
+            rights[topic].add(operation)
+    if role.is_admin:
+        for topic in CATALOG:
+            rights[topic] |= {*ADMIN_OPERATIONS}
+    return dict(rights)
+
+
+def acls(role: Role, namespace: str = "") -> list[Acl]:
+    """Every right that the role needs, and no other, in a stable order."""
+    own = f"{namespace}{PREFIX}"
+    if role.is_admin:
+        return [
+            *(Acl(operation, Resource.TOPIC, own, prefixed=True) for operation in ADMIN_OPERATIONS),
+            Acl(Operation.DESCRIBE_CONFIGS, Resource.CLUSTER, CLUSTER_NAME),
+        ]
+    found = [
+        Acl(operation, Resource.TOPIC, f"{namespace}{topic.name}")
+        for topic, operations in topic_rights(role).items()
+        for operation in Operation
+        if operation in operations
+    ]
+    found += [Acl(operation, Resource.GROUP, f"{own}{group}") for group, operation in role.groups.items()]
+    if role.group_prefix:
+        found.append(Acl(Operation.READ, Resource.GROUP, f"{own}{role.group_prefix}", prefixed=True))
+    if role.transactional_id_prefix:
+        found.append(
+            Acl(Operation.WRITE, Resource.TRANSACTIONAL_ID, f"{own}{role.transactional_id_prefix}", prefixed=True)
+        )
+    if role.transactional_id:
+        found.append(Acl(Operation.WRITE, Resource.TRANSACTIONAL_ID, f"{own}{role.transactional_id}"))
+    return found
+
+
+def kafka_acls(role: Role, namespace: str, principal: str) -> Iterator[str]:
+    """Lines of options for kafka-acls.sh: what is done alike to several resources of a kind is one line."""
+    alike: defaultdict[tuple[Resource, bool, tuple[Operation, ...]], list[str]] = defaultdict(list)
+    for (resource, name, prefixed), operations in _operations_by_resource(acls(role, namespace)).items():
+        alike[resource, prefixed, operations].append(name)
+    for (resource, prefixed, operations), names in alike.items():
+        words = ["--add", "--allow-principal", principal]
+        for operation in operations:
+            words += ["--operation", operation.value]
+        if prefixed:
+            words += ["--resource-pattern-type", "prefixed"]
+        if resource is Resource.CLUSTER:
+            words.append(resource.flag)
+        else:
+            for name in names:
+                words += [resource.flag, name]
+        yield shlex.join(words)
+
+
+def strimzi_user(role: Role, namespace: str, *, cluster: str, name: str) -> str:
+    """A KafkaUser of Strimzi with the role's rights, as YAML; it signs in with SCRAM-SHA-512."""
+    lines = [
+        "apiVersion: kafka.strimzi.io/v1",
+        "kind: KafkaUser",
+        "metadata:",
+        f"  name: {name}",
+        "  labels:",
+        f"    strimzi.io/cluster: {cluster}",
+        "spec:",
+        "  authentication:",
+        "    type: scram-sha-512",
+        "  authorization:",
+        "    type: simple",
+        "    acls:",
+    ]
+    for (resource, on, prefixed), operations in _operations_by_resource(acls(role, namespace)).items():
+        lines += ["      - resource:", f"          type: {resource.value}"]
+        if resource is not Resource.CLUSTER:
+            lines += [f"          name: {on}", f"          patternType: {'prefix' if prefixed else 'literal'}"]
+        lines.append(f"        operations: [{', '.join(operation.value for operation in operations)}]")
+    return "\n".join(lines) + "\n"
+
+
+def _operations_by_resource(found: Iterable[Acl]) -> dict[tuple[Resource, str, bool], tuple[Operation, ...]]:
+    """By resource, all that may be done to it."""
+    operations: dict[tuple[Resource, str, bool], tuple[Operation, ...]] = {}
+    for acl in found:
+        place = acl.resource, acl.name, acl.prefixed
+        operations[place] = (*operations.get(place, ()), acl.operation)
+    return operations
+
+
+_OPERATIONS = {
+    AclOperation.READ: Operation.READ,
+    AclOperation.WRITE: Operation.WRITE,
+    AclOperation.ALTER: Operation.ALTER,
+    AclOperation.DELETE: Operation.DELETE,
+    AclOperation.DESCRIBE: Operation.DESCRIBE,
+    AclOperation.DESCRIBE_CONFIGS: Operation.DESCRIBE_CONFIGS,
+}
+
+VISIBLE_OPERATIONS = (Operation.READ, Operation.WRITE, Operation.ALTER, Operation.DELETE, Operation.DESCRIBE)
+"""Who may do one of these sees that a topic is there. Of one that is hidden it is not known what else is allowed."""
+
+OPTIONAL_TOPIC = ROLE_STARTS
+"""No role's work depends on it. Who cannot write to it says so in its log (`topics/role_announcements.py`)."""
+
+
+def connect_as(settings: BusSettings, role: Role) -> None:
+    """See that a broker answers and lets this client do what the role does with its topics.
+
+    Rights to groups and transactional ids are told of by the first use. Raises BrokerUnreachable, RightsMissing, or
+    UsageError for settings that are none.
+    """
+    client = connect(settings)
+    if settings.embedded:
+        return
+    rights = {
+        topic: needed for topic, needed in topic_rights(role).items() if role.is_admin or topic is not OPTIONAL_TOPIC
+    }
+    needed_by_topic = {settings.topic(topic): needed - {Operation.CREATE} for topic, needed in rights.items()}
+    request = TopicCollection(list(needed_by_topic))
+    answers = client.describe_topics(request, include_authorized_operations=True, request_timeout=ADMIN_SECONDS)
+    missing: list[str] = []
+    for name, answer in answers.items():
+        try:
+            operations = answer.result().authorized_operations
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                continue  # a topic that is not there is told of by whoever needs it
+            operations = [
+                operations for operations, operation in _OPERATIONS.items() if operation not in VISIBLE_OPERATIONS
+            ]
+        if operations is not None:
+            allowed = {_OPERATIONS[operation] for operation in operations if operation in _OPERATIONS}
+            lacking = (operation for operation in Operation if operation in needed_by_topic[name] - allowed)
+            missing += [str(Acl(operation, Resource.TOPIC, name)) for operation in lacking]
+    if missing:
+        raise RightsMissing(role.name, missing)
+
+
+def check_group_rights(settings: BusSettings, role: Role, group: str) -> None:
+    """See that this client may do what the role does with its consumer group `group`, for who cannot tell by first use.
+
+    Raises BrokerUnreachable, RightsMissing, or UsageError for settings that are none.
+    """
+    client, name, right = connect(settings), settings.name(group), role.groups[group]
+    if settings.embedded:
+        return
+    request = client.describe_consumer_groups([name], include_authorized_operations=True, request_timeout=ADMIN_SECONDS)
+    try:
+        operations = request[name].result().authorized_operations
+    except KafkaException as error:
+        if error.args[0].code() != KafkaError.GROUP_AUTHORIZATION_FAILED:
+            return
+        operations = []
+    if operations is not None and right not in [_OPERATIONS.get(operation) for operation in operations]:
+        raise RightsMissing(role.name, [str(Acl(right, Resource.GROUP, name))])

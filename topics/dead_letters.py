@@ -1,0 +1,240 @@
+"""Dead letters read back: what could not be used, as it came, with why and where it lay; and sent back, mended.
+
+Keeps true
+- One that was written twice is handed out once.
+- Who asks where they lay, how many they are or why holds none of what lay there in memory.
+- What is sent back and the note that it was are one transaction.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from confluent_kafka import OFFSET_BEGINNING
+
+from topics.catalog import DEAD_LETTERS_TRANSACTIONAL_ID, Topic
+from topics.dead_letter_headers import (
+    KEY,
+    MAX_KEY_BYTES,
+    MAX_REASON_CHARACTERS,
+    OFFSET,
+    PARTITION,
+    REASON,
+    SENT_BACK,
+    from_dead_letter,
+)
+from topics.log_reader import NamedPlace, read_messages
+from topics.queries import noop
+from topics.records import InvalidMessage, RawMessage
+from topics.settings import BusSettings
+
+UNKNOWN_ORIGIN = -1
+"""Partition and offset of a letter that somebody else wrote and that does not say where it comes from."""
+
+NUMBER_DIGITS = 19
+"""Of the largest offset; what is longer is none, and Python takes no number of thousands of digits."""
+
+PREFETCH_SETTINGS = {"fetch.message.max.bytes": 64 * 1024, "queued.max.messages.kbytes": 8 * 1024}
+"""Poison unpacks to hundreds of times what it takes on the broker, and a fetch is unpacked whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetterInfo:
+    """That a message could not be used, and why: a letter without what lay there."""
+
+    topic: Topic
+    partition: int
+    """Where it lay in its own topic."""
+    offset: int
+    key: bytes | None
+    """That it had there; of a long one its beginning."""
+    reason: str
+    dead_lettered_at: float
+    """Unix seconds."""
+    sent_back_at: float | None = None
+    """Unix seconds; None: it never was."""
+
+    @property
+    def place(self) -> str:
+        """`topic/partition/offset`, without a namespace."""
+        return f"{self.topic.name}/{self.partition}/{self.offset}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetter(DeadLetterInfo):
+    """A message that could not be used."""
+
+    raw: RawMessage
+    """As it came, under the key that it had there."""
+
+
+class DeadLetterIndex:
+    """Where the messages lay that are dead letters. It reads on from where it was, and keeps no message.
+
+    What time has deleted since it was read is still counted.
+    """
+
+    def __init__(self, settings: BusSettings, *topics: Topic, client_id: str = "rose-letters") -> None:
+        self._settings = settings
+        self._client_id = client_id
+        self._next = _start_offsets(settings, topics)
+        self._sent_back: dict[Topic, dict[tuple[int, int], bool]] = {topic: {} for topic in topics}
+        """By place, whether it was sent back."""
+        self._of_unknown_origin: Counter[Topic] = Counter()
+
+    def read(self, on_wait: Callable[[], None] = noop) -> None:
+        """Take in what has come. `on_wait`: see read_messages. Raises TopicMissing or BusError."""
+        names = {f"{self._settings.namespace}{topic.dead_letters}": topic for topic in self._sent_back}
+        for place, offset, raw, _ in read_messages(
+            self._settings,
+            dict(self._next),
+            client_id=self._client_id,
+            prefetch_settings=PREFETCH_SETTINGS,
+            on_wait=on_wait,
+        ):
+            topic, where = names[place[0]], _origin_of(raw)
+            if where[0] == UNKNOWN_ORIGIN:
+                self._of_unknown_origin[topic] += 1
+            else:
+                known = self._sent_back[topic]
+                known[where] = known.get(where, False) or _was_sent_back(raw)
+            self._next[place] = offset + 1
+
+    def places(self, topic: Topic) -> set[tuple[int, int]]:
+        """Partition and offset of every message of the topic."""
+        return set(self._sent_back[topic])
+
+    def count(self, topic: Topic) -> int:
+        return len(self._sent_back[topic]) + self._of_unknown_origin[topic]
+
+    def pending(self, topic: Topic) -> int:
+        """Those that were not sent back."""
+        return self.count(topic) - sum(self._sent_back[topic].values())
+
+
+def dead_lettered_places(
+    settings: BusSettings,
+    topic: Topic,
+    *,
+    client_id: str = "rose-letters",
+    on_wait: Callable[[], None] = noop,
+) -> set[tuple[int, int]]:
+    """Partition and offset of every message of the topic that is a dead letter.
+
+    `on_wait`: see read_messages. Raises TopicMissing or BusError.
+    """
+    found = DeadLetterIndex(settings, topic, client_id=client_id)
+    found.read(on_wait)
+    return found.places(topic)
+
+
+def read_dead_letter_infos(
+    settings: BusSettings, *topics: Topic, client_id: str = "rose-letters"
+) -> list[DeadLetterInfo]:
+    """Every committed dead letter of these topics without what lay there, oldest first.
+
+    Raises TopicMissing or BusError.
+    """
+    return _deduplicated(_info_of(*found) for found in _stored_copies(settings, topics, client_id))
+
+
+def read_dead_letters(
+    settings: BusSettings,
+    *topics: Topic,
+    selects: Callable[[DeadLetter], bool] = lambda letter: True,
+    client_id: str = "rose-letters",
+) -> list[DeadLetter]:
+    """The committed dead letters of these topics that are wanted, whole, oldest first.
+
+    Raises TopicMissing or BusError.
+    """
+    letters = (_dead_letter_of(*found) for found in _stored_copies(settings, topics, client_id))
+    return _deduplicated(letter for letter in letters if selects(letter))
+
+
+def resend(settings: BusSettings, dead_letter: DeadLetter, mended: RawMessage, *, partition: int) -> None:
+    """Write this message to the letter's topic, under its own key, and note that on the letter. Raises BusError."""
+    from topics.writer import Writer  # who looks at letters writes nothing
+
+    writer = Writer(settings, "rose-letters", transactional_id=DEAD_LETTERS_TRANSACTIONAL_ID)
+    writer.begin()
+    writer.forward(dead_letter.topic, mended, partition=partition, key=mended.key)
+    noted = InvalidMessage(
+        dead_letter.topic, dead_letter.partition, dead_letter.offset, dead_letter.raw, dead_letter.reason
+    )
+    writer.dead_letter(noted, dead_letter.reason, sent_back=True)
+    writer.commit()
+
+
+B = TypeVar("B", bound=DeadLetterInfo)
+
+
+def _deduplicated(found: Iterable[B]) -> list[B]:
+    """The first copy of each, and when any of them says that it was sent back."""
+    known: dict[tuple[Topic, int, int], B] = {}
+    of_nowhere: list[B] = []
+    for each in found:
+        if each.partition == UNKNOWN_ORIGIN:
+            of_nowhere.append(each)
+        else:
+            place = each.topic, each.partition, each.offset
+            first = known.setdefault(place, each)
+            known[place] = replace(first, sent_back_at=each.sent_back_at or first.sent_back_at)
+    return sorted([*known.values(), *of_nowhere], key=lambda each: each.dead_lettered_at)
+
+
+def _stored_copies(
+    settings: BusSettings, topics: Iterable[Topic], client_id: str
+) -> Iterator[tuple[Topic, RawMessage, float]]:
+    """What lies in the dead letters of these topics, and when it was stamped."""
+    begins = _start_offsets(settings, topics)
+    of = dict(zip((name for name, _ in begins), topics, strict=True))
+    for (name, _), _, raw, stamp in read_messages(
+        settings, begins, client_id=client_id, prefetch_settings=PREFETCH_SETTINGS
+    ):
+        yield of[name], raw, stamp
+
+
+def _start_offsets(settings: BusSettings, topics: Iterable[Topic]) -> dict[NamedPlace, int]:
+    return {(f"{settings.namespace}{topic.dead_letters}", 0): OFFSET_BEGINNING for topic in topics}
+
+
+def _info_of(topic: Topic, found: RawMessage, stamp: float) -> DeadLetterInfo:
+    partition, offset = _origin_of(found)
+    return DeadLetterInfo(
+        topic=topic,
+        partition=partition,
+        offset=offset,
+        key=found.header(KEY)[:MAX_KEY_BYTES] or None,
+        reason=found.header(REASON).decode(errors="replace")[:MAX_REASON_CHARACTERS],
+        dead_lettered_at=stamp,
+        sent_back_at=stamp if _was_sent_back(found) else None,
+    )
+
+
+def _dead_letter_of(topic: Topic, found: RawMessage, stamp: float) -> DeadLetter:
+    info = _info_of(topic, found, stamp)
+    return DeadLetter(
+        topic=topic,
+        partition=info.partition,
+        offset=info.offset,
+        key=info.key,
+        reason=info.reason,
+        dead_lettered_at=info.dead_lettered_at,
+        sent_back_at=info.sent_back_at,
+        raw=from_dead_letter(found),
+    )
+
+
+def _origin_of(found: RawMessage) -> tuple[int, int]:
+    """Partition and offset."""
+    return _number(found.header(PARTITION)), _number(found.header(OFFSET))
+
+
+def _was_sent_back(found: RawMessage) -> bool:
+    return any(name == SENT_BACK for name, _ in found.headers)
+
+
+def _number(header: bytes) -> int:
+    return int(header) if header.isdigit() and len(header) <= NUMBER_DIGITS else UNKNOWN_ORIGIN

@@ -1,0 +1,77 @@
+"""A process tells on the log that it begins, and each time that it begins anew, so that a look at the run can count it.
+
+Keeps true
+- It is told on a thread of its own: nobody waits for it, and trouble with it is a line in the log.
+- A process that is well has no connection for it.
+- Namesakes that run at once are told apart by their places: the host, and the lowest number there that no living
+  process of the name has. The system gives a number back when its process ends, however it ends.
+"""
+
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from threading import Event, Thread
+
+import structlog
+
+from schemas.errors import RoseError
+from schemas.limits import MAX_TEXT_CHARACTERS
+from schemas.role_starts import RoleBegun
+from topics.catalog import ROLE_STARTS
+from topics.health import HEALTH, Health
+from topics.settings import BusSettings
+from topics.writer import Writer
+
+MIN_PAUSE_SECONDS = 2.0
+"""Between two records: what happened meanwhile is told in one."""
+
+STOP_SECONDS = 2.0
+"""How long the end of a process waits for what is being told."""
+
+
+MAX_NAMESAKES = 64
+"""Processes of one name on one host that are told apart."""
+
+
+@contextmanager
+def announce_starts(settings: BusSettings, role: str, health: Health = HEALTH) -> Iterator[None]:
+    """Tell that the process of this name begins, and each beginning anew until the end of the block."""
+    stop = Event()
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as instance_socket:
+        place = f"{socket.gethostname()}/{_take_instance_number(instance_socket, settings.name(role))}"
+        thread = Thread(target=_write_starts, args=(settings, role, place, health, stop), name="telling", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            health.wake_waiters()
+            thread.join(STOP_SECONDS)
+
+
+def _take_instance_number(instance_socket: socket.socket, name: str) -> int:
+    """Take the lowest number that no process of this name has on this host, for as long as the socket is open."""
+    for number in range(MAX_NAMESAKES):
+        with suppress(OSError):
+            instance_socket.bind(f"\0{name}/{number}")  # a name without a file
+            return number
+    return MAX_NAMESAKES
+
+
+def _write_starts(settings: BusSettings, role: str, place: str, health: Health, stop: Event) -> None:
+    announced = 0
+    record: RoleBegun | None = RoleBegun(role=role, place=place)
+    while record is not None:
+        try:
+            with closing(Writer(settings, f"{role}-tells")) as writer:
+                writer.write(ROLE_STARTS, record, key=role)
+                writer.flush()
+        except RoseError as error:
+            structlog.get_logger("bus").warning("not told that this process has begun", reason=str(error))
+        record = None
+        stop.wait(MIN_PAUSE_SECONDS)
+        if not stop.is_set():
+            times, reason = health.await_restart(announced)
+            if times > announced:
+                record = RoleBegun(role=role, times=times - announced, reason=reason[:MAX_TEXT_CHARACTERS], place=place)
+                announced = times
