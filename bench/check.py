@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.command.options import can_be_written
+from pipeline.config.options import is_writable
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def options(about: str | None) -> argparse.ArgumentParser:
 
 
 def _writable(file: str) -> str:
-    if file != "-" and not can_be_written(Path(file)):
+    if file != "-" and not is_writable(Path(file)):
         raise argparse.ArgumentTypeError(f"{file} cannot be written: name a file in a folder that is there")
     return file
 

@@ -10,8 +10,8 @@ import threading
 
 from confluent_kafka import Consumer, Producer, TopicPartition
 
-from pipeline.command.processes import stop_on_signals
-from pipeline.command.roles import look_past_imports
+from pipeline.cli.roles import freeze_imports
+from pipeline.process.process_setup import stop_on_signals
 from pipeline.routing.config import RouterConfig
 from pipeline.routing.service import IDLE_SECONDS, READ_LIMIT, run_router
 from topics.catalog import DISPATCHED, LOG_GROUP, REQUESTED
@@ -50,7 +50,7 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = BusSettings(**json.loads(arguments.settings))
     stop = stop_on_signals()
-    look_past_imports()
+    freeze_imports()
     if arguments.program == "router":
         run_router(settings, RouterConfig(), stop, f"router-{arguments.number}")
     else:

@@ -34,9 +34,9 @@ from bench.coserving.results import checks, peers, standings, worst
 from bench.coserving.server import LENT, LONGEST_TOKENS, SERVED, VOCABULARY, Launch, Server, lending, make_model, serve
 from bench.coserving.windows import Budgets, Window, busy, figures, run_window
 from schemas.errors import RoseError
-from workers.users.requests import Shape, Slice, compress
-from workers.users.stream import Answer
-from workers.users.traces import SQUARE, read_trace
+from workers.loadgen.completion_stream import StreamedCompletion
+from workers.loadgen.trace_requests import TraceScaling, TraceWindow, scale_requests
+from workers.loadgen.traces import SQUARE, read_trace
 
 TRIES = 3
 """Windows that an arm may have in a round until one counts."""
@@ -72,7 +72,7 @@ def run_rounds(
     return windows
 
 
-def budgets(answers: Sequence[Answer], ttft: float | None, tpot: float | None) -> Budgets:
+def budgets(answers: Sequence[StreamedCompletion], ttft: float | None, tpot: float | None) -> Budgets:
     """Those given, in milliseconds; else from the unloaded medians."""
     waits = [latency(each.due, each.moments, each.counts) for each in answers]
     unloaded_ttft = percentile([wait.ttft for wait in waits], 50)
@@ -83,7 +83,9 @@ def budgets(answers: Sequence[Answer], ttft: float | None, tpot: float | None) -
     )
 
 
-def paced(server: Server, work: Slice, answers: Sequence[Answer], given: float | None) -> tuple[float, Slice]:
+def paced(
+    server: Server, work: TraceWindow, answers: Sequence[StreamedCompletion], given: float | None
+) -> tuple[float, TraceWindow]:
     """The pace of the run, and the slice at it. Raises RoseError."""
     alone = Arm("finding the pace")
     most_late = float("inf")  # how busy serving is depends on how many ask, not on milliseconds
@@ -101,13 +103,13 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The whole run; what --json writes. Raises RoseError."""
     known = (*ARMS, *SWEEP) if arguments.sweep else ARMS
     arms = [arm for arm in known if not arguments.arm or arm.name in arguments.arm]
-    shape = Shape(
+    shape = TraceScaling(
         prompt_divisor=arguments.prompt_divisor,
         output_divisor=arguments.output_divisor,
         longest=LONGEST_TOKENS,
         vocabulary=VOCABULARY,
     )
-    work = compress(read_trace(arguments.trace, first=arguments.first, count=arguments.requests), shape)
+    work = scale_requests(read_trace(arguments.trace, first=arguments.first, count=arguments.requests), shape)
     with ExitStack() as stack:
         model, lent = make_model(folder / "model", SERVED), make_model(folder / "lent", LENT)
         plain = stack.enter_context(serve(Launch(), model, folder / "server-0.log"))
@@ -133,7 +135,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return result(arguments, arms, windows, promised) | {
         "pace": pace,
         "window_seconds": work.seconds,
-        "requests_cut_short": work.cut_short,
+        "requests_cut_short": work.truncated,
     }
 
 

@@ -58,7 +58,7 @@ from bench.legs import on_the_bus
 from pipeline.accounting.audit import audit_log
 from topics.local_broker.process import Broker
 from topics.settings import BusSettings
-from workers.users.config import SLICE
+from workers.loadgen.config import TRACE_FILE
 
 GROUPS = "elastic."
 """What the names of those that are counted begin with."""
@@ -287,7 +287,9 @@ def shape_of(arguments: argparse.Namespace) -> Shape:
 def main() -> None:
     """See the module."""
     parser = options(__doc__)
-    parser.add_argument("--trace", type=Path, default=SLICE, help="of users; six and a half minutes come with ROSE")
+    parser.add_argument(
+        "--trace", type=Path, default=TRACE_FILE, help="of users; six and a half minutes come with ROSE"
+    )
     parser.add_argument("--dedicated", type=int, default=32, help="executors")
     parser.add_argument("--lenders", type=int, default=32, help="serving workers")
     parser.add_argument("--groups", type=int, default=48, help="of trajectories")

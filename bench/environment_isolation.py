@@ -24,38 +24,40 @@ from pathlib import Path
 
 from bench.check import Check, options, say, tell
 from bench.processes import processor_seconds
-from workers.environments.apart import Apart
-from workers.environments.jobs import Advance, Answering, Job, Limits, Reset, Runs
+from workers.environments.jobs import Job, ResetJob, ResultCallback, Runner, RunnerLimits, StepJob
+from workers.environments.process_runner import ProcessRunner
 from workers.environments.registry import load_environment
-from workers.environments.runner import Runner
-from workers.environments.serving import Kind
-from workers.environments.stage import Stage
-from workers.environments.steps import Stepped
+from workers.environments.runner_pool import RunnerPool
+from workers.environments.runner_server import ProcessSetup
+from workers.environments.thread_runner import ThreadRunner
+from workers.environments.transitions import StepResult
 from workers.environments.turn_format import TurnFormat
 
 MODEL = Path(__file__).parents[1] / "workers" / "models" / "calculator"
 NAME = "calculator"
-LIMITS = Limits(max_live=256, timeout_seconds=60.0, max_context_tokens=1024)
+LIMITS = RunnerLimits(max_live=256, timeout_seconds=60.0, max_context_tokens=1024)
 TOGETHER, ALONE = 64, 500
 WAIT_SECONDS = 60.0
 PROCESSOR, LATENCY, BEGIN, MEMORY = 300.0, 2.0, 5.0, 128.0
 
 
 @contextmanager
-def stage(kind: str) -> Iterator[tuple[Stage, list[int]]]:
+def stage(kind: str) -> Iterator[tuple[RunnerPool, list[int]]]:
     """The worker's stage, and the processes that it has: `thread` or `process`."""
     turn_format = TurnFormat(MODEL)
     pids: list[int] = []
 
-    def new_runner(name: str, answer: Answering, life: int) -> Runs:
+    def new_runner(name: str, answer: ResultCallback, life: int) -> Runner:
         if kind == "thread":
-            return Runner(turn_format, lambda own: load_environment(own)(), answer, LIMITS, life=life)
-        told = Kind(environment=name, model_folder=str(MODEL), import_paths=sys.path, limits=LIMITS, life=life)
-        return Apart(told, answer)
+            return ThreadRunner(turn_format, lambda own: load_environment(own)(), answer, LIMITS, generation=life)
+        told = ProcessSetup(
+            environment=name, model_folder=str(MODEL), import_paths=sys.path, limits=LIMITS, generation=life
+        )
+        return ProcessRunner(told, answer)
 
-    made = Stage(new_runner, LIMITS)
+    made = RunnerPool(new_runner, LIMITS)
     try:
-        answered(made, [Reset(life=0, trajectory_id="0", environment=NAME, ticket=0, seed=7, arguments={})])
+        answered(made, [ResetJob(generation=0, trajectory_id="0", environment=NAME, ticket=0, seed=7, arguments={})])
         if kind == "process":
             (keeper,) = children(os.getpid())
             pids += [keeper, *children(keeper)]
@@ -69,13 +71,13 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()]
 
 
-def answered(on: Stage, jobs: list[Job]) -> dict[str, bytes]:
+def answered(on: RunnerPool, jobs: list[Job]) -> dict[str, bytes]:
     """Run these jobs; the state of each afterwards."""
     on.start(jobs)
     states: dict[str, bytes] = {}
     while len(states) < len(jobs):
-        for job, answer in on.answers(WAIT_SECONDS):
-            assert not isinstance(answer, Stepped) or not answer.done, "the task goes on"
+        for job, answer in on.results(WAIT_SECONDS):
+            assert not isinstance(answer, StepResult) or not answer.done, "the task goes on"
             states[job.trajectory_id] = getattr(answer, "state", b"")
     return states
 
@@ -91,7 +93,7 @@ def mebibytes(pids: list[int]) -> float:
 def steps(states: dict[str, bytes], action: bytes) -> list[Job]:
     """One for each trajectory."""
     return [
-        Advance(life=0, trajectory_id=name, environment=NAME, ticket=0, tokens=action, state=state)
+        StepJob(generation=0, trajectory_id=name, environment=NAME, ticket=0, tokens=action, state=state)
         for name, state in states.items()
     ]
 
@@ -106,7 +108,9 @@ def measure(kind: str, rounds: int) -> tuple[float, float, float, float]:
         used, count, alone = 0.0, 0, []
         for _ in range(rounds):
             jobs: list[Job] = [
-                Reset(life=0, trajectory_id=name, environment=NAME, ticket=0, seed=7, arguments={"min_operands": 8})
+                ResetJob(
+                    generation=0, trajectory_id=name, environment=NAME, ticket=0, seed=7, arguments={"min_operands": 8}
+                )
                 for name in names
             ]
             states = answered(on, jobs)

@@ -17,9 +17,9 @@ from typing import Any
 
 from bench.check import Check, keep, options, say
 from bench.reference import Curve, Point, run_reference
-from pipeline.command.config import Config, load
-from pipeline.command.demo import CONFIGURATION
-from pipeline.command.options import Common
+from pipeline.config.load import Config, load
+from pipeline.config.options import Common
+from pipeline.local.demo import CONFIGURATION
 from schemas.errors import RoseError
 
 MOST_BEFORE, LEAST_AFTER = 0.40, 0.70
@@ -31,9 +31,9 @@ CURVE_STEPS = 5
 
 def configured(settings: list[str], seed: int) -> Config:
     """The demo's own configuration with these settings. Raises UsageError."""
-    path = Path(str(files("pipeline.command") / CONFIGURATION))
+    path = Path(str(files("pipeline.local") / CONFIGURATION))
     run = Common(config=path, settings=settings)
-    return load(run.saying(seed=("run.seed", seed), name=("run.name", f"learning-{seed}")))
+    return load(run.with_overrides(seed=("run.seed", seed), name=("run.name", f"learning-{seed}")))
 
 
 def over_the_bus(settings: list[str], seed: int) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def over_the_bus(settings: list[str], seed: int) -> dict[str, Any]:
     folder = configured(settings, seed).run_folder
     flags = [flag for setting in settings for flag in ("--set", setting)]
     command = ["demo", "--name", folder.name, "--seed", str(seed), *flags]
-    subprocess.run([sys.executable, "-m", "pipeline.command.main", *command], check=True, stdout=sys.stderr)
+    subprocess.run([sys.executable, "-m", "pipeline.cli.main", *command], check=True, stdout=sys.stderr)
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return {**summary, "curve": [step["reward_mean"] for step in steps]}

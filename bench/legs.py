@@ -28,11 +28,10 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, Producer, TopicPartition
 
 from bench.broker import scratch_broker
 from bench.check import Check, keep, options
-from pipeline.command.config import load
-from pipeline.command.demo import CONFIGURATION
-from pipeline.command.options import Common
-from pipeline.command.tasks import training_prompts
-from pipeline.replay.legs import legs_of
+from pipeline.config.load import load
+from pipeline.config.options import Common
+from pipeline.local.demo import CONFIGURATION, training_prompts
+from pipeline.replay.turn_latency import latency_stages
 from schemas.partitioning import home_partition
 from schemas.prompts import Prompt
 from schemas.samples import Sample
@@ -107,13 +106,13 @@ def run(settings: BusSettings, folder: Path, groups: int) -> list[TurnTimes]:
     """The times of each applied turn, in the order in which they were asked for. Raises what `played` raises."""
     said = {**settings_of(groups), "run.folder": folder, "broker.embedded": str(settings.embedded).lower()}
     settled = [f"{key}={value}" for key, value in said.items()]
-    configuration = Path(str(files("pipeline.command") / CONFIGURATION))
+    configuration = Path(str(files("pipeline.local") / CONFIGURATION))
     config = load(Common(config=configuration, settings=settled))
     create_topics(settings, config.partitions)
     prompts = training_prompts(config.settings.tasks, run="legs", seed=0, groups=groups)
     flags = [word for each in settled for word in ("--set", each)]
     where = ["--config", str(configuration), "--bootstrap-server", settings.bootstrap]
-    command = [sys.executable, "-m", "pipeline.command.main", "up", "--name", "legs", *where, *flags]
+    command = [sys.executable, "-m", "pipeline.cli.main", "up", "--name", "legs", *where, *flags]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, preexec_fn=die_with_parent(os.getpid(), signal.SIGTERM)
     )
@@ -172,7 +171,7 @@ def checks_of(turns: Sequence[TurnTimes]) -> tuple[list[Check], dict[str, dict[s
     """The checks, and each leg beside them."""
     legs: dict[str, list[float]] = {}
     for times in turns:
-        for leg in legs_of(times):
+        for leg in latency_stages(times):
             legs.setdefault(leg.name, []).append(leg.seconds)
     figures = told([on_the_bus(times) for times in turns])
     bounds = {"median": MEDIAN_MILLISECONDS, "p99": P99_MILLISECONDS}

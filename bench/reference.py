@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from bench.plain_engine import Played, Task, sample_trajectories
-from pipeline.command.config import Settings
-from pipeline.command.tasks import training_prompts
+from pipeline.config.load import Settings
+from pipeline.local.demo import training_prompts
 from schemas.prompts import Prompt
 from workers.environments.registry import load_environment
 from workers.environments.turn_format import TurnFormat

@@ -22,14 +22,13 @@ from itertools import accumulate, count, islice
 from pathlib import Path
 
 from bench.emulated import Machine
-from pipeline.command.config import load
-from pipeline.command.demo import CONFIGURATION
-from pipeline.command.options import Common
-from pipeline.command.tasks import training_prompts
+from pipeline.config.load import load
+from pipeline.config.options import Common
+from pipeline.local.demo import CONFIGURATION, training_prompts
 from schemas.limits import MAX_CONTEXT_TOKENS
 from workers.environments.calculator import Calculator
 from workers.environments.turn_format import TurnFormat
-from workers.users.traces import BLOCK_TOKENS, Arrival, read_trace
+from workers.loadgen.traces import BLOCK_TOKENS, Arrival, read_trace
 
 SLIPS = 0.15
 """Share of the scripted player's actions that the tool cannot read: it tries again."""
@@ -119,7 +118,7 @@ def spread(workload: Workload, busy: float) -> float:
 
 def demo(machines: Sequence[Machine], *, groups: int, seed: int, busy: float) -> Workload:
     """So many groups of the demo's, which begin at random moments."""
-    configuration = Path(str(files("pipeline.command") / CONFIGURATION))
+    configuration = Path(str(files("pipeline.local") / CONFIGURATION))
     settings = load(Common(config=configuration, settings=[])).settings
     draw = random.Random(seed)
     form = TurnFormat(settings.model.folder)

@@ -5,7 +5,7 @@
 
     KAFKA_HOME=... python -m bench.storm --leaves 30      thirty workers are asked to leave, and nothing else is done
 
-What a storm is stands in `tests/chaos/storm_plan.py`; among the executors is a server that lends by the word of a
+What a storm is stands in `tests/support/storm/plan.py`; among the executors is a server that lends by the word of a
 control app, which also moves executors where there are several cells. What each came to is said on standard error as it
 ends, all together on standard output. `--json FILE` writes one object with `checks` and every storm's figures. Journal
 and logs of a storm that misses a bound are kept, the broker's among them. Exit status 1 if a check is missed.
@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.check import Check, keep, options, say
-from tests.chaos.stalls import SESSION_SECONDS
-from tests.chaos.storm import LEAST_ASKED, MOST_STALL_SECONDS, Report, blow
-from tests.chaos.storm_plan import draw
-from tests.chaos.storm_shape import Shape, leaving
+from tests.support.storm.plan import draw
+from tests.support.storm.run import LEAST_ASKED, MOST_STALL_SECONDS, Report, blow
+from tests.support.storm.shape import Shape, leaving
+from tests.support.storm.stalls import SESSION_SECONDS
 from topics.apache_kafka import start_cluster
 from topics.local_broker.start import start_broker
 

@@ -18,7 +18,7 @@ from schemas.prompts import Sampling
 from schemas.record import Record
 from schemas.turns import TurnRequest
 from schemas.wire import headers_of
-from tests.otlp import collector
+from tests.support.otlp_collector import collector
 from topics import counts, tracing
 from topics.admin import create_topics
 from topics.catalog import REQUESTED, Partitions, Topic

@@ -28,7 +28,7 @@ from bench.plain_engine import Task, sample_trajectories
 from workers.environments.calculator import MALFORMED, Calculator
 from workers.environments.protocol import JsonValue
 from workers.environments.turn_format import Frame, TurnFormat
-from workers.trainer.policy import load_policy, microbatches, padded, token_logprobs
+from workers.trainer.policy import load_policy, microbatches, pad_rows, token_logprobs
 
 FIRST_HELD_OUT_SEED = 10**9
 """Tasks of seeds from here on are for measuring only; training draws below."""
@@ -210,8 +210,8 @@ def _fit(model: Any, optimizer: torch.optim.Optimizer, rows: Sequence[tuple[list
     summed = 0.0
     optimizer.zero_grad(set_to_none=True)
     for indices in microbatches([len(tokens) for tokens, _ in rows], tokens=4096):
-        mask = padded([rows[index][1] for index in indices], dtype=torch.float32)
-        logprobs = token_logprobs(model, padded([rows[index][0] for index in indices], dtype=torch.long))
+        mask = pad_rows([rows[index][1] for index in indices], dtype=torch.float32)
+        logprobs = token_logprobs(model, pad_rows([rows[index][0] for index in indices], dtype=torch.long))
         loss = -(logprobs * mask).sum() / total
         loss.backward()  # type: ignore[no-untyped-call]
         summed += float(loss.detach())

@@ -35,7 +35,7 @@ from topics.settings import BusSettings
 from workers.weights.config import WeightsConfig
 from workers.weights.publish import WeightPublisher
 from workers.weights.receive import WeightReceiver
-from workers.weights.signing import trust_of
+from workers.weights.trust import make_trust
 
 RATES = (20, 100, 1000)
 """Mbit/s."""
@@ -172,7 +172,7 @@ def receive(folder: Path, settings: BusSettings) -> None:
 
 def _follow(number: int, settings: BusSettings, shapes: Mapping[str, Sequence[int]]) -> None:
     resident = {name: torch.zeros(tuple(shape), dtype=torch.bfloat16) for name, shape in shapes.items()}
-    trust = trust_of(settings, MODEL, WeightsConfig())
+    trust = make_trust(settings, MODEL, WeightsConfig())
     receiver = WeightReceiver(settings, trust, shapes=shapes, client_id=f"receiver-{number}")
     receiver.start()
     while (staged := receiver.staged(PATIENCE_SECONDS)) is not None:

@@ -12,7 +12,7 @@ import numpy as np
 from bench.peer_codecs import PEERS, Codec, Words
 from bench.weight_deltas import Version
 from workers.weights.codec import decode, encode
-from workers.weights.geometry import cut, matrix, whole
+from workers.weights.layout import matrix, slices_of, whole
 
 DTYPE = "bfloat16"
 
@@ -37,6 +37,6 @@ def slices(old: Version, new: Version) -> Iterator[tuple[Words, Words]]:
     """Each slice of each tensor as flat (old, new) words."""
     for name, before in old.items():
         shape = matrix(before.shape)
-        for box in cut(whole(shape)):
+        for box in slices_of(whole(shape)):
             rows = slice(box.row_start, box.row_start + box.rows)
             yield before.reshape(shape)[rows].reshape(-1), new[name].reshape(shape)[rows].reshape(-1)

@@ -13,11 +13,11 @@ from typing import Any
 import hypothesis
 import pytest
 
-from pipeline.command.nursery import Nursery
-from tests import roles
-from tests.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, AnyBroker, ExternalBroker, clear, start, start_nodes
-from tests.class_archive import ClassArchive
-from tests.forked import Forks
+from pipeline.local.fork_server import ForkServer
+from tests.support import roles
+from tests.support.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, AnyBroker, ExternalBroker, clear, start, start_nodes
+from tests.support.forked_processes import Forks
+from tests.support.jvm_cache import JvmClassArchive
 from topics.apache_kafka import Cluster
 from topics.local_broker.process import Broker
 
@@ -40,7 +40,7 @@ SHARED = pytest.StashKey[Broker]()
 tests, and each compiles itself anew."""
 
 
-ARCHIVE = pytest.StashKey[ClassArchive]()
+ARCHIVE = pytest.StashKey[JvmClassArchive]()
 """What the starts of all Apache Kafkas of the tests read."""
 
 
@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
         roles.place_of_forks = config.workerinput[FORKED]
     elif config.getoption("tx", None):
         if config.option.markexpr != "not slow" and KAFKA in KINDS and os.environ.get("KAFKA_HOME"):
-            config.stash[ARCHIVE] = ClassArchive(Path(tempfile.mkdtemp(prefix="rose-tests-classes-")))
+            config.stash[ARCHIVE] = JvmClassArchive(Path(tempfile.mkdtemp(prefix="rose-tests-classes-")))
         archived = config.stash[ARCHIVE].environment if ARCHIVE in config.stash else {}
         config.stash[FORKS] = Forks(config.args, archived)
         config.option.tx = [config.stash[FORKS].gateway] * len(config.option.tx)
@@ -153,9 +153,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Nursery:
+def fork_server() -> ForkServer:
     """Forks roles; what they import is imported once."""
-    return roles.nursery()
+    return roles.fork_server()
 
 
 @pytest.fixture

@@ -21,12 +21,12 @@ import msgspec
 from schemas.arrays import pack_tokens, unpack_tokens
 from schemas.errors import RoseError, UsageError
 from schemas.prompts import Sampling
-from workers.environments.home import Begun
-from workers.environments.jobs import Advance, Answer, Failed, Job, Limits, Refused, Reset
+from workers.environments.home import ResetResult
+from workers.environments.jobs import EnvironmentFailure, Job, JobResult, ResetJob, ResetRefused, RunnerLimits, StepJob
 from workers.environments.protocol import Environment
 from workers.environments.registry import load_environment
-from workers.environments.runner import Runner
-from workers.environments.steps import Stepped
+from workers.environments.thread_runner import ThreadRunner
+from workers.environments.transitions import StepResult
 from workers.environments.turn_format import TurnFormat
 from workers.executor.vllm.folder import check_folder
 from workers.executor.vllm.types import EngineConfig
@@ -62,7 +62,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Played:
+class _Game:
     """One task while it is played."""
 
     seed: int
@@ -91,8 +91,10 @@ def evaluate_policy(
     turn_format = TurnFormat(config.model_folder)
     make = load_environment(environment)
     sampling = msgspec.structs.replace(sampling, stop_token_ids=turn_format.stop_token_ids)
-    games = [_Played(seed=seed) for seed in seeds]
-    limits = Limits(max_live=len(games), timeout_seconds=step_timeout_seconds, max_context_tokens=max_context_tokens)
+    games = [_Game(seed=seed) for seed in seeds]
+    limits = RunnerLimits(
+        max_live=len(games), timeout_seconds=step_timeout_seconds, max_context_tokens=max_context_tokens
+    )
     with closing(_Environments(environment, make, turn_format, games, limits)) as environments:
         environments.begin(arguments)
 
@@ -100,7 +102,7 @@ def evaluate_policy(
         from workers.executor.vllm.engine import Engine
 
         engine = Engine(config)
-        table = _Table(engine, environments, sampling, max_turns, max_context_tokens)
+        table = _GameLoop(engine, environments, sampling, max_turns, max_context_tokens)
         try:
             began = time.perf_counter()
             table.play(games)
@@ -123,54 +125,54 @@ class _Environments:
         name: str,
         make: Callable[[], Environment],
         turn_format: TurnFormat,
-        games: Sequence[_Played],
-        limits: Limits,
+        games: Sequence[_Game],
+        limits: RunnerLimits,
     ) -> None:
         self._name = name
         self._games = games
         self._timeout_seconds = limits.timeout_seconds
-        self._answers: SimpleQueue[tuple[int, Answer]] = SimpleQueue()
-        self._runner = Runner(
+        self._answers: SimpleQueue[tuple[int, JobResult]] = SimpleQueue()
+        self._runner = ThreadRunner(
             turn_format,
             lambda _: make(),
             lambda job, answer: self._answers.put((int(job.trajectory_id), answer)),
             limits,
-            life=0,
+            generation=0,
         )
 
     def begin(self, arguments: Mapping[str, Any]) -> None:
         """Every game. Raises UsageError or EnvironmentFailed."""
         games = enumerate(self._games)
-        jobs = [Reset(**self._of(number), seed=game.seed, arguments=dict(arguments)) for number, game in games]
-        for number, begun in self._do(jobs):
+        jobs = [ResetJob(**self._of(number), seed=game.seed, arguments=dict(arguments)) for number, game in games]
+        for number, begun in self._run_jobs(jobs):
             self._games[number].tokens = unpack_tokens(begun.observation)
 
-    def step(self, actions: Mapping[int, Sequence[int]]) -> list[tuple[int, Stepped]]:
+    def step(self, actions: Mapping[int, Sequence[int]]) -> list[tuple[int, StepResult]]:
         """The games of these numbers, each by what was sampled. Raises EnvironmentFailed."""
         jobs = [  # without a state to restore: all are held
-            Advance(**self._of(number), tokens=pack_tokens(action), state=b"") for number, action in actions.items()
+            StepJob(**self._of(number), tokens=pack_tokens(action), state=b"") for number, action in actions.items()
         ]
-        return [(number, stepped) for number, stepped in self._do(jobs) if isinstance(stepped, Stepped)]
+        return [(number, stepped) for number, stepped in self._run_jobs(jobs) if isinstance(stepped, StepResult)]
 
-    def let_go(self, number: int) -> None:
+    def release(self, number: int) -> None:
         """Of the environment of a game that has ended."""
-        self._runner.let_go([str(number)])
+        self._runner.release([str(number)])
 
     def close(self) -> None:
         """Them all."""
         self._runner.close()
 
     def _of(self, number: int) -> dict[str, Any]:
-        return {"life": 0, "trajectory_id": str(number), "environment": self._name, "ticket": None}
+        return {"generation": 0, "trajectory_id": str(number), "environment": self._name, "ticket": None}
 
-    def _do(self, jobs: Sequence[Job]) -> list[tuple[int, Begun | Stepped]]:
+    def _run_jobs(self, jobs: Sequence[Job]) -> list[tuple[int, ResetResult | StepResult]]:
         self._runner.start(jobs)
-        done: list[tuple[int, Begun | Stepped]] = []
+        done: list[tuple[int, ResetResult | StepResult]] = []
         for _ in jobs:
             number, answer = self._answer()
-            if isinstance(answer, Refused):
+            if isinstance(answer, ResetRefused):
                 raise UsageError(f"tasks.arguments: {' '.join(answer.reason.split())[:REASON_CHARACTERS]}")
-            if isinstance(answer, Failed):
+            if isinstance(answer, EnvironmentFailure):
                 reason = " ".join(answer.failure.split())[:REASON_CHARACTERS]
                 raise EnvironmentFailed(
                     f"{reason} (task of seed {self._games[number].seed}): an environment that fails leaves no "
@@ -179,14 +181,14 @@ class _Environments:
             done.append((number, answer))
         return done
 
-    def _answer(self) -> tuple[int, Answer]:
+    def _answer(self) -> tuple[int, JobResult]:
         """The next. The runner answers in time for whatever does not block its thread."""
-        beats, looks = self._runner.beats, 0
+        beats, looks = self._runner.heartbeats, 0
         while True:
             try:
                 return self._answers.get(timeout=self._timeout_seconds / LOOKS)
             except Empty:
-                beats, looks = self._runner.beats, 0 if self._runner.beats != beats else looks + 1
+                beats, looks = self._runner.heartbeats, 0 if self._runner.heartbeats != beats else looks + 1
             if looks > LOOKS:
                 raise EnvironmentFailed(
                     f"environment {self._name} blocks the thread in which all of them run for longer than "
@@ -195,7 +197,7 @@ class _Environments:
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
+class _GameLoop:
     """Where the games are played: one engine for all."""
 
     engine: Any
@@ -204,7 +206,7 @@ class _Table:
     max_turns: int
     max_context_tokens: int
 
-    def play(self, games: Sequence[_Played]) -> None:
+    def play(self, games: Sequence[_Game]) -> None:
         """Play every game to its end."""
         for number, game in enumerate(games):
             self._ask(number, game)
@@ -215,20 +217,20 @@ class _Table:
             for number, stepped in self.environments.step(actions):
                 self._apply(number, games[number], stepped)
 
-    def _ask(self, number: int, game: _Played) -> None:
+    def _ask(self, number: int, game: _Game) -> None:
         room = self.max_context_tokens - len(game.tokens)
         turn = msgspec.structs.replace(
             self.sampling, max_tokens=min(self.sampling.max_tokens, room), seed=_turn_seed(game.seed, game.turns)
         )
         self.engine.add(str(number), game.tokens, turn, policy_version=self.engine.version)
 
-    def _apply(self, number: int, game: _Played, stepped: Stepped) -> None:
+    def _apply(self, number: int, game: _Game, stepped: StepResult) -> None:
         game.turns += 1
         game.solved = bool(stepped.success)
         observation = unpack_tokens(stepped.observation)
         no_room = len(game.tokens) + len(observation) >= self.max_context_tokens
         if stepped.done or game.turns >= self.max_turns or no_room:
-            self.environments.let_go(number)
+            self.environments.release(number)
             return
         game.tokens += observation
         self._ask(number, game)

@@ -58,7 +58,7 @@ class ConfigRefused(UsageError):
     """A configuration that trainer and engine would not compute alike."""
 
 
-def refuse_unlike(folder: Path, config: Mapping[str, Any]) -> None:
+def check_agreement(folder: Path, config: Mapping[str, Any]) -> None:
     """Of a folder's config.json. Raises ConfigRefused."""
     if config.get("is_causal") is False or config.get("use_bidirectional_attention") is True:
         raise ConfigRefused(f"{folder}/{CONFIG} lets a token see what comes after it: such a model cannot be sampled")
@@ -95,7 +95,7 @@ def refuse_unlike(folder: Path, config: Mapping[str, Any]) -> None:
             )
 
 
-def most_tokens(config: Mapping[str, Any]) -> int | None:
+def max_context_tokens(config: Mapping[str, Any]) -> int | None:
     """Of a context; None if the configuration does not say."""
     positions = _positions(config)
     if positions is None:
@@ -111,18 +111,18 @@ def most_tokens(config: Mapping[str, Any]) -> int | None:
     return min(reaches)
 
 
-def most_tokens_of(folder: Path) -> int | None:
+def max_context_tokens_of(folder: Path) -> int | None:
     """`most_tokens` of its config.json; a folder without a readable one is somebody else's to refuse."""
     try:
         config = json.loads((folder / CONFIG).read_bytes())
     except (OSError, ValueError):
         return None
-    return most_tokens(config) if isinstance(config, dict) else None
+    return max_context_tokens(config) if isinstance(config, dict) else None
 
 
-def refuse_too_long(folder: Path, tokens: int) -> None:
+def check_context_length(folder: Path, tokens: int) -> None:
     """For an executor of this folder whose longest turn has so many tokens. Raises ConfigRefused."""
-    most = most_tokens_of(folder)
+    most = max_context_tokens_of(folder)
     if most is not None and tokens > most:
         raise ConfigRefused(
             f"executor.max_model_len ({tokens}) is more than the {most} tokens of which trainer and engine compute the "
@@ -130,7 +130,7 @@ def refuse_too_long(folder: Path, tokens: int) -> None:
         )
 
 
-def compute_as_engines(config: Any) -> None:
+def match_engine_numerics(config: Any) -> None:
     """Have a model that transformers makes of its configuration compute all that engines compute, and give it in the
     one form, however the folder was used before. Raises ConfigRefused.
     """
@@ -150,10 +150,10 @@ def compute_as_engines(config: Any) -> None:
 def _angles(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """What it says of rotary angles: once, or once for each type of layer."""
     for name in ROTARY:
-        said = config.get(name)
-        if isinstance(said, Mapping):
-            apart = [one for one in said.values() if isinstance(one, Mapping)]
-            yield from apart or [said]
+        angles = config.get(name)
+        if isinstance(angles, Mapping):
+            apart = [one for one in angles.values() if isinstance(one, Mapping)]
+            yield from apart or [angles]
 
 
 def _known(config: Mapping[str, Any], name: str) -> bool:
@@ -170,13 +170,13 @@ def _kind(angles: Mapping[str, Any]) -> Any:
 
 def _positions(config: Mapping[str, Any]) -> int | None:
     longest = (OWN_LENGTH, *LONGEST) if str(config.get("model_type")).startswith(OWN_LENGTH_TYPE) else LONGEST
-    return next((said for name in longest if isinstance(said := config.get(name), int)), None)
+    return next((length for name in longest if isinstance(length := config.get(name), int)), None)
 
 
 def _original(config: Mapping[str, Any], angles: Mapping[str, Any], positions: int) -> int:
     name = "original_max_position_embeddings"
-    said = angles.get(name) or config.get(name)
-    return said if isinstance(said, int) else positions
+    length = angles.get(name) or config.get(name)
+    return length if isinstance(length, int) else positions
 
 
 def _reach(config: Mapping[str, Any], angles: Mapping[str, Any], positions: int) -> int:

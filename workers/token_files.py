@@ -47,23 +47,23 @@ class Tokens(NamedTuple):
     """Special tokens without an id, for a tokenizer that lacks them."""
 
 
-def tokens_of(folder: Path) -> Tokens:
+def read_tokens(folder: Path) -> Tokens:
     """Read the folder's files. Raises TokenizerError."""
-    said = read_object(folder / CONFIG_FILE)
-    legacy = "added_tokens_decoder" not in said
+    tokens = read_object(folder / CONFIG_FILE)
+    legacy = "added_tokens_decoder" not in tokens
     if legacy:
-        said |= {name: value for name, value in read_object(folder / MAP_FILE).items() if value is not None}
-    extra = said.get("extra_special_tokens") or said.get("additional_special_tokens") or ()
+        tokens |= {name: value for name, value in read_object(folder / MAP_FILE).items() if value is not None}
+    extra = tokens.get("extra_special_tokens") or tokens.get("additional_special_tokens") or ()
     own: dict[str, Any] = extra if isinstance(extra, dict) else {}
     listed: list[Any] = extra if isinstance(extra, list) else []
-    names = {name: _text(said.get(name)) for name in NAMES if name in said}
-    others = {name: _text(value) for name, value in (said | own).items() if name.endswith("_token") or name in own}
+    names = {name: _text(tokens.get(name)) for name in NAMES if name in tokens}
+    others = {name: _text(value) for name, value in (tokens | own).items() if name.endswith("_token") or name in own}
     names |= {name: text for name, text in others.items() if name not in names and text is not None}
     special = tuple(dict.fromkeys(text for text in (*names.values(), *map(_text, listed)) if text))
     if legacy:
         return Tokens(names, {}, _added(folder, special), special)
     try:
-        entries = {int(number): token for number, token in dict(said["added_tokens_decoder"] or {}).items()}
+        entries = {int(number): token for number, token in dict(tokens["added_tokens_decoder"] or {}).items()}
         numbered = {number: _flagged(token) for number, token in sorted(entries.items())}
     except (TypeError, ValueError, KeyError):
         raise TokenizerError(f"{folder / CONFIG_FILE}: added_tokens_decoder is no map from ids to tokens") from None

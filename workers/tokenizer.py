@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from workers.token_files import ADDED_FILE, CONFIG_FILE, Tokens, tokens_of
+from workers.token_files import ADDED_FILE, CONFIG_FILE, Tokens, read_tokens
 from workers.token_files import TokenizerError as TokenizerError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -37,11 +37,11 @@ def load_tokenizer(file: Path, *, special: Collection[str] = ()) -> Any:
     """
     from tokenizers import Tokenizer
 
-    tokens = tokens_of(file.parent)
+    tokens = read_tokens(file.parent)
     try:
-        said = msgspec.json.decode(file.read_bytes(), type=Fields)
-        loaded = {name: said[name] for name in LOADED if name in said}
-        model = msgspec.json.decode(said.get("model", NULL), type=Fields | None)
+        fields = msgspec.json.decode(file.read_bytes(), type=Fields)
+        loaded = {name: fields[name] for name in LOADED if name in fields}
+        model = msgspec.json.decode(fields.get("model", NULL), type=Fields | None)
         if model and "dropout" in model:
             loaded["model"] = msgspec.Raw(msgspec.json.encode(model | {"dropout": NULL}))
         tokenizer: Any = Tokenizer.from_str(msgspec.json.encode(loaded).decode())

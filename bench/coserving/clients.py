@@ -22,8 +22,8 @@ import time
 import aiohttp
 import msgspec
 
-from workers.users.requests import FIRST_WORD, Request
-from workers.users.stream import Answer, ask, completion, session
+from workers.loadgen.completion_stream import StreamedCompletion, completion_body, http_session, stream_completion
+from workers.loadgen.trace_requests import FIRST_WORD, Request
 
 REQUEST_SECONDS = 120.0
 """After which a request has failed."""
@@ -62,7 +62,7 @@ class RolloutOrders(msgspec.Struct, frozen=True):
 class Used(msgspec.Struct):
     """What users measured."""
 
-    answers: list[Answer]
+    answers: list[StreamedCompletion]
     ticks: list[float]
     """Seconds that each tick of the timer was behind."""
 
@@ -88,7 +88,7 @@ class Rolled(msgspec.Struct):
 async def use(orders: UserOrders, start: float) -> Used:
     """Send every request at its moment after `start`; return when all are answered."""
     ticks: list[float] = []
-    async with session(REQUEST_SECONDS) as client:
+    async with http_session(REQUEST_SECONDS) as client:
         ticking = asyncio.create_task(_tick(ticks, start))
         async with asyncio.TaskGroup() as group:
             asked = [group.create_task(_at_its_moment(client, orders, each, start)) for each in orders.requests]
@@ -96,11 +96,13 @@ async def use(orders: UserOrders, start: float) -> Used:
     return Used([task.result() for task in asked], ticks)
 
 
-async def _at_its_moment(client: aiohttp.ClientSession, orders: UserOrders, request: Request, start: float) -> Answer:
+async def _at_its_moment(
+    client: aiohttp.ClientSession, orders: UserOrders, request: Request, start: float
+) -> StreamedCompletion:
     due = start + request.at
     await asyncio.sleep(due - time.monotonic())
-    wanted = completion(orders.model, request.prompt, request.tokens, temperature=0.0, cache_salt=orders.salt)
-    return await ask(client, orders.url, wanted, due=due)
+    wanted = completion_body(orders.model, request.prompt, request.tokens, temperature=0.0, cache_salt=orders.salt)
+    return await stream_completion(client, orders.url, wanted, due=due)
 
 
 async def _tick(ticks: list[float], start: float) -> None:
@@ -114,7 +116,7 @@ async def _tick(ticks: list[float], start: float) -> None:
 async def roll(orders: RolloutOrders, rolled: Rolled) -> None:
     """Keep the trajectories going until this is cancelled."""
     salt = f"rollouts-{time.monotonic()}"
-    async with session(REQUEST_SECONDS) as client, asyncio.TaskGroup() as group:
+    async with http_session(REQUEST_SECONDS) as client, asyncio.TaskGroup() as group:
         for number in range(orders.trajectories):
             group.create_task(_play(client, orders, salt, random.Random(number), rolled))
 
@@ -132,8 +134,8 @@ async def _play(
     while True:
         context = words(draw, PROMPT_TOKENS, orders.vocabulary)
         for _ in range(TURNS):
-            wanted = completion(orders.model, list(context), TURN_TOKENS, temperature=1.0, **more)
-            answer = await ask(client, orders.url, wanted, due=time.monotonic(), on_tokens=count)
+            wanted = completion_body(orders.model, list(context), TURN_TOKENS, temperature=1.0, **more)
+            answer = await stream_completion(client, orders.url, wanted, due=time.monotonic(), on_tokens=count)
             if answer.error:
                 rolled.errors.append(answer.error)
                 await asyncio.sleep(0.1)  # a server that refuses is not asked without a pause

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from bench.coserving.clients import REQUEST_SECONDS
 from bench.coserving.server import MODEL_NAME, Server
 from schemas.errors import RoseError
-from workers.users.requests import Slice
-from workers.users.stream import Answer, ask, completion, session
+from workers.loadgen.completion_stream import StreamedCompletion, completion_body, http_session, stream_completion
+from workers.loadgen.trace_requests import TraceWindow
 
 LEAST, WANTED, MOST = 0.17, 0.24, 0.33
 """Busy share of serving alone: within the fleet's 15 to 35 % also in another window."""
@@ -35,19 +35,21 @@ class PaceError(RoseError):
     """No pace keeps serving as busy as it should be."""
 
 
-def unloaded(server: Server, work: Slice) -> list[Answer]:
+def unloaded(server: Server, work: TraceWindow) -> list[StreamedCompletion]:
     """Requests of the slice, evenly taken, each sent when the one before was answered. Raises PaceError."""
     step = max(1, len(work.requests) // UNLOADED_REQUESTS)
     chosen = list(itertools.islice(itertools.cycle(work.requests[::step]), WARM_REQUESTS + UNLOADED_REQUESTS))
     salt = f"unloaded-{time.monotonic()}"
 
-    async def one_by_one() -> list[Answer]:
-        async with session(REQUEST_SECONDS) as client:
+    async def one_by_one() -> list[StreamedCompletion]:
+        async with http_session(REQUEST_SECONDS) as client:
             return [
-                await ask(
+                await stream_completion(
                     client,
                     server.url,
-                    completion(MODEL_NAME, each.prompt, each.tokens, temperature=0.0, cache_salt=f"{salt}-{number}"),
+                    completion_body(
+                        MODEL_NAME, each.prompt, each.tokens, temperature=0.0, cache_salt=f"{salt}-{number}"
+                    ),
                     due=time.monotonic(),
                 )
                 for number, each in enumerate(chosen)
@@ -60,7 +62,7 @@ def unloaded(server: Server, work: Slice) -> list[Answer]:
     return answers
 
 
-def first_guess(answers: Sequence[Answer], work: Slice) -> float:
+def first_guess(answers: Sequence[StreamedCompletion], work: TraceWindow) -> float:
     """The pace at which these requests would keep an engine WANTED busy if they never met."""
     each = sum(answer.engine_seconds for answer in answers) / len(answers)
     return WANTED * work.seconds / (each * len(work.requests))

@@ -15,7 +15,7 @@ from bench.check import Check
 from bench.coserving.arms import AGAIN, ALONE, Arm, Promise
 from bench.coserving.figures import Ratio, Summary, harvest, latency, percentile, ratio, summary
 from bench.coserving.windows import Budgets, Window, figures
-from workers.users.stream import Answer
+from workers.loadgen.completion_stream import StreamedCompletion
 
 COMPARED = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "gap_p99_ms", "prefix_hit_rate")
 """Figures whose ratio over alone is given."""
@@ -210,7 +210,7 @@ def _slowest_requests(window: Window) -> list[dict[str, float | str]]:
     return [_wait(window, each, answered) for each in sorted(chosen, key=lambda each: each.due)]
 
 
-def _wait(window: Window, answer: Answer, answered: Sequence[Answer]) -> dict[str, float | str]:
+def _wait(window: Window, answer: StreamedCompletion, answered: Sequence[StreamedCompletion]) -> dict[str, float | str]:
     """One first token's wait, by where it was spent, in milliseconds."""
     first = answer.moments[0]
     rolled = zip(window.rolled.moments, window.rolled.counts, strict=True)

@@ -19,8 +19,8 @@ from bench.coserving.clients import REQUEST_SECONDS, Rolled, Used, UserOrders
 from bench.coserving.figures import attainment, covered, latency, percentile
 from bench.coserving.processes import Client
 from bench.coserving.server import MODEL_NAME, Server
-from workers.users.requests import Slice
-from workers.users.stream import Answer
+from workers.loadgen.completion_stream import StreamedCompletion
+from workers.loadgen.trace_requests import TraceWindow
 
 SETTLE_SECONDS = 2.0
 """Guests run so long before users come."""
@@ -53,7 +53,7 @@ class Window:
     """On time.monotonic(), as all moments."""
     seconds: float
     """To the last arrival."""
-    answers: Sequence[Answer]
+    answers: Sequence[StreamedCompletion]
     """In the order in which they were due."""
     ticks: Sequence[float]
     """Seconds that the clients' timers were behind, tick by tick."""
@@ -64,7 +64,7 @@ class Window:
     """Why it counts for nothing; empty where it counts."""
 
 
-def run_window(arm: Arm, server: Server, work: Slice, *, number: int, most_late: float) -> Window:
+def run_window(arm: Arm, server: Server, work: TraceWindow, *, number: int, most_late: float) -> Window:
     """Run one window; `most_late` is how far behind clients may be in one of a hundred cases. Raises RoseError."""
     rolled = Rolled([], [], [])
     with ExitStack() as stack:
@@ -88,11 +88,11 @@ def run_window(arm: Arm, server: Server, work: Slice, *, number: int, most_late:
     return replace(window, thrown=flaw(window, guests=arm.guests is not None, most_late=most_late))
 
 
-def _dealt(work: Slice) -> list[Slice]:
-    return [Slice(work.requests[first::CLIENTS], 0) for first in range(CLIENTS)]
+def _dealt(work: TraceWindow) -> list[TraceWindow]:
+    return [TraceWindow(work.requests[first::CLIENTS], 0) for first in range(CLIENTS)]
 
 
-def _user(stack: ExitStack, server: Server, part: Slice, salt: str) -> Client:
+def _user(stack: ExitStack, server: Server, part: TraceWindow, salt: str) -> Client:
     user = stack.enter_context(Client("users", UserOrders(server.url, MODEL_NAME, salt, part.requests)))
     user.wait_until_ready()
     return user

@@ -11,7 +11,7 @@ from bench.fleet.executor import Terms
 from bench.fleet.fleet import Act, Deed, Serving
 from bench.fleet.users import Pace, short_seconds, users_of, whole_workers
 from schemas.prompts import Prompt
-from workers.users.traces import read_trace
+from workers.loadgen.traces import read_trace
 
 RATES = Rates(prefill_tokens_per_second=500.0, decode_tokens_per_second=10.0, max_turns=2, kv_tokens=400)
 """So slow that 64 executors make fewer than a hundred turns a second, and the machine is not what is measured."""

@@ -30,7 +30,7 @@ import msgspec
 from bench.fleet.engine import Lengths
 from bench.fleet.executor import Back, FleetExecutor, Note, Said, Terms, Wanted
 from bench.fleet.users import Pace, Step, Users, users_of
-from pipeline.command.processes import stop_on_signals
+from pipeline.process.process_setup import stop_on_signals
 from schemas.contexts import ContextMissing
 from schemas.grants import CapacityGrant, GrantSource, parse_grant_key
 from schemas.heartbeats import SlackHeartbeat
@@ -46,7 +46,7 @@ from workers.executor.contexts import ContextStore
 from workers.executor.grants import Lease
 from workers.executor.loop import INBOX_BATCH
 from workers.lender.kv_budget import KvBudget, KvLimits
-from workers.users.traces import read_trace
+from workers.loadgen.traces import read_trace
 
 STEP_SECONDS = 0.04
 """Between two looks at each executor: turns end, users come and leases end within it."""

@@ -20,14 +20,14 @@ import psutil
 from confluent_kafka import OFFSET_BEGINNING
 
 from bench.fleet.fleet import Line, Plan
-from pipeline.command.nursery import Forked, Nursery
+from pipeline.local.fork_server import ForkedProcess, ForkServer
 from schemas.cells import CellSummary
 from schemas.errors import RoseError
 from schemas.grants import CapacityGrant
 from schemas.partitioning import home_partition
 from schemas.prompts import Prompt
 from schemas.samples import Sample
-from tests.settling import settle
+from tests.support.settling import settle
 from topics.admin import create_topics
 from topics.catalog import GRANTS, PROMPTS, SAMPLES, SUMMARIES, Partitions
 from topics.log_reader import read_whole_topics
@@ -152,7 +152,7 @@ class Rollout:
     settings: BusSettings
     fleet: FleetProcess
     trainer: Trainer
-    control: Forked | None
+    control: ForkedProcess | None
     roles: Mapping[str, int]
     """Process ids by name, the fleet's among them."""
     folder: Path
@@ -226,9 +226,11 @@ def rollout(
         said = {f"control.{name}": value for name, value in control.items()}
         wanted.append(("control", {"control.page_port": 0, **said}))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("ROSE_")}
-    with Nursery(folder, inherited | {"PYTHONPATH": os.pathsep.join(sys.path)}) as nursery:
+    with ForkServer(folder, inherited | {"PYTHONPATH": os.pathsep.join(sys.path)}) as fork_server:
         roles = {
-            role: nursery.start((role, "--number=0", *_flags(settings, said)), name=role, log=folder / f"{role}.log")
+            role: fork_server.start(
+                (role, "--number=0", *_flags(settings, said)), name=role, log=folder / f"{role}.log"
+            )
             for role, said in wanted
         }
         with closing(FleetProcess(plan, folder)) as fleet, closing(Trainer(settings, partitions.samples)) as trainer:
@@ -238,7 +240,7 @@ def rollout(
             yield Rollout(settings, fleet, trainer, roles.get("control"), pids, folder)
 
 
-def _until_ready(roles: Collection[Forked], folder: Path, settings: BusSettings, *, parks: int) -> None:
+def _until_ready(roles: Collection[ForkedProcess], folder: Path, settings: BusSettings, *, parks: int) -> None:
     """Also until the control app has told so many lenders to wait. Raises Stalled."""
     deadline = time.monotonic() + READY_SECONDS
     while True:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from workers.users.traces import Arrival
+from workers.loadgen.traces import Arrival
 
 BUSY = 0.189
 """Share of the time in which a worker serves somebody: what ROSE (arXiv 2605.06534) saw of production's devices."""

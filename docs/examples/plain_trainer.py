@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from schemas.samples import Sample
 from topics.settings import BusSettings
+from workers.trainer.selection import SelectionRules, outcomes_of, select_samples
 from workers.trainer.step import TrainingSample
 from workers.trainer.stream import SampleStream
-from workers.trainer.verdicts import Rules, judge, outcomes_of
 from workers.weights.folder_names import FolderTensors
 from workers.weights.publish import WeightPublisher
 
@@ -50,14 +50,14 @@ def train(
     tensors = FolderTensors(model, model_folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     config = model.config
-    rules = Rules(max_staleness=4, vocabulary=config.vocab_size, context_tokens=config.max_position_embeddings)
+    rules = SelectionRules(max_staleness=4, vocabulary=config.vocab_size, context_tokens=config.max_position_embeddings)
     with (
         SampleStream(settings, "policy", total_groups=total_groups, stop=stop) as stream,
         WeightPublisher(settings, "policy", run=run) as publisher,
     ):
         version = stream.publish(publisher, tensors)
         while groups := stream.take(groups_per_step):
-            judged = [judge(group, version, rules=rules) for group in groups]
+            judged = [select_samples(group, version, rules=rules) for group in groups]
             optimizer.zero_grad()
             for group in judged:
                 rewards = torch.tensor([sample.reward for sample in group.trained])

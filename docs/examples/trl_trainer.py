@@ -26,9 +26,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from schemas.samples import Outcome, Sample
 from topics.settings import BusSettings
+from workers.trainer.selection import SampleDecision, SelectedGroup, SelectionRules, outcomes_of, select_samples
 from workers.trainer.step import TrainingSample
 from workers.trainer.stream import SampleStream
-from workers.trainer.verdicts import JudgedGroup, Rules, Verdict, judge, outcomes_of
 from workers.weights.folder_names import FolderTensors
 from workers.weights.publish import WeightPublisher
 
@@ -44,12 +44,12 @@ class Feed(TrainerCallback):
         stream: SampleStream,
         publisher: WeightPublisher,
         tensors: FolderTensors,
-        rules: Rules,
+        rules: SelectionRules,
         temperature: float,
     ) -> None:
         self._stream, self._publisher, self._tensors = stream, publisher, tensors
         self._rules, self._temperature = rules, temperature
-        self._judged: list[JudgedGroup] = []
+        self._judged: list[SelectedGroup] = []
         self._version = -1
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -67,22 +67,22 @@ class Feed(TrainerCallback):
             groups = self._stream.take(1)
             if not groups:
                 raise RuntimeError("there are no more groups: the run has ended, or was stopped")
-            group = self._fitting(judge(groups[0], self._version, rules=self._rules), group_size)
+            group = self._fitting(select_samples(groups[0], self._version, rules=self._rules), group_size)
             self._judged.append(group)
             if group.trained:
                 learned = {sample.trajectory_id for sample in group.trained}
                 rows += [row_of(one) if one.trajectory_id in learned else NOTHING for one in group.samples]
         return rows
 
-    def _fitting(self, group: JudgedGroup, group_size: int) -> JudgedGroup:
+    def _fitting(self, group: SelectedGroup, group_size: int) -> SelectedGroup:
         """TRL has one temperature and one size of groups: another group teaches it nothing, and is settled so."""
         drawn_at = {turn.sampling.temperature for sample in group.trained for turn in sample.turns}
         if drawn_at <= {self._temperature} and len(group.samples) == group_size:
             return group
         reason = f"{len(group.samples)} drawn at {sorted(drawn_at)}, the trainer takes {group_size}"
-        other = Verdict(Outcome.FILTERED, f"{reason} at {self._temperature}")
-        verdicts = tuple(other if one.outcome is Outcome.TRAINED else one for one in group.verdicts)
-        return JudgedGroup(group.group_id, group.samples, verdicts)
+        other = SampleDecision(Outcome.FILTERED, f"{reason} at {self._temperature}")
+        decisions = tuple(other if one.outcome is Outcome.TRAINED else one for one in group.decisions)
+        return SelectedGroup(group.group_id, group.samples, decisions)
 
 
 def row_of(sample: Sample) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def train(
         save_strategy="no",
         use_cpu=not torch.cuda.is_available(),
     )
-    rules = Rules(
+    rules = SelectionRules(
         max_staleness=4,
         vocabulary=model.config.vocab_size,
         context_tokens=model.config.max_position_embeddings,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pipeline.accounting.ledger import Audit, Ledger
-from schemas.errors import RecordError
+from schemas.errors import RecordError, RoseError
 from schemas.partitioning import home_partition
 from schemas.progress import Group
 from schemas.prompts import Prompt
@@ -86,11 +86,11 @@ def _read(settings: BusSettings) -> LogAudit:
         for message in read_keyed_messages(settings, begins[topic], client_id=CLIENT):
             oldest = [min([message.timestamp_seconds, *oldest])]
             if message.topic is not SAMPLES or (message.partition, message.offset) not in dead_samples:
-                _fold(ledger, message, homes=len(begins[PROMPTS]))
+                _apply(ledger, message, homes=len(begins[PROMPTS]))
     letters = DeadLetterIndex(settings, *DEAD_LETTER_SOURCES, client_id=CLIENT)
     letters.read()
     for place in letters.places(PROMPTS):
-        ledger.dead_prompt(place)
+        ledger.on_dead_prompt(place)
     with closing(Reader(settings, CLIENT)) as reader:
         outcomes_from = reader.watermarks((OUTCOMES, 0))[0]
     forgotten_before = time.time() - OUTCOME_RETENTION_SECONDS
@@ -99,27 +99,31 @@ def _read(settings: BusSettings) -> LogAudit:
     return LogAudit(audit, oldest[0] if oldest else None, counts)
 
 
-def _fold(ledger: Ledger, message: KeyedMessage, *, homes: int) -> None:
+def _apply(ledger: Ledger, message: KeyedMessage, *, homes: int) -> None:
     """What does not decode is passed over: it is a dead letter, or will be."""
     value = message.raw.value
     try:
         if message.topic is PROGRESS:
-            ledger.progress(message.key, live=value is not None)
+            ledger.on_progress(message.key, live=value is not None)
         elif message.topic is GROUPS:
-            ledger.group(message.key, None if value is None else decode(Group, value, message.raw.headers))
+            ledger.on_group(message.key, None if value is None else decode(Group, value, message.raw.headers))
         elif value is None:
             return
         elif message.topic is SAMPLES:
-            ledger.sample(_sample_names.decode(value).trajectory_id)
+            ledger.on_sample(_sample_names.decode(value).trajectory_id)
         elif message.topic is OUTCOMES:
-            ledger.outcome(decode(SampleOutcome, value, message.raw.headers))
+            ledger.on_outcome(decode(SampleOutcome, value, message.raw.headers))
         else:
             prompt = decode(Prompt, value, message.raw.headers)
             at_home = home_partition(prompt.group_id, homes) == message.partition
             place = message.partition, message.offset
-            ledger.prompt(prompt.group_id, prompt.group_size, place=place, at_home=at_home)
+            ledger.on_prompt(prompt.group_id, prompt.group_size, place=place, at_home=at_home)
     except (RecordError, msgspec.DecodeError):
         return
 
 
 _sample_names = msgspec.msgpack.Decoder(SampleName)
+
+
+class AuditFailed(RoseError):
+    """The audit is not clean."""

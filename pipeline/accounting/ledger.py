@@ -25,7 +25,7 @@ from schemas.progress import Group, GroupState
 from schemas.prompts import trajectory_id
 from schemas.samples import Outcome, SampleOutcome
 
-PromptPlace = tuple[int, int]
+PromptPosition = tuple[int, int]
 """Partition and offset of a prompt."""
 
 
@@ -78,7 +78,7 @@ class Audit:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _TrajectoryRecord:
     """What the log says of one trajectory."""
 
     live: bool | None = None
@@ -88,7 +88,7 @@ class _Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asking:
+class _PromptRecord:
     """A prompt as it lies on the log."""
 
     group_id: str
@@ -100,37 +100,37 @@ class Ledger:
     """Folds records into an Audit. Give it each topic's records in the order of their offsets."""
 
     def __init__(self) -> None:
-        self._prompts: dict[PromptPlace, _Asking] = {}
-        self._dead: set[PromptPlace] = set()
+        self._prompts: dict[PromptPosition, _PromptRecord] = {}
+        self._dead: set[PromptPosition] = set()
         self._groups: dict[str, Group] = {}
         self._known_at_home: set[str] = set()
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _TrajectoryRecord] = {}
 
-    def prompt(self, group_id: str, size: int, *, place: PromptPlace, at_home: bool) -> None:
+    def on_prompt(self, group_id: str, size: int, *, place: PromptPosition, at_home: bool) -> None:
         """A prompt lies there; `at_home`: in the home of its group."""
-        self._prompts[place] = _Asking(group_id, size, at_home)
+        self._prompts[place] = _PromptRecord(group_id, size, at_home)
         if at_home:
             self._known_at_home.add(group_id)
 
-    def dead_prompt(self, place: PromptPlace) -> None:
+    def on_dead_prompt(self, place: PromptPosition) -> None:
         """The prompt that lay there was dead-lettered: it asks for nothing."""
         self._dead.add(place)
 
-    def group(self, group_id: str, record: Group | None) -> None:
+    def on_group(self, group_id: str, record: Group | None) -> None:
         """What the home knows of a group; None is a tombstone, it has forgotten it."""
         if record is None:
             self._groups.pop(group_id, None)
         else:
             self._groups[group_id] = record
 
-    def progress(self, trajectory: str, *, live: bool) -> None:
+    def on_progress(self, trajectory: str, *, live: bool) -> None:
         """The trajectory is on its way, or its progress has ended with a tombstone."""
         self._of(trajectory).live = live
 
-    def sample(self, trajectory: str) -> None:
+    def on_sample(self, trajectory: str) -> None:
         self._of(trajectory).samples += 1
 
-    def outcome(self, record: SampleOutcome) -> None:
+    def on_outcome(self, record: SampleOutcome) -> None:
         self._of(record.trajectory_id).outcomes.append(record)
 
     def audit(self, *, outcomes_from: int = 0, forgotten_before: float = 0.0) -> Audit:
@@ -144,7 +144,7 @@ class Ledger:
         places: Counter[str] = Counter()
         lost, doubled = [], []
         for trajectory, group_known in asked.items():
-            seen = self._seen.get(trajectory, _Seen())
+            seen = self._seen.get(trajectory, _TrajectoryRecord())
             if len(seen.outcomes) > 1 or seen.samples > 1:
                 doubled.append(trajectory)
             if seen.outcomes:
@@ -162,8 +162,8 @@ class Ledger:
             unasked=self._unasked(asked, forgotten_before),
         )
 
-    def _of(self, trajectory: str) -> _Seen:
-        return self._seen.setdefault(trajectory, _Seen())
+    def _of(self, trajectory: str) -> _TrajectoryRecord:
+        return self._seen.setdefault(trajectory, _TrajectoryRecord())
 
     def _asked(self, outcomes_from: int) -> dict[str, bool]:
         """Every trajectory asked for, and whether its group was opened."""
@@ -182,7 +182,7 @@ class Ledger:
                 asked |= dict.fromkeys(_names(prompt.group_id, prompt.size), False)
         return asked
 
-    def _asks(self, place: PromptPlace, prompt: _Asking) -> bool:
+    def _asks(self, place: PromptPosition, prompt: _PromptRecord) -> bool:
         """Whether a prompt waits to open its group."""
         if place in self._dead:
             return False
@@ -208,7 +208,7 @@ def _names(group_id: str, size: int) -> Iterable[str]:
     return (trajectory_id(group_id, index) for index in range(size))
 
 
-def _place(seen: _Seen, *, group_known: bool) -> str | None:
+def _place(seen: _TrajectoryRecord, *, group_known: bool) -> str | None:
     """Where a trajectory without an outcome is; None if nowhere."""
     if seen.samples:
         return "waiting_for_trainer"

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from pipeline.observability.files import files
+from pipeline.observability.generated_files import generated_files
 
-for name, content in files().items():
+for name, content in generated_files().items():
     path = Path(__file__).parents[2] / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content, encoding="utf-8")

@@ -27,7 +27,7 @@ def names_in(query: str) -> set[str]:
     return set(NAME.findall(query))
 
 
-def of_chosen_jobs(query: str, known: Collection[str]) -> str:
+def filter_by_job(query: str, known: Collection[str]) -> str:
     """The query, of the jobs that the reader chose. Raises UnknownMetric.
 
     Example: `rate(rose_x_total{kind="a"}[5m])` -> `rate(rose_x_total{job=~"$job",kind="a"}[5m])`.
@@ -69,7 +69,7 @@ def _panel(number: int, panel: Panel, known: Collection[str]) -> dict[str, Any]:
             {
                 "refId": chr(ord("A") + place),
                 "datasource": SOURCE,
-                "expr": of_chosen_jobs(query, known),
+                "expr": filter_by_job(query, known),
                 "legendFormat": legend,
             }
             for place, (legend, query) in enumerate(panel.queries.items())

@@ -41,7 +41,7 @@ CONTROL = f"{LENDER} and a control app"
 SCRAPED = f"{LENDER} with users, which is scraped too"
 
 
-def beside(query: str, *, worst: str = "max") -> dict[str, str]:
+def mean_and_worst(query: str, *, worst: str = "max") -> dict[str, str]:
     """The mean of a fleet and its worst."""
     return {"mean": f"avg({query})", "worst": f"{worst}({query})"}
 
@@ -57,6 +57,6 @@ def each_mean(histogram: str) -> str:
     return f"rate({histogram}_sum[{RATE}]) / (rate({histogram}_count[{RATE}]) > 0)"
 
 
-def by(label: str, counter: str) -> dict[str, str]:
+def rate_by(label: str, counter: str) -> dict[str, str]:
     """How fast a counter grows, by a label."""
     return {f"{{{{{label}}}}}": f"sum by ({label}) (rate({counter}[{RATE}]))"}

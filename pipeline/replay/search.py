@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from pipeline.replay.life import Found, keep
+from pipeline.replay.episodes import TrajectoryRecords, sort_records
 from schemas.errors import RecordError, UsageError
 from schemas.partitioning import home_partition
 from schemas.progress import Group, GroupState, TrajectoryProgress
@@ -86,7 +86,7 @@ class GroupFound:
 class TrajectoryFound:
     """What the log says of a trajectory and of its group's others."""
 
-    found: Found
+    records: TrajectoryRecords
     progress: TrajectoryProgress | None = None
     """None: it is not live."""
     live: set[str] = field(default_factory=set)
@@ -127,15 +127,15 @@ def find_group(settings: BusSettings, group_id: str) -> GroupFound:
 
 def find_trajectory(settings: BusSettings, group: GroupFound, trajectory_id: str) -> TrajectoryFound:
     """Everything of one trajectory. Raises TopicMissing or BusError."""
-    result = TrajectoryFound(Found())
+    result = TrajectoryFound(TrajectoryRecords())
     for message in read_keyed_messages(settings, {(PROGRESS, group.home): 0}, client_id=CLIENT):
         if message.key.rpartition(":")[0] == group.group_id:
             (result.live.discard if message.raw.value is None else result.live.add)(message.key)
             if message.key == trajectory_id:
                 result.progress = _decoded(TrajectoryProgress, message)
     records = _records(settings, group, trajectory_id, result)
-    keep(result.found, [group.prompts[0].prompt] if group.prompts else [])
-    keep(result.found, records)
+    sort_records(result.records, [group.prompts[0].prompt] if group.prompts else [])
+    sort_records(result.records, records)
     return result
 
 
@@ -143,8 +143,8 @@ def _records(settings: BusSettings, group: GroupFound, trajectory_id: str, resul
     begins = _begins(settings, group)
     for message in read_keyed_messages(settings, begins, client_id=CLIENT):
         if message.topic in (REQUESTED, COMPLETED):
-            stamp, since = message.timestamp_seconds, result.found.since
-            result.found.since = stamp if since is None else min(since, stamp)
+            stamp, since = message.timestamp_seconds, result.records.since
+            result.records.since = stamp if since is None else min(since, stamp)
         record: Record | None = None
         if message.topic is SAMPLES:
             record = _sample(message, group.group_id, trajectory_id, result)

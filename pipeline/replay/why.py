@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pipeline.clock import format_utc as moment
-from pipeline.replay.life import ENDED
+from pipeline.replay.episodes import ENDED
 from schemas.progress import Group, GroupState, TrajectoryProgress
 from schemas.prompts import trajectory_id
 from schemas.samples import TRUNCATED, Outcome, Sample, SampleOutcome
@@ -92,11 +92,11 @@ def why_group(group: GroupFacts) -> str:
     ends: dict[Outcome, int] = {}
     for outcome in group.settled:
         ends[outcome.outcome] = ends.get(outcome.outcome, 0) + 1
-    told = ", ".join(f"{count} {outcome.value.replace('_', ' ')}" for outcome, count in ends.items())
+    counts = ", ".join(f"{count} {outcome.value.replace('_', ' ')}" for outcome, count in ends.items())
     if group.group is not None and group.group.state is GroupState.SETTLED:
-        return f"is settled: {told or 'its outcomes are on the log no more'}"
+        return f"is settled: {counts or 'its outcomes are on the log no more'}"
     waiting = group.sampled - settled - group.live
-    parts = [f"{len(settled)} of its {group.size} trajectories are settled{f' ({told})' if told else ''}"]
+    parts = [f"{len(settled)} of its {group.size} trajectories are settled{f' ({counts})' if counts else ''}"]
     if group.live:
         parts.append(f"{len(group.live)} under way ({_named(group.live)})")
     if waiting:
@@ -117,7 +117,7 @@ def why_not_opened(group: GroupFacts) -> str:
         window = f"{groups}: the window may be full" if group.open_at_home else f"{groups}: is a worker there?"
         return f"is not opened: its prompt waits at {prompt.place}, {behind}; {window}"
     if refused:
-        return f"was refused: {refused[-1].refused} (its prompt lay at {refused[-1].place}; see `rose letters`)"
+        return f"was refused: {refused[-1].refused} (its prompt lay at {refused[-1].place}; see `rose dlq`)"
     if waiting:
         prompt = waiting[0]
         behind = f" behind {_others(prompt.before)}" if prompt.before else ""
@@ -129,13 +129,13 @@ def why_not_opened(group: GroupFacts) -> str:
 
 
 def _ended(facts: TrajectoryFacts) -> str:
-    told = []
+    sentences = []
     for outcome in facts.outcomes:
         because = f" because {outcome.reason}" if outcome.reason else ""
-        told.append(f"ended as {outcome.outcome.value.replace('_', ' ')} at step {outcome.step}{because}")
+        sentences.append(f"ended as {outcome.outcome.value.replace('_', ' ')} at step {outcome.step}{because}")
     failure = next((f": {sample.failure}" for sample in facts.samples if sample.failure), "")
     cut = next((f" ({ENDED[sample.ended]})" for sample in facts.samples if sample.ended in TRUNCATED), "")
-    return f"{' and '.join(told)}{failure if failure and not facts.outcomes[0].reason else ''}{cut}"
+    return f"{' and '.join(sentences)}{failure if failure and not facts.outcomes[0].reason else ''}{cut}"
 
 
 def _sampled(group: GroupFacts, sample: Sample) -> str:
@@ -178,11 +178,11 @@ def _under_way(facts: TrajectoryFacts, progress: TrajectoryProgress) -> str:
 
 
 def _attempts_before(results: Iterable[TurnResult]) -> str:
-    told = [
+    sentences = [
         f"attempt {each.attempt} was {each.outcome.value} by {each.worker}{f': {each.reason}' if each.reason else ''}"
         for each in results
     ]
-    return f", after {'; '.join(told[-NAMED:])}" if told else ""
+    return f", after {'; '.join(sentences[-NAMED:])}" if sentences else ""
 
 
 def _others(count: int) -> str:

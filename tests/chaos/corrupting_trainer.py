@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.command.main import main
+from pipeline.cli.main import main
 from schemas.weights import WeightChunk
 from tests.chaos.lending import CORRUPTION_SEED
 from topics.writer import Writer

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import psutil
 
-from tests.brokers import flags
 from tests.chaos.hanging import WRITERS, abort_hanging, hangs, lost_ends
-from tests.integration.lender_kit import MODEL, SERVING, healthy, server_flags
-from tests.waiting import WAIT_SECONDS, until
+from tests.support.brokers import flags
+from tests.support.lender_server_fixtures import MODEL, SERVING, healthy, server_flags
+from tests.support.waiting import WAIT_SECONDS, until
 from topics.admin import create_topics
 from topics.catalog import Partitions
 from topics.local_broker.process import Broker, free_ports
@@ -162,7 +162,7 @@ class Run:
 
     def rose(self, *arguments: str) -> None:
         """A command, to its end."""
-        command = [*self._command("pipeline.command.main"), *arguments, *self._common]
+        command = [*self._command("pipeline.cli.main"), *arguments, *self._common]
         ran = subprocess.run(
             command, env=self._environment, cwd=self.folder, capture_output=True, timeout=START_SECONDS
         )
@@ -170,7 +170,7 @@ class Run:
 
     def start(self, name: str) -> None:
         """A role under this name."""
-        program = "tests.chaos.corrupting_trainer" if name == "trainer" else "pipeline.command.main"
+        program = "tests.chaos.corrupting_trainer" if name == "trainer" else "pipeline.cli.main"
         command = [*self._command(program), *self._arguments(name)]
         with self.log(name).open("ab") as output:
             self.processes[name] = subprocess.Popen(
@@ -184,7 +184,7 @@ class Run:
             vllm = [*server_flags(self.port), "--uvicorn-log-level", "warning", *scheduler]
             return ["lend", "--model", str(MODEL), "--name", LENDER_NAME, *self._common, "--", *vllm]
         if name == "users":
-            return ["users", f"http://127.0.0.1:{self.port}", *self._common]
+            return ["loadgen", f"http://127.0.0.1:{self.port}", *self._common]
         role, _, number = name.partition("-")
         said = {"executor": ("--name", name), "environment": ("--number", number)}.get(role, ())
         return [role, *said, *self._common]

@@ -20,9 +20,9 @@ from pipeline.accounting.audit import audit_log
 from schemas.arrays import ITEM_BYTES
 from schemas.prompts import Prompt
 from schemas.samples import Sample
-from tests.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, start
+from tests.support.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, start
 from topics.settings import BusSettings
-from workers.users.config import SLICE
+from workers.loadgen.config import TRACE_FILE
 
 FRESH_SEED = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(2**20)
 SEED = int(os.environ.get("ROSE_CHAOS_SEED", FRESH_SEED))
@@ -30,7 +30,7 @@ SEED = int(os.environ.get("ROSE_CHAOS_SEED", FRESH_SEED))
 RATES = Rates(prefill_tokens_per_second=2000.0, decode_tokens_per_second=12.0, max_turns=2, kv_tokens=1024)
 LENGTHS = Lengths(median_tokens=14.0, trajectory_sigma=0.3, turn_sigma=0.5, token=21)
 SERVING = Serving(
-    trace=str(SLICE),
+    trace=str(TRACE_FILE),
     pace=Pace(prefill_tokens_per_second=8000.0, tpot_seconds=0.03),
     speed=8.0,
     kv_bytes=30_000,

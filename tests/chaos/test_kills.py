@@ -15,7 +15,7 @@ import pytest
 from pipeline.accounting.audit import audit_log
 from schemas.prompts import Prompt
 from schemas.samples import SampleOutcome
-from tests.brokers import EMBEDDED, flags, start
+from tests.support.brokers import EMBEDDED, flags, start
 from topics.catalog import OUTCOMES
 from topics.errors import TopicMissing
 from topics.reader import Reader
@@ -63,7 +63,7 @@ class Run:
         arguments = ("up", "--config", "rose.toml", "--prompts", "prompts.jsonl", "--set", "run.name=chaos")
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pipeline.command.main", *arguments, *flags(settings)],
+                [sys.executable, "-m", "pipeline.cli.main", *arguments, *flags(settings)],
                 cwd=folder,
                 env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
                 stdout=output,
@@ -92,9 +92,9 @@ class Run:
             return []
 
     def kill(self, role: str) -> None:
-        """SIGKILL the process of this role, which is called so; a guard of the supervisor's nursery has forked it."""
-        for nursery in children(self.process.pid):
-            for child in (each for guard in children(nursery) for each in children(guard)):
+        """SIGKILL the process of this role, which is called so; a guard of a fork server has forked it."""
+        for fork_server in children(self.process.pid):
+            for child in (each for guard in children(fork_server) for each in children(guard)):
                 if Path(f"/proc/{child}/comm").read_text().strip() == role:
                     os.kill(child, signal.SIGKILL)
                     return

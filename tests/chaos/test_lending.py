@@ -16,13 +16,13 @@ import pytest
 
 from pipeline.accounting.audit import audit_log
 from schemas.turns import TurnOutcome, TurnResult
-from tests.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, start
 from tests.chaos.lending import LENDER_NAME, Left, Run
+from tests.support.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, start
 from topics.catalog import COMPLETED
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope
 from topics.settings import BusSettings
-from workers.users.waits import read_waits
+from workers.loadgen.request_log import read_request_log
 
 TRAFFIC_SECONDS = 600.0
 """Of users' requests, with a fault every few seconds."""
@@ -76,7 +76,7 @@ def test_no_fault_of_the_run_or_of_a_guest_reaches_the_users_of_a_server_that_le
     assert troubles == []
     since = list(run.serving_troubles())  # as it leaves vLLM may call its engine dead, which it ends itself
     assert [line for line in since if OURS.search(line)] == []
-    waits = read_waits(run.folder / "faults")
+    waits = read_request_log(run.folder / "faults")
     assert [each.error for each in waits if each.error] == []
     assert len(waits) > TRAFFIC_SECONDS / 2, "there was traffic"
     assert status["lender"] == 0
@@ -95,7 +95,7 @@ def test_no_fault_of_the_run_or_of_a_guest_reaches_the_users_of_a_server_that_le
 
 
 def tell(run: Run, began: float, left: list[Left]) -> None:
-    waits = read_waits(run.folder / "faults")
+    waits = read_request_log(run.folder / "faults")
     first = sorted(each.first_token_seconds for each in waits if each.first_token_seconds is not None)
     lines = [
         f"{run.broker.name}, seed {run.seed}: {time.time() - began:.0f} s, {dict(run.faults)}, "

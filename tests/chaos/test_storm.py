@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.brokers import EMBEDDED, IF_KAFKA, KAFKA, start, start_nodes
-from tests.chaos.stalls import SESSION_SECONDS
-from tests.chaos.storm import LEAST_ASKED, blow
-from tests.chaos.storm_plan import draw
-from tests.chaos.storm_shape import Shape, leaving
+from tests.support.brokers import EMBEDDED, IF_KAFKA, KAFKA, start, start_nodes
+from tests.support.storm.plan import draw
+from tests.support.storm.run import LEAST_ASKED, blow
+from tests.support.storm.shape import Shape, leaving
+from tests.support.storm.stalls import SESSION_SECONDS
 
 # Any number, but the same one in all processes of pytest-xdist, which must collect the same tests.
 FRESH_SEED = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(2**20)

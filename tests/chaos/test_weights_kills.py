@@ -18,16 +18,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.brokers import AnyBroker, kafka_first
+from tests.support.brokers import AnyBroker, kafka_first
 from topics.admin import create_topics
 from topics.catalog import Partitions
 from topics.settings import BusSettings
-from workers.weights.anchor_store import AnchorStore
+from workers.weights.chunk_stores import AnchorStore
 from workers.weights.config import WeightsConfig
 from workers.weights.manifests import newest_manifest
 from workers.weights.publish import WeightPublisher
 from workers.weights.receive import WeightReceiver
-from workers.weights.signing import trust_of
+from workers.weights.trust import make_trust
 
 MODEL = "policy"
 LAST = 14
@@ -64,7 +64,7 @@ def publish(settings: BusSettings, folder: str, seed: int, last: int, said: Conn
 
 def receive(settings: BusSettings, folder: str, seed: int, said: Connection) -> None:
     """Say of every staged version whether it is what it must be, until the last."""
-    trust = trust_of(settings, MODEL, WeightsConfig())
+    trust = make_trust(settings, MODEL, WeightsConfig())
     receiver = WeightReceiver(settings, trust, shapes=SHAPES, store=store_in(folder, seed))
     receiver.start()
     version = -1
@@ -154,7 +154,7 @@ def test_whoever_is_left_stands_at_the_last_version(
             for message in publisher.messages():
                 assert isinstance(message, int)
             publisher.process.join(WAIT_SECONDS)
-            newest = newest_manifest(settings, trust_of(settings, MODEL, WeightsConfig()))
+            newest = newest_manifest(settings, make_trust(settings, MODEL, WeightsConfig()))
             assert newest is not None and newest.version == LAST
             late = Child(receive, *arguments)
             with children(late):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.brokers import EMBEDDED, AnyBroker
-from tests.conformance import kit
-from tests.conformance.kit import Cluster
+from tests.conformance import bus_driver
+from tests.conformance.bus_driver import Cluster
+from tests.support.brokers import EMBEDDED, AnyBroker
 
 
 @pytest.fixture
@@ -15,4 +15,4 @@ def cluster(broker: AnyBroker, namespace: str) -> Cluster:
 @pytest.fixture(autouse=True)
 def _known_faults_are_not_waited_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("embedded_fault") and request.getfixturevalue("broker_kind") == EMBEDDED:
-        monkeypatch.setattr(kit, "WAIT_SECONDS", kit.FAULT_SECONDS)
+        monkeypatch.setattr(bus_driver, "WAIT_SECONDS", bus_driver.FAULT_SECONDS)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaException, TopicPartition
 
-from tests.conformance.kit import Cluster, until
+from tests.conformance.bus_driver import Cluster, until
 
 RECORDS, RECORD_BYTES = 24, 500_000
 

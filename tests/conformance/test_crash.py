@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
-from tests.brokers import embedded_first, start
-from tests.conformance.kit import WAIT_SECONDS, Cluster, produce, until
+from tests.conformance.bus_driver import WAIT_SECONDS, Cluster, produce, until
+from tests.support.brokers import embedded_first, start
 from topics.local_broker.process import Broker
 
 pytestmark = [pytest.mark.slow, embedded_first]

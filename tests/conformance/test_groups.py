@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from tests.conformance.kit import Cluster, owned, poll_all, until
+from tests.conformance.bus_driver import Cluster, owned, poll_all, until
 
 PARTITIONS = 4
 GONE = (KafkaError._FATAL, KafkaError.FENCED_INSTANCE_ID)
@@ -127,7 +127,7 @@ def test_a_group_goes_on_from_what_it_committed(cluster: Cluster, sides: list[st
 
 KILLED_MEMBER = """
 import sys
-from tests.conformance.kit import Cluster, owned, poll_all
+from tests.conformance.bus_driver import Cluster, owned, poll_all
 bootstrap, namespace, name, *sides = sys.argv[1:]
 static = {"group_instance_id": namespace + name} if name else {}
 consumer = Cluster(bootstrap, namespace).consumer("homes", session_timeout_ms=6000, **static)

@@ -6,7 +6,7 @@ import time
 import pytest
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, TIMESTAMP_CREATE_TIME, KafkaError, TopicPartition
 
-from tests.conformance.kit import WAIT_SECONDS, Cluster, produce, read_to_end
+from tests.conformance.bus_driver import WAIT_SECONDS, Cluster, produce, read_to_end
 
 
 def test_keys_values_headers_timestamps_and_order_survive(cluster: Cluster) -> None:

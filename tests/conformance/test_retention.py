@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.kit import Cluster, until
+from tests.conformance.bus_driver import Cluster, until
 
 SLOW_SECONDS = 120
 """Apache Kafka looks for what can go when it likes: its cleaner rests 15 s, its retention begins after 30 s."""

@@ -4,7 +4,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import ConfigResource, NewTopic
 
-from tests.conformance.kit import LARGEST_BYTES, WAIT_SECONDS, Cluster, produce
+from tests.conformance.bus_driver import LARGEST_BYTES, WAIT_SECONDS, Cluster, produce
 
 
 def test_a_topic_has_the_partitions_and_settings_it_was_created_with(cluster: Cluster) -> None:

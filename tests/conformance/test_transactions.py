@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from confluent_kafka import KafkaError, KafkaException, Producer, TopicPartition
 
-from tests.conformance.kit import WAIT_SECONDS, Cluster, poll_all, produce, read_to_end, until
+from tests.conformance.bus_driver import WAIT_SECONDS, Cluster, poll_all, produce, read_to_end, until
 
 
 def store(producer: Producer, topic: str, *values: bytes, partition: int = 0) -> None:

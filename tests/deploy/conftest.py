@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.deploy.images_kit import UNPACKED, Debian, Images
+from tests.deploy.image_fixtures import UNPACKED, Debian, Images
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from deploy.generate import CHART, generated
-from pipeline.command.main import app
-from tests.deploy.chart_kit import (
+from pipeline.cli.main import app
+from tests.deploy.chart_fixtures import (
     GOLDEN,
     RELEASE,
     VALUES,
@@ -55,7 +55,7 @@ EVERY = [pytest.param(name, marks=[] if name == "minimal" else pytest.mark.long)
 @pytest.mark.parametrize("name", EVERY)
 def test_what_is_rendered_is_what_was_reviewed_and_what_kubernetes_takes(name: str) -> None:
     text = rendered(values_of(name))
-    assert text == (GOLDEN / f"{name}.yaml").read_text(), "read the diff, then: python -m tests.deploy.chart_kit"
+    assert text == (GOLDEN / f"{name}.yaml").read_text(), "read the diff, then: python -m tests.deploy.chart_fixtures"
     for each in resources(text):
         if each["kind"] in OF_OTHERS:
             version, fields = OF_OTHERS[each["kind"]]

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.brokers import EMBEDDED, flags, start
-from tests.deploy.images_kit import BASE, Images, is_ready, look_into, running
-from tests.waiting import until
+from tests.deploy.image_fixtures import BASE, Images, is_ready, look_into, running
+from tests.support.brokers import EMBEDDED, flags, start
+from tests.support.waiting import until
 from topics.admin import create_topics
 from topics.catalog import Partitions
 from topics.local_broker.process import free_ports

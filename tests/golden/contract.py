@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from pipeline.command.config import load
-from pipeline.command.contracts import asyncapi
-from pipeline.command.options import Common
+from pipeline.config.load import load
+from pipeline.config.options import Common
+from pipeline.contracts.asyncapi import asyncapi
 from schemas.limits import MAX_INFO_BYTES, MAX_NESTING
 from schemas.wire import RECORDS
 from topics.catalog import CATALOG, Topic

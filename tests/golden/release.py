@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.command.contracts import rendered
+from pipeline.contracts.asyncapi import render_document
 from schemas.record import Record
 from schemas.wire import encode
 from tests.golden.contract import contract
@@ -30,7 +30,7 @@ def write(folder: Path) -> None:
     """Everything, as this code has it. Raises FileExistsError."""
     payloads = folder / "payloads"
     payloads.mkdir(parents=True)
-    (folder / "contract.json").write_text(rendered(contract()))
+    (folder / "contract.json").write_text(render_document(contract()))
     for example in EXAMPLES:
         (folder / name_of(example)).write_bytes(encode(example))
     for piece in pieces():

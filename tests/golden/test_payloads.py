@@ -11,10 +11,10 @@ import pytest
 from schemas.weights import WeightChunk, WeightIndex
 from tests.golden.payloads import INDEX, Piece, payload_of, pieces
 from tests.golden.release import RELEASES
-from tests.unit.weights_world import Shelf, bare
+from tests.support.weights_fixtures import Shelf, bare
 from workers.weights.codec import DELTA, DENSE, decode
 from workers.weights.codec.hazard import HEAVY_CODE, STILL_CODE
-from workers.weights.index import opened
+from workers.weights.manifests import read_index
 
 PIECES = list(pieces())
 
@@ -53,7 +53,7 @@ def test_an_index_of_a_release_says_what_it_said(path: Path) -> None:
         topic.put(WeightChunk(model_id="m", version=1, tensor=":index", part=part, payload=payload)).ref()
         for part, payload in enumerate((wire[:100], wire[100:]))
     )
-    found = opened(bare(1, index=refs), topic.fetch)
+    found = read_index(bare(1, index=refs), topic.fetch)
     assert WeightIndex(tensors=found.tensors, slices=found.slices) == INDEX
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from schemas.samples import Sample
-from tests.brokers import AnyBroker
-from tests.integration.bus_fixtures import with_topics
-from tests.integration.environment_kit import PARTITIONS, finish, once, submit_all
-from tests.integration.rose_command import Rose
-from tests.integration.scripted_executors import ScriptedExecutors, model_folder, worker_process
+from tests.support.brokers import AnyBroker
+from tests.support.bus_fixtures import with_topics
+from tests.support.environment_worker_fixtures import PARTITIONS, finish, once, submit_all
+from tests.support.rose_command import Rose
+from tests.support.scripted_executors import ScriptedExecutors, model_folder, worker_process
 from topics.reader import Reader
 from topics.settings import BusSettings
 
@@ -39,7 +39,7 @@ def reader(settings: BusSettings) -> Iterator[Reader]:
 @pytest.fixture(scope="session")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a policy that a trainer can train."""
-    from tests.integration.trainer_kit import make_policy  # heavy, and few want it
+    from tests.support.trainer_fixtures import make_policy  # heavy, and few want it
 
     return make_policy(tmp_path_factory.mktemp("policy"))
 

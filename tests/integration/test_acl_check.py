@@ -1,6 +1,6 @@
 """Where nobody is refused anything, a role is told so."""
 
-from tests.brokers import AnyBroker
+from tests.support.brokers import AnyBroker
 from topics.acl import ROLES, connect_as
 from topics.admin import create_topics
 from topics.catalog import Partitions

@@ -15,8 +15,8 @@ from schemas.errors import RecordError
 from schemas.prompts import Prompt
 from schemas.wire import encode
 from tests.golden.examples import OUTCOME, PROMPT
-from tests.integration.bus_fixtures import BAD, WAIT_SECONDS, put, read_until
-from tests.waiting import until
+from tests.support.bus_fixtures import BAD, WAIT_SECONDS, put, read_until
+from tests.support.waiting import until
 from topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS
 from topics.dead_letter_headers import MAX_REASON_CHARACTERS, MAX_VALUE_BYTES
 from topics.dead_letters import dead_lettered_places, read_dead_letters

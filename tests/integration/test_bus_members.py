@@ -10,7 +10,7 @@ from confluent_kafka import TopicPartition
 
 from schemas.wire import encode
 from tests.golden.examples import PROMPT
-from tests.integration.bus_fixtures import HOMES, WAIT_SECONDS, put, read_until
+from tests.support.bus_fixtures import HOMES, WAIT_SECONDS, put, read_until
 from topics.catalog import PROMPTS
 from topics.local_broker.idle_consumer import IdleConsumer
 from topics.reader import Reader

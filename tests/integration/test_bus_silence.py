@@ -10,10 +10,10 @@ import pytest
 from confluent_kafka import KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
-from tests.brokers import EMBEDDED, any_broker
 from tests.golden.examples import PROMPT
-from tests.integration.bus_fixtures import PARTITIONS, with_topics
-from tests.waiting import until
+from tests.support.brokers import EMBEDDED, any_broker
+from tests.support.bus_fixtures import PARTITIONS, with_topics
+from tests.support.waiting import until
 from topics import admin, queries
 from topics.admin import connect, create_topics
 from topics.catalog import CATALOG, PROMPTS

@@ -12,8 +12,8 @@ import pytest
 
 from schemas.wire import encode
 from tests.golden.examples import OUTCOME, PROMPT
-from tests.integration.bus_fixtures import put, read_until
-from tests.waiting import until
+from tests.support.bus_fixtures import put, read_until
+from tests.support.waiting import until
 from topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS
 from topics.errors import BusError
 from topics.fetch import RecordFetch

@@ -5,12 +5,12 @@ from contextlib import ExitStack
 
 import pytest
 
-from pipeline.command.nursery import Forked
+from pipeline.local.fork_server import ForkedProcess
 from pipeline.routing.membership import SESSION_SECONDS, OwnershipLost, RouterMembership
 from schemas.cells import CellSummary
-from tests.brokers import EMBEDDED, AnyBroker, kafka_first
-from tests.integration.router_fixtures import RouterHarness, router_process
-from tests.roles import freeze, kill, stop, thaw
+from tests.support.brokers import EMBEDDED, AnyBroker, kafka_first
+from tests.support.roles import freeze, kill, stop, thaw
+from tests.support.router_process_fixtures import RouterHarness, router_process
 from topics.admin import create_topics
 from topics.catalog import SUMMARIES, Partitions
 from topics.log_reader import read_whole_topics
@@ -28,7 +28,7 @@ class Routers:
     def __init__(self, bus: RouterHarness, processes: ExitStack) -> None:
         self._bus = bus
         self._processes = processes
-        self.running: dict[int, Forked] = {}
+        self.running: dict[int, ForkedProcess] = {}
 
     def begin(self, *numbers: int) -> None:
         for number in numbers:

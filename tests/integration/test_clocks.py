@@ -11,9 +11,9 @@ from confluent_kafka import TIMESTAMP_LOG_APPEND_TIME, Producer
 from confluent_kafka.admin import NewTopic
 
 from schemas.wire import encode
-from tests.brokers import AnyBroker
 from tests.golden.examples import PROMPT
-from tests.integration.bus_fixtures import PARTITIONS, put, with_topics
+from tests.support.brokers import AnyBroker
+from tests.support.bus_fixtures import PARTITIONS, put, with_topics
 from topics import retention
 from topics.admin import connect, create_topics, expected_settings, find_drift
 from topics.catalog import CATALOG, PROMPTS, SAMPLES

@@ -14,9 +14,9 @@ import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from tests.brokers import KAFKA, flags, home_of
 from tests.golden.examples import OUTCOME
-from tests.waiting import until
+from tests.support.brokers import KAFKA, flags, home_of
+from tests.support.waiting import until
 from topics.admin import connect, create_topics
 from topics.apache_kafka import Cluster
 from topics.catalog import ENVIRONMENT_GROUP, OUTCOMES, Partitions
@@ -64,7 +64,7 @@ def test_what_was_acknowledged_is_there_when_its_leader_is_gone_and_the_audit_sa
     assert not cluster.in_sync()
     write(settings, b"without the leader")
     assert read(settings, 2) == [b"to all", b"without the leader"]
-    command = [sys.executable, "-m", "pipeline.command.main", "audit", *flags(audited)]
+    command = [sys.executable, "-m", "pipeline.cli.main", "audit", *flags(audited)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=WAIT_SECONDS)
     leader.restart()
     cluster.await_in_sync(WAIT_SECONDS)
@@ -171,9 +171,9 @@ def _reaches(reader: Reader) -> bool:
 SOUNDER = """
 import sys
 from threading import Event
-from pipeline.command.soundings import Sounder
+from pipeline.monitor.broker_probe import BrokerProbe
 from topics.settings import BusSettings
-sounder = Sounder(BusSettings(sys.argv[1], sys.argv[2]))
+sounder = BrokerProbe(BusSettings(sys.argv[1], sys.argv[2]))
 print("sounding", flush=True)
 for line in sys.stdin:
     if line.strip() == "stop":

@@ -10,15 +10,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.command.health import Unwell, tell_health
-from pipeline.command.options import Common
+from pipeline.config.options import Common
+from pipeline.process.health_server import ProcessUnhealthy, print_health
 from schemas.partitioning import home_partition
 from schemas.prompts import Prompt
 from schemas.samples import Outcome, SampleOutcome
-from tests.brokers import AnyBroker, any_broker, flags
-from tests.integration.log_fixtures import Log
-from tests.roles import role_process, rose, started, stop
-from tests.waiting import until
+from tests.support.brokers import AnyBroker, any_broker, flags
+from tests.support.log_fixtures import Log
+from tests.support.roles import role_process, rose, started, stop
+from tests.support.waiting import until
 from topics.admin import create_topics
 from topics.catalog import CATALOG, OUTCOMES, PROMPTS, Partitions
 from topics.local_broker.process import free_ports
@@ -45,7 +45,7 @@ def refused(done: subprocess.CompletedProcess[str], *words: str, status: int) ->
 def test_help_imports_nothing_heavy() -> None:
     program = (
         "import sys\n"
-        "from pipeline.command.main import app\n"
+        "from pipeline.cli.main import app\n"
         "try:\n    app(['--help'])\nexcept SystemExit:\n    pass\n"
         "heavy = {'torch', 'vllm', 'transformers', 'pydantic', 'numpy', 'plotly', 'confluent_kafka', 'msgspec'}\n"
         "print('heavy:', sorted(heavy & set(sys.modules)))\n"
@@ -63,7 +63,7 @@ def test_help_imports_nothing_heavy() -> None:
         "watch",
         "status",
         "why",
-        "letters",
+        "dlq",
         "audit",
         "replay",
     ):
@@ -78,7 +78,7 @@ def imported_by(*arguments: str) -> set[str]:
     """The modules in a fresh process that has run the command to its end, whatever that was."""
     program = (
         "import sys\n"
-        "from pipeline.command.main import main\n"
+        "from pipeline.cli.main import main\n"
         "sys.argv = ['rose', *sys.argv[1:]]\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
         "print('\\n' + ' '.join(sys.modules))\n"
@@ -100,13 +100,13 @@ def test_a_look_at_a_run_imports_nothing_heavy(broker: AnyBroker, namespace: str
     log.prompt("b")
     log.heartbeat()
     common = on(broker, namespace)
-    for look in (("status", *common), ("why", "a:0", *common), ("letters", "list", *common)):
+    for look in (("status", *common), ("why", "a:0", *common), ("dlq", "list", *common)):
         imported = imported_by(*look)
         assert "confluent_kafka" in imported, look
         assert not HEAVY & imported, look
     for local in (("health", "127.0.0.1:1"), ("health", *common), ("--help",), ("status", "--help")):
         imported = imported_by(*local)
-        assert "pipeline.command.main" in imported, local
+        assert "pipeline.cli.main" in imported, local
         assert not HEAVY & imported, local
 
 
@@ -219,8 +219,8 @@ def test_bad_settings_are_bad_usage(tmp_path: Path) -> None:
         (("keys", "."), "is a folder"),
         (("health", "a..b:9464"), "no HOST:PORT"),
         (("config", "--set", "metrics.port=70000"), "metrics.port (70000) must be a port"),
-        (("users", "somewhere"), "somewhere is no address of a server"),
-        (("users", "http://127.0.0.1:99999"), "is no address of a server"),
+        (("loadgen", "somewhere"), "somewhere is no address of a server"),
+        (("loadgen", "http://127.0.0.1:99999"), "is no address of a server"),
         *(
             ((command, "--set", f"run.folder={folder}", "--bootstrap-server", "127.0.0.1:1"), f"{folder}/demo cannot")
             for command in ("up", "trainer")
@@ -228,7 +228,7 @@ def test_bad_settings_are_bad_usage(tmp_path: Path) -> None:
         ),
         (("demo", "--set", "run.folder=/dev/null"), "the run's folder /dev/null cannot be written"),
         (("demo", "--set", "run.folder=/sys/there"), "the run's folder /sys/there cannot be written"),
-        (("users", "http://127.0.0.1:1", "--set", "run.folder=/dev/null"), "/dev/null/demo cannot be written"),
+        (("loadgen", "http://127.0.0.1:1", "--set", "run.folder=/dev/null"), "/dev/null/demo cannot be written"),
     ],
 )
 def test_what_is_said_wrong_is_one_line(arguments: tuple[str, ...], words: str) -> None:
@@ -285,8 +285,8 @@ def test_an_environment_worker_is_well_once_it_has_homes(
 
     def has_homes() -> bool:
         try:
-            tell_health(Common(), f"127.0.0.1:{port}", live=False)
-        except Unwell:
+            print_health(Common(), f"127.0.0.1:{port}", live=False)
+        except ProcessUnhealthy:
             return False
         return "owns homes [0, 1, 2, 3, 4, 5, 6, 7]" in capsys.readouterr().out
 

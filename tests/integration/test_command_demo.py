@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.brokers import EMBEDDED, KAFKA
-from tests.integration.rose_command import TRAJECTORIES, Rose, small
+from tests.support.brokers import EMBEDDED, KAFKA
+from tests.support.rose_command import TRAJECTORIES, Rose, small
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -8,18 +8,18 @@ import pytest
 from confluent_kafka import Producer
 
 from pipeline.accounting.audit import audit_log, inspect_log
-from pipeline.command.letters import LetterRefused, list_letters, retry_letter, show_letter
-from pipeline.command.options import Common
-from pipeline.command.telling import replay_trajectory, tell_why
+from pipeline.cli.dead_letters import DeadLetterRefused, list_dead_letters, retry_dead_letter, show_dead_letter
+from pipeline.cli.replay import print_replay, print_why
+from pipeline.config.options import Common
 from pipeline.replay.search import UnknownTrajectory
 from schemas.errors import UsageError
 from schemas.progress import GroupState
 from schemas.prompts import Prompt
 from schemas.samples import Outcome, Sample
 from schemas.wire import SCHEMA_HEADER
-from tests.brokers import AnyBroker
-from tests.integration.bus_fixtures import read_until
-from tests.integration.log_fixtures import PARTITIONS, Log
+from tests.support.brokers import AnyBroker
+from tests.support.bus_fixtures import read_until
+from tests.support.log_fixtures import PARTITIONS, Log
 from topics.admin import connect
 from topics.catalog import COMPLETED, DISPATCHED, PROMPTS, REQUESTED, SAMPLES
 from topics.dead_letter_headers import OFFSET, PARTITION
@@ -148,12 +148,12 @@ def test_a_letter_of_somebody_elses_hand_is_listed_whatever_its_headers_say(
     producer = Producer({"bootstrap.servers": log.settings.bootstrap, "linger.ms": 0})
     producer.produce(name, value=b"{}", key=b"anything", headers=[(PARTITION, b"9" * 5_000), (OFFSET, b"-7")])
     assert producer.flush(30) == 0
-    list_letters(common(log.settings), None)
+    list_dead_letters(common(log.settings), None)
     listed = capsys.readouterr().out
     assert listed.startswith(f"{PROMPTS.name}/-1/-1  20")
     assert inspect_log(log.settings).letters == {PROMPTS: 1}
     with pytest.raises(UsageError, match="does not say where its message lay"):
-        retry_letter(common(log.settings), f"{PROMPTS.name}/-1/-1", None, None)
+        retry_dead_letter(common(log.settings), f"{PROMPTS.name}/-1/-1", None, None)
 
 
 def test_a_place_is_found_in_a_namespace_with_which_topics_begin_too(
@@ -164,7 +164,7 @@ def test_a_place_is_found_in_a_namespace_with_which_topics_begin_too(
     log.writer.dead_letter(found, found.reason)
     log.writer.flush()
     for place in (f"{PROMPTS.name}/0/5", f"rose{PROMPTS.name}/0/5"):
-        show_letter(common(log.settings), place)
+        show_dead_letter(common(log.settings), place)
         assert f"place    {PROMPTS.name}/0/5" in capsys.readouterr().out
 
 
@@ -193,7 +193,7 @@ def test_a_trajectory_is_replayed_from_its_home_alone(log: Log, capsys: pytest.C
     log.result(first)
     log.request("g:0", turn=1, at=200.0)
     log.request("g:1", at=300.0)
-    replay_trajectory(common(log.settings), "g:0")
+    print_replay(common(log.settings), "g:0")
     told = capsys.readouterr().out
     for words in (
         "looked     at the log from",
@@ -206,12 +206,12 @@ def test_a_trajectory_is_replayed_from_its_home_alone(log: Log, capsys: pytest.C
     assert "00:05:00" not in told, "the other trajectory's request"
     for unknown in ("g:2", "h:0", "g", "g:x"):
         with pytest.raises(UnknownTrajectory, match=f"no trajectory {unknown}"):
-            replay_trajectory(common(log.settings), unknown)
+            print_replay(common(log.settings), unknown)
 
 
 def test_why_follows_a_trajectory_from_its_prompt_to_its_end(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     def why(name: str = "g:0") -> str:
-        tell_why(common(log.settings), name)
+        print_why(common(log.settings), name)
         return capsys.readouterr().out
 
     for name in ("g:0", "g:00", "g:٣", f"g:{'9' * 5_000}"):
@@ -250,7 +250,7 @@ def test_why_tells_of_a_group_and_of_a_trajectory_that_have_one_name(
     for name in ("g", "g:1"):
         log.prompt(name, key=name)
         log.group(name)
-    tell_why(common(log.settings), "g:1")
+    print_why(common(log.settings), "g:1")
     of_group, of_trajectory = capsys.readouterr().out.splitlines()
     assert of_group.startswith("group g:1 is open") and of_trajectory.startswith("g:1: ")
 
@@ -262,7 +262,7 @@ def test_why_finds_a_prompt_whose_json_has_its_id_in_escapes(
     line = b'{"group_id": "%s", "group_size": 2, "environment": "calculator"}' % spelt
     offset = produce(log.settings, line, key=b"math/1", partition=log.home("math/1"))
     produce(log.settings, rb'{"group_id": "math\/2", "group_size": 2}', key=b"math/2", partition=log.home("math/2"))
-    tell_why(common(log.settings), "math/1:0")
+    print_why(common(log.settings), "math/1:0")
     assert f"its prompt waits at {PROMPTS.name}/{log.home('math/1')}/{offset}" in capsys.readouterr().out
 
 
@@ -270,7 +270,7 @@ def test_why_tells_that_a_prompt_was_refused(log: Log, capsys: pytest.CaptureFix
     offset = log.prompt("g")
     bury(log, "g", log.home("g"), offset)
     log.group("g", GroupState.REFUSED, offset=offset)
-    tell_why(common(log.settings), "g:1")
+    print_why(common(log.settings), "g:1")
     assert "was refused: no such environment" in capsys.readouterr().out
 
 
@@ -298,36 +298,36 @@ def test_a_letter_is_listed_shown_mended_and_sent_home_once(
     log: Log, spoiled_place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     connect = common(log.settings)
-    list_letters(connect, None)
+    list_dead_letters(connect, None)
     listed = capsys.readouterr().out
     assert listed.startswith(f"{spoiled_place}  20")
     assert "group_size must be >= 1  key key\n1 dead letters" in listed
-    show_letter(connect, spoiled_place)
+    show_dead_letter(connect, spoiled_place)
     shown = capsys.readouterr().out
     for words in ("because  group_size must be >= 1", "key      key", "header   team = blue", '"group_size": 0'):
         assert words in shown
-    with pytest.raises(LetterRefused, match=r"would be refused again: .*group_size"):
-        retry_letter(connect, spoiled_place, None, None)
+    with pytest.raises(DeadLetterRefused, match=r"would be refused again: .*group_size"):
+        retry_dead_letter(connect, spoiled_place, None, None)
     with pytest.raises(UsageError, match=r"the fields are .*group_size"):
-        retry_letter(connect, spoiled_place, None, ["size=2"])
-    with pytest.raises(LetterRefused, match="the workers of this configuration run"):
-        retry_letter(connect, spoiled_place, None, ["group_size=2", "environment=nowhere"])
-    with pytest.raises(LetterRefused, match="would be refused again: top_p"):
-        retry_letter(connect, spoiled_place, None, ["group_size=2", 'sampling={"top_p": 0.5}'])
+        retry_dead_letter(connect, spoiled_place, None, ["size=2"])
+    with pytest.raises(DeadLetterRefused, match="the workers of this configuration run"):
+        retry_dead_letter(connect, spoiled_place, None, ["group_size=2", "environment=nowhere"])
+    with pytest.raises(DeadLetterRefused, match="would be refused again: top_p"):
+        retry_dead_letter(connect, spoiled_place, None, ["group_size=2", 'sampling={"top_p": 0.5}'])
     assert prompts_of(log, "mended") == []
-    retry_letter(connect, spoiled_place, None, ["group_size=2"])
+    retry_dead_letter(connect, spoiled_place, None, ["group_size=2"])
     [sent] = prompts_of(log, "mended")
     assert isinstance(sent.record, Prompt)
     assert (sent.record.group_size, sent.key, sent.partition) == (2, "key", log.home("mended"))
     assert sent.raw.header("team") == b"blue"
     with pytest.raises(UsageError, match=r"was sent back .*--again"):
-        retry_letter(connect, spoiled_place, None, ["group_size=2"])
+        retry_dead_letter(connect, spoiled_place, None, ["group_size=2"])
     assert len(prompts_of(log, "mended")) == 1
-    retry_letter(connect, spoiled_place, None, ["group_size=2"], again=True)
+    retry_dead_letter(connect, spoiled_place, None, ["group_size=2"], again=True)
     assert len(prompts_of(log, "mended")) == 2
     assert len(list(read_dead_letters(log.settings, PROMPTS))) == len(dead_lettered_places(log.settings, PROMPTS)) == 1
     capsys.readouterr()
-    list_letters(connect, PROMPTS.name)
+    list_dead_letters(connect, PROMPTS.name)
     assert "(sent back 20" in capsys.readouterr().out
 
 
@@ -345,9 +345,9 @@ def test_a_prompt_keeps_its_own_headers_whatever_they_are_called(log: Log, capsy
     log.writer.flush()
     [letter] = read_dead_letters(log.settings, PROMPTS)
     assert (letter.raw, letter.sent_back_at) == (RawMessage(b"mended", line, own), None)
-    show_letter(connect, letter.place)
+    show_dead_letter(connect, letter.place)
     assert "header   topic = math" in capsys.readouterr().out
-    retry_letter(connect, letter.place, None, ["group_size=2"])
+    retry_dead_letter(connect, letter.place, None, ["group_size=2"])
     [sent] = prompts_of(log, "mended")
     assert [header for header in sent.raw.headers if header[0] != SCHEMA_HEADER] == list(own)
     [letter] = read_dead_letters(log.settings, PROMPTS)
@@ -361,18 +361,18 @@ def test_a_letter_is_mended_with_a_file_and_not_into_a_group_that_is_taken(
     file = tmp_path / "prompt.json"
     file.write_bytes(msgspec.json.encode(good) + b"\n")
     log.group("taken")
-    with pytest.raises(LetterRefused, match="its id is taken"):
-        retry_letter(common(log.settings), spoiled_place, file, None)
-    retry_letter(common(log.settings), spoiled_place, file, ["group_id=free"])
+    with pytest.raises(DeadLetterRefused, match="its id is taken"):
+        retry_dead_letter(common(log.settings), spoiled_place, file, None)
+    retry_dead_letter(common(log.settings), spoiled_place, file, ["group_id=free"])
     [sent] = prompts_of(log, "free")
     assert sent.partition == log.home("free")
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(UsageError):
-        retry_letter(common(log.settings), spoiled_place, tmp_path / "broken.json", None, again=True)
+        retry_dead_letter(common(log.settings), spoiled_place, tmp_path / "broken.json", None, again=True)
 
 
 def test_places_and_topics_that_are_not_there_are_told(log: Log) -> None:
     with pytest.raises(UsageError, match="no dead letter lay at"):
-        show_letter(common(log.settings), f"{REQUESTED.name}/0/7")
+        show_dead_letter(common(log.settings), f"{REQUESTED.name}/0/7")
     with pytest.raises(UsageError, match="there is no topic nothing"):
-        list_letters(common(log.settings), "nothing")
+        list_dead_letters(common(log.settings), "nothing")

@@ -7,8 +7,8 @@ from time import monotonic
 
 import pytest
 
-from tests.brokers import best_broker
-from tests.integration.rose_command import Rose, small
+from tests.support.brokers import best_broker
+from tests.support.rose_command import Rose, small
 
 PATIENCE_SECONDS = 240.0
 

@@ -16,23 +16,23 @@ from confluent_kafka import Producer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
-from pipeline.command import diagnosis, watching
-from pipeline.command import screen as screens
-from pipeline.command import status as statuses
-from pipeline.command.diagnosis import Severity, diagnose
-from pipeline.command.options import Common
-from pipeline.command.screen import Screen
-from pipeline.command.soundings import Sounder
-from pipeline.command.status import Unwell, show_status, unseen
-from pipeline.command.watching import Watch
+from pipeline.cli import status as statuses
+from pipeline.cli.status import RunUnhealthy, show_status, unknown_parts
+from pipeline.config.options import Common
+from pipeline.monitor import diagnosis, follower
+from pipeline.monitor import screen as screens
+from pipeline.monitor.broker_probe import BrokerProbe
+from pipeline.monitor.diagnosis import Severity, diagnose
+from pipeline.monitor.follower import RunFollower
+from pipeline.monitor.screen import Screen
 from schemas.heartbeats import ExecutorState, Tenant
 from schemas.progress import GroupState
 from schemas.weights import SIGNATURE_HEADER, WeightManifest
 from schemas.wire import encode
-from tests import waiting as waits
-from tests.brokers import KAFKA, AnyBroker
 from tests.golden.examples import EXAMPLES
-from tests.integration.log_fixtures import PARTITIONS, Log
+from tests.support import waiting as waits
+from tests.support.brokers import KAFKA, AnyBroker
+from tests.support.log_fixtures import PARTITIONS, Log
 from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, MANIFESTS, PROMPTS
 from topics.reader import Reader
 from topics.records import InvalidMessage, Place, RawMessage
@@ -61,20 +61,20 @@ def common(settings: BusSettings) -> Common:
 
 
 @contextmanager
-def watch(settings: BusSettings, trust: Trust = ANYBODY) -> Iterator[Watch]:
-    looking = Watch(settings, trust=trust, whole=False, window_groups=1, max_lag_versions=4)
+def watch(settings: BusSettings, trust: Trust = ANYBODY) -> Iterator[RunFollower]:
+    looking = RunFollower(settings, trust=trust, whole=False, window_groups=1, max_lag_versions=4)
     try:
-        until(looking, lambda: looking.caught_up and looking.sounding is not None)
+        until(looking, lambda: looking.caught_up and looking.snapshot is not None)
         yield looking
     finally:
         looking.close()
 
 
-def until(looking: Watch, condition: Callable[[], bool]) -> None:
+def until(looking: RunFollower, condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_SECONDS
     while not condition():
         assert time.monotonic() < deadline
-        looking.read(0.05)
+        looking.poll(0.05)
 
 
 def test_what_is_open_and_who_waits_is_read_off_the_log(log: Log) -> None:
@@ -95,7 +95,7 @@ def test_what_is_open_and_who_waits_is_read_off_the_log(log: Log) -> None:
         )
         log.progress("a:0", ended=True)
         log.heartbeat(worker="new", sent_at=0.0)
-        until(looking, lambda: len(looking.view.executors) == 2 and not looking.facts().in_a_turn)
+        until(looking, lambda: len(looking.run_state.executors) == 2 and not looking.facts().in_a_turn)
         facts = looking.facts()
         new, old = facts.executors
         assert (facts.waiting_for_trainer, new.silent, new.clock_off_seconds < -1e9) == (3, False, True)
@@ -119,23 +119,23 @@ def test_a_broker_that_hands_out_records_answers_whatever_becomes_of_questions(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with watch(log.settings) as looking:
-        monkeypatch.setattr(Sounder, "sound", lambda _: None)
+        monkeypatch.setattr(BrokerProbe, "probe", lambda _: None)
         log.heartbeat(worker="e", **REFUSAL)
-        until(looking, lambda: "e" in looking.view.executors)
+        until(looking, lambda: "e" in looking.run_state.executors)
         assert looking.unanswered_seconds <= 0.0
 
 
 def test_a_broker_is_not_away_because_nobody_looked(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the looking process was stopped: its questions were, too."""
     with watch(log.settings) as looking:
-        monkeypatch.setattr(Sounder, "sound", lambda _: None)
+        monkeypatch.setattr(BrokerProbe, "probe", lambda _: None)
         monkeypatch.setattr(looking._reader, "read", lambda *_: [])
-        looking.read(0.0)
+        looking.poll(0.0)
         skipped = time.monotonic() + 60.0
-        monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: skipped, time=time.time))
-        looking.read(0.0)
+        monkeypatch.setattr(follower, "time", SimpleNamespace(monotonic=lambda: skipped, time=time.time))
+        looking.poll(0.0)
         assert looking.unanswered_seconds < screens.UNANSWERED_SECONDS
-        monkeypatch.setattr(watching, "time", time)
+        monkeypatch.setattr(follower, "time", time)
 
 
 def test_versions_of_another_run_or_unsigned_are_none_of_this_one(log: Log) -> None:
@@ -156,16 +156,16 @@ def test_versions_of_another_run_or_unsigned_are_none_of_this_one(log: Log) -> N
         log.heartbeat(worker="e", **REFUSAL | {"refused_version": -1})
         until(looking, lambda: not looking.facts().executors[0].silent)
         facts = looking.facts()
-        assert (facts.newest_version, looking.view.versions, facts.disbelieved) == (-1, 0, 2)
+        assert (facts.newest_version, looking.run_state.versions, facts.disbelieved) == (-1, 0, 2)
         assert "none of the 2 on the log is of this run" in str(diagnose(facts))
         publish(7)
-        until(looking, lambda: looking.view.versions == 1)
+        until(looking, lambda: looking.run_state.versions == 1)
         assert looking.facts().newest_version == 7
 
 
 def test_members_homes_lag_and_letters_are_asked_of_the_broker(log: Log) -> None:
-    sounder = Sounder(log.settings)
-    alone = sounder.sound()
+    sounder = BrokerProbe(log.settings)
+    alone = sounder.probe()
     assert alone is not None
     assert (alone.environment_workers, alone.homes_owned, alone.prompts_waiting) == (0, 0, 0)
     offset = log.prompt("a")
@@ -188,7 +188,7 @@ def test_members_homes_lag_and_letters_are_asked_of_the_broker(log: Log) -> None
     deadline = time.monotonic() + WAIT_SECONDS
     while not begun and time.monotonic() < deadline:
         reader.read(1, 0.1)
-    found = sounder.sound()
+    found = sounder.probe()
     reader.close()
     assert found is not None
     assert (found.environment_workers, found.homes_owned) == (1, PARTITIONS.home)
@@ -199,13 +199,13 @@ def test_members_homes_lag_and_letters_are_asked_of_the_broker(log: Log) -> None
 def test_status_says_what_is_unwell_and_ends_with_status_1(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     log.group("a")
     log.progress("a:0")
-    with pytest.raises(Unwell, match="no executor is there") as unwell:
+    with pytest.raises(RunUnhealthy, match="no executor is there") as unwell:
         show_status(common(log.settings), as_json=True)
     assert unwell.value.exit_status == 1
     told = json.loads(capsys.readouterr().out)
     assert (told["well"], told["open_groups"], told["in_a_turn"]) == (False, 1, 1)
     assert {"severity": "unwell", "who": "executors", "sentence": "no executor is there"} in told["findings"]
-    with pytest.raises(Unwell):
+    with pytest.raises(RunUnhealthy):
         show_status(common(log.settings), as_json=False)
     text = capsys.readouterr().out
     for words in (
@@ -252,7 +252,7 @@ def test_prompts_that_a_worker_with_room_does_not_open_are_unwell(
 ) -> None:
     """As of one that begins anew again and again: it is a member, and commits nothing."""
     for module in (diagnosis, statuses):
-        monkeypatch.setattr(module, "STILL_SECONDS", 4.0)
+        monkeypatch.setattr(module, "STALLED_SECONDS", 4.0)
     log.prompt("a")
     own = common(log.settings)
     own = replace(own, settings=[*(own.settings or []), "environment.step_timeout_seconds=1"])
@@ -265,7 +265,7 @@ def test_prompts_that_a_worker_with_room_does_not_open_are_unwell(
 
         member.subscribe([PROMPTS, COMPLETED], on_assigned=assigned, on_revoked=lambda places: None)
         waits.until(lambda: bool(member.read(1, 0.1)) or bool(begun))
-        with beating(log, **IDLE), pytest.raises(Unwell):
+        with beating(log, **IDLE), pytest.raises(RunUnhealthy):
             show_status(own, as_json=True)
     told = json.loads(capsys.readouterr().out)
     assert (told["well"], told["openable"]) == (False, 1)
@@ -293,7 +293,7 @@ def test_prompts_that_an_open_transaction_holds_back_are_not_said_to_be_none(log
 
 
 def test_a_worker_that_stands_still_is_named_while_another_goes_on(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "STILL_SECONDS", 1.0)
+    monkeypatch.setattr(diagnosis, "STALLED_SECONDS", 1.0)
     begun: dict[str, list[int]] = {}
 
     def assigned(name: str, places: list[Place]) -> dict[Place, int]:
@@ -328,7 +328,7 @@ def test_a_worker_that_stands_still_is_named_while_another_goes_on(log: Log, mon
             for member in members:
                 member.read(1, 0.0)
             log.progress(f"{groups[moving]}:0")
-            looking.read(0.05)
+            looking.poll(0.05)
             found = diagnose(looking.facts())
             return [each.sentence for each in found if each.who == "environments" and each.severity is Severity.UNWELL]
 
@@ -341,7 +341,7 @@ def test_a_worker_that_stands_still_is_named_while_another_goes_on(log: Log, mon
 def test_a_router_is_not_accused_of_the_time_before_there_was_an_executor(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(diagnosis, "STILL_SECONDS", 1.0)
+    monkeypatch.setattr(diagnosis, "STALLED_SECONDS", 1.0)
     log.group("a")
     log.progress("a:0")
 
@@ -364,22 +364,22 @@ def test_a_log_on_which_nothing_is_left_to_do_is_well(log: Log, capsys: pytest.C
 
 def test_a_broker_that_does_not_answer_for_its_groups_is_not_well(log: Log, namespace: str) -> None:
     """As one does whose ACLs let nobody describe them."""
-    silent = Sounder(log.settings)
-    assert silent.sound() is not None
+    silent = BrokerProbe(log.settings)
+    assert silent.probe() is not None
     silent._settings = replace(log.settings, namespace=f"nowhere-{namespace}")
-    assert silent.sound() is None
-    [found] = unseen(answered=False, caught_up=True, trouble=silent.trouble)
+    assert silent.probe() is None
+    [found] = unknown_parts(answered=False, caught_up=True, trouble=silent.trouble)
     assert found.severity is Severity.UNWELL
     assert found.sentence.startswith("the broker does not say who is a member of which group")
     assert silent.trouble in found.sentence
     assert silent.trouble
-    [late] = unseen(answered=True, caught_up=False, trouble="")
+    [late] = unknown_parts(answered=True, caught_up=False, trouble="")
     assert late.severity is Severity.NOTE
-    assert not list(unseen(answered=True, caught_up=True, trouble=""))
+    assert not list(unknown_parts(answered=True, caught_up=True, trouble=""))
 
 
 def test_the_live_view_says_why_nothing_moves(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.command.diagnosis.STILL_SECONDS", 1.0)
+    monkeypatch.setattr("pipeline.monitor.diagnosis.STALLED_SECONDS", 1.0)
     monkeypatch.setattr(screens, "PLAIN_SECONDS", 0.5)
     log.group("a")
     log.progress("a:0")

@@ -1,4 +1,4 @@
-"""The supervisor keeps real roles going, tells when it cannot, and leaves nothing behind; so does its nursery."""
+"""The supervisor keeps real roles going, tells when it cannot, and leaves nothing behind; so does its fork server."""
 
 import os
 import signal
@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.command.nursery import Nursery
-from pipeline.command.supervisor import Role, RoleFailed, Supervisor
-from tests.brokers import AnyBroker, any_broker, flags
-from tests.waiting import until
+from pipeline.local.fork_server import ForkServer
+from pipeline.local.supervisor import Role, RoleFailed, Supervisor
+from tests.support.brokers import AnyBroker, any_broker, flags
+from tests.support.waiting import until
 from topics.admin import create_topics
 from topics.catalog import Partitions
 from topics.settings import BusSettings
@@ -31,7 +31,7 @@ def alive(process_id: int) -> bool:
         return False
 
 
-def nursery_of(role: int) -> int:
+def fork_server_of(role: int) -> int:
     """The parent of the role's guard."""
     return parent_of(parent_of(role))
 
@@ -42,8 +42,8 @@ def parent_of(process_id: int) -> int:
 
 
 @pytest.fixture
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as opened:
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer() as opened:
         yield opened
 
 
@@ -54,8 +54,10 @@ def router(broker: AnyBroker, namespace: str) -> Role:
     return Role("router", ("router", *flags(settings)))
 
 
-def test_a_role_that_refuses_its_input_ends_the_run_with_its_last_words(nursery: Nursery, tmp_path: Path) -> None:
-    supervisor = Supervisor([Role("router", ("router", "--set", "router.nothing=1"))], tmp_path, nursery)
+def test_a_role_that_refuses_its_input_ends_the_run_with_its_last_words(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    supervisor = Supervisor([Role("router", ("router", "--set", "router.nothing=1"))], tmp_path, fork_server)
     supervisor.start()
     with pytest.raises(RoleFailed, match=r"router ended with status 2; the end of .*router.log") as failed:
         until(lambda: bool(supervisor.tick()))
@@ -63,19 +65,19 @@ def test_a_role_that_refuses_its_input_ends_the_run_with_its_last_words(nursery:
     supervisor.stop()
 
 
-def test_the_role_that_ends_the_run_ends_it(nursery: Nursery, tmp_path: Path) -> None:
+def test_the_role_that_ends_the_run_ends_it(fork_server: ForkServer, tmp_path: Path) -> None:
     """By what it has written: whoever asked it to leave has not ended the run."""
     key = tmp_path / "key"
-    supervisor = Supervisor([Role("keys", ("keys", str(key)), ends_run_with=key)], tmp_path, nursery)
+    supervisor = Supervisor([Role("keys", ("keys", str(key)), ends_run_with=key)], tmp_path, fork_server)
     supervisor.start()
     until(lambda: supervisor.tick() == [] and supervisor.finished)
     supervisor.stop()
 
 
-def test_one_that_ends_before_its_work_is_done_is_started_again(nursery: Nursery, tmp_path: Path) -> None:
+def test_one_that_ends_before_its_work_is_done_is_started_again(fork_server: ForkServer, tmp_path: Path) -> None:
     written = tmp_path / "written"
     written.touch()
-    supervisor = Supervisor([Role("trainer", ("config",), ends_run_with=written)], tmp_path, nursery)
+    supervisor = Supervisor([Role("trainer", ("config",), ends_run_with=written)], tmp_path, fork_server)
     supervisor.start()
     until(lambda: any("trainer ended with status 0 and starts again" in line for line in supervisor.tick()))
     assert not supervisor.finished
@@ -84,8 +86,8 @@ def test_one_that_ends_before_its_work_is_done_is_started_again(nursery: Nursery
 
 @any_broker
 @pytest.mark.slow
-def test_a_killed_role_comes_back_and_stop_leaves_none(router: Role, nursery: Nursery, tmp_path: Path) -> None:
-    supervisor = Supervisor([router], tmp_path, nursery)
+def test_a_killed_role_comes_back_and_stop_leaves_none(router: Role, fork_server: ForkServer, tmp_path: Path) -> None:
+    supervisor = Supervisor([router], tmp_path, fork_server)
     supervisor.start()
     first = supervisor.process_ids["router"]
     os.kill(first, signal.SIGKILL)
@@ -118,9 +120,9 @@ class Played:
 
 def test_who_makes_use_of_others_leaves_before_they_are_asked_to(tmp_path: Path) -> None:
     notes: list[str] = []
-    nursery: Any = SimpleNamespace(start=lambda arguments, *, name, log: Played(name, notes))
+    fork_server: Any = SimpleNamespace(start=lambda arguments, *, name, log: Played(name, notes))
     roles = [Role("server", ()), Role("users", (), leaves_first=True), Role("router", ())]
-    supervisor = Supervisor(roles, tmp_path, nursery)
+    supervisor = Supervisor(roles, tmp_path, fork_server)
     supervisor.start()
     supervisor.stop()
     assert notes[:2] == ["SIGTERM to users", "users has ended"]
@@ -130,21 +132,21 @@ def test_who_makes_use_of_others_leaves_before_they_are_asked_to(tmp_path: Path)
 @any_broker
 @pytest.mark.slow
 def test_a_killed_nursery_takes_its_roles_with_it_and_they_come_back(
-    router: Role, nursery: Nursery, tmp_path: Path
+    router: Role, fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    supervisor = Supervisor([router], tmp_path, nursery)
+    supervisor = Supervisor([router], tmp_path, fork_server)
     supervisor.start()
     first = supervisor.process_ids["router"]
-    os.kill(nursery_of(first), signal.SIGKILL)
+    os.kill(fork_server_of(first), signal.SIGKILL)
     until(lambda: any("router was killed by signal SIGKILL" in line for line in supervisor.tick()))
     until(lambda: not alive(first))
     until(lambda: any("starts again" in line for line in supervisor.tick()))
     second = supervisor.process_ids["router"]
     until(lambda: "event=started" in (tmp_path / "router.log").read_text())
-    its_nursery = nursery_of(second)
+    its_nursery = fork_server_of(second)
     supervisor.stop()
     assert alive(its_nursery) and not alive(second)
-    nursery.close()
+    fork_server.close()
     assert not alive(its_nursery)
 
 
@@ -154,9 +156,9 @@ def test_roles_do_not_outlive_a_supervisor_that_is_killed(router: Role, tmp_path
     program = f"""
         from pathlib import Path
         from threading import Event
-        from pipeline.command.nursery import Nursery
-        from pipeline.command.supervisor import Role, Supervisor
-        supervisor = Supervisor([Role("router", {router.arguments!r})], Path({str(tmp_path)!r}), Nursery())
+        from pipeline.local.fork_server import ForkServer
+        from pipeline.local.supervisor import Role, Supervisor
+        supervisor = Supervisor([Role("router", {router.arguments!r})], Path({str(tmp_path)!r}), ForkServer())
         supervisor.start()
         print(supervisor.process_ids["router"], flush=True)
         Event().wait()
@@ -167,10 +169,10 @@ def test_roles_do_not_outlive_a_supervisor_that_is_killed(router: Role, tmp_path
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         until(lambda: "event=started" in (tmp_path / "router.log").read_text())
-        nursery = nursery_of(child)
-        assert alive(child) and alive(nursery)
+        fork_server = fork_server_of(child)
+        assert alive(child) and alive(fork_server)
         parent.kill()
-    until(lambda: not alive(child) and not alive(nursery))
+    until(lambda: not alive(child) and not alive(fork_server))
 
 
 STARTING = """
@@ -187,9 +189,9 @@ signal.pause()
 SUPERVISES = """
 from pathlib import Path
 from threading import Event
-from pipeline.command.nursery import Nursery
-from pipeline.command.supervisor import Role, Supervisor
-supervisor = Supervisor([Role("environment", {arguments!r})], Path({logs!r}), Nursery())
+from pipeline.local.fork_server import ForkServer
+from pipeline.local.supervisor import Role, Supervisor
+supervisor = Supervisor([Role("environment", {arguments!r})], Path({logs!r}), ForkServer())
 supervisor.start()
 print(supervisor.process_ids["environment"], flush=True)
 Event().wait()
@@ -212,10 +214,10 @@ def children(folder: Path) -> list[int]:
 
 
 def test_the_process_id_of_a_role_that_has_ended_is_not_free_while_anything_that_it_started_runs(
-    broker: AnyBroker, namespace: str, nursery: Nursery, tmp_path: Path
+    broker: AnyBroker, namespace: str, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     arguments = starting(broker.settings(namespace), tmp_path)
-    process = nursery.start(arguments, name="environment-0", log=tmp_path / "log")
+    process = fork_server.start(arguments, name="environment-0", log=tmp_path / "log")
     until((tmp_path / "children").exists)
     os.kill(process.pid, signal.SIGQUIT)
 
@@ -232,7 +234,7 @@ def test_the_process_id_of_a_role_that_has_ended_is_not_free_while_anything_that
 @any_broker
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGQUIT], ids=lambda each: each.name)
-@pytest.mark.parametrize("killed", ["role", "guard", "nursery", "supervisor"])
+@pytest.mark.parametrize("killed", ["role", "guard", "fork server", "supervisor"])
 def test_nothing_that_a_role_has_started_outlives_it_whoever_is_killed(
     broker: AnyBroker, namespace: str, tmp_path: Path, killed: str, number: signal.Signals
 ) -> None:
@@ -243,7 +245,12 @@ def test_nothing_that_a_role_has_started_outlives_it_whoever_is_killed(
         role = int(supervisor.stdout.readline())
         until((tmp_path / "children").exists)
         started = children(tmp_path)
-        chain = {"role": role, "guard": parent_of(role), "nursery": nursery_of(role), "supervisor": supervisor.pid}
+        chain = {
+            "role": role,
+            "guard": parent_of(role),
+            "fork server": fork_server_of(role),
+            "supervisor": supervisor.pid,
+        }
         assert all(alive(each) for each in [*started, *chain.values()])
         os.kill(chain[killed], number)
         until(lambda: not any(alive(each) for each in [role, *started]))
@@ -252,24 +259,24 @@ def test_nothing_that_a_role_has_started_outlives_it_whoever_is_killed(
 
 
 @pytest.mark.slow
-def test_a_role_that_is_not_born_yet_ends_at_once(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_role_that_is_not_born_yet_ends_at_once(fork_server: ForkServer, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    router = nursery.start(("router", "--help"), name="router", log=log)
+    router = fork_server.start(("router", "--help"), name="router", log=log)
     router.send_signal(signal.SIGTERM)
     assert router.poll() == -signal.SIGTERM
-    assert nursery.start(("router", "--help"), name="router", log=log).wait() == 0
+    assert fork_server.start(("router", "--help"), name="router", log=log).wait() == 0
     assert log.read_text().count("Usage: rose router") == 1
 
 
 @pytest.mark.slow
 def test_a_role_that_is_ended_before_it_is_born_does_not_live_though_nobody_asks_after_it(
-    nursery: Nursery, router: Role, tmp_path: Path
+    fork_server: ForkServer, router: Role, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    nursery.start(router.arguments, name="router", log=tmp_path / "log").send_signal(signal.SIGKILL)
-    nursery.start(("router", "--help"), name="router", log=out)
+    fork_server.start(router.arguments, name="router", log=tmp_path / "log").send_signal(signal.SIGKILL)
+    fork_server.start(("router", "--help"), name="router", log=out)
     until(lambda: "Usage: rose router" in out.read_text())
-    [process] = [each for each in psutil.Process().children() if any("nurse(" in word for word in each.cmdline())]
+    [process] = [each for each in psutil.Process().children() if any("serve(" in word for word in each.cmdline())]
     until(lambda: not process.children())
 
 
@@ -290,7 +297,7 @@ program.reach = reach
 @any_broker
 @pytest.mark.slow
 def test_a_forked_role_ends_as_one_that_was_started(
-    broker: AnyBroker, namespace: str, nursery: Nursery, tmp_path: Path
+    broker: AnyBroker, namespace: str, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     """Exit status and last words: of what is refused, of what nobody expected, of what goes well."""
     (tmp_path / "failing.py").write_text(FAILING)
@@ -306,14 +313,14 @@ def test_a_forked_role_ends_as_one_that_was_started(
         "well": ("config",),
     }.items():
         started = subprocess.run(
-            [sys.executable, "-P", "-m", "pipeline.command.main", *arguments],
+            [sys.executable, "-P", "-m", "pipeline.cli.main", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         log = tmp_path / f"{name}.log"
-        assert nursery.start(arguments, name=name, log=log).wait() == started.returncode
+        assert fork_server.start(arguments, name=name, log=log).wait() == started.returncode
         assert log.read_text().splitlines()[-3:] == started.stdout.splitlines()[-3:]
     unexpected = (tmp_path / "unexpected.log").read_text()
     assert "said before" in unexpected and "Traceback (most recent call last)" in unexpected
@@ -341,8 +348,8 @@ def test_siblings_draw_numbers_of_their_own_in_the_environment_of_the_supervisor
     monkeypatch.setenv("ROSE_RUN__SEED", "41")
     arguments = ("environment", "--config", str(tmp_path / "rose.toml"), *flags(settings))
     logs = [tmp_path / "first.log", tmp_path / "second.log"]
-    with Nursery() as nursery:
-        roles = [nursery.start(arguments, name=log.stem, log=log) for log in logs]
+    with ForkServer() as fork_server:
+        roles = [fork_server.start(arguments, name=log.stem, log=log) for log in logs]
         for role in roles:
             role.wait()
     first, second = (next(line.split() for line in log.read_text().splitlines() if "drawn" in line) for log in logs)

@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.command.screen import Screen
-from pipeline.command.submit import work_of
+from pipeline.local.submit import remaining_work
+from pipeline.monitor.screen import Screen
 from schemas.errors import UsageError
 from schemas.partitioning import home_partition
 from schemas.progress import Group, GroupState
 from schemas.prompts import Prompt
-from tests.brokers import AnyBroker, any_broker, flags
-from tests.integration.rose_command import Rose
-from tests.waiting import until
+from tests.support.brokers import AnyBroker, any_broker, flags
+from tests.support.rose_command import Rose
+from tests.support.waiting import until
 from topics.admin import create_topics
 from topics.catalog import GROUPS, PROMPTS, Partitions
 from topics.errors import TopicMissing
@@ -82,7 +82,7 @@ def test_a_prompt_that_waits_or_was_decided_is_not_sent_again_and_one_that_was_r
         group_of(settled, GroupState.SETTLED, 0),
         group_of(refused, GroupState.REFUSED, places["refused"]),
     )
-    work = work_of(settings, [waits, settled, refused, new], tmp_path)
+    work = remaining_work(settings, [waits, settled, refused, new], tmp_path)
     assert names(work.prompts) == ["refused", "new"]
     assert (work.known, work.trajectories) == (2, 4 * GROUP_SIZE)
 
@@ -91,7 +91,7 @@ def test_a_prompt_that_waits_or_was_decided_is_not_sent_again_and_one_that_was_r
 def test_a_run_that_goes_on_without_prompts_knows_what_it_was_asked_for(settings: BusSettings, tmp_path: Path) -> None:
     submit(settings, prompt("waits"))
     decide(settings, group_of(prompt("settled"), GroupState.SETTLED, 0))
-    assert work_of(settings, [], tmp_path).trajectories == 2 * GROUP_SIZE
+    assert remaining_work(settings, [], tmp_path).trajectories == 2 * GROUP_SIZE
 
 
 @any_broker
@@ -101,15 +101,15 @@ def test_a_prompt_that_was_changed_since_it_was_sent_is_refused_however_far_it_i
 ) -> None:
     """Also once nothing on the log says what it was; a note is not what it asks for, nor the order of arguments."""
     same, changed = prompt("same", arguments={"low": 1, "high": 2}), prompt("changed")
-    work_of(settings, [same, changed], tmp_path)
+    remaining_work(settings, [same, changed], tmp_path)
     if state is None:
         submit(settings, same, changed)
     else:
         decide(settings, group_of(same, state, 0), group_of(changed, state, 1))
     again = [prompt("same", note="told anew", arguments={"high": 2, "low": 1}), prompt("changed", max_turns=2)]
     with pytest.raises(UsageError, match=r"1 of 2 prompts .* under their group_id \(changed\): give .* of its own"):
-        work_of(settings, again, tmp_path)
-    assert work_of(settings, again[:1], tmp_path).prompts == []
+        remaining_work(settings, again, tmp_path)
+    assert remaining_work(settings, again[:1], tmp_path).prompts == []
 
 
 def test_more_is_never_settled_than_was_asked_for() -> None:
@@ -120,7 +120,7 @@ def test_more_is_never_settled_than_was_asked_for() -> None:
             refused, opened, settled = 1, 30, 24
 
     screens = [Screen(Watched, None, title="", total=total) for total in (22, 100, 0)]  # type: ignore[arg-type]
-    assert [screen._of() for screen in screens] == [" of 30", " of 99", ""]
+    assert [screen._total_text() for screen in screens] == [" of 30", " of 99", ""]
 
 
 def opened(settings: BusSettings) -> set[str]:

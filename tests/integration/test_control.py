@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from pipeline.command.granting import release_grant
+from pipeline.cli.grants import release_grant
 from schemas.arrays import pack_logprobs, pack_tokens
 from schemas.grants import CapacityGrant
 from schemas.heartbeats import ExecutorState
 from schemas.turns import TurnOutcome, VersionSpan
-from tests.brokers import AnyBroker, flags, kafka_first
-from tests.integration.executor_kit import Router
-from tests.integration.router_fixtures import router_process
-from tests.integration.scripted_engine import NAME, Engine, running
 from tests.integration.test_executor_gate import common_of, grant
-from tests.roles import freeze, kill, role_process, rose, stop, thaw
-from tests.unit.routing_fixtures import request
+from tests.support.brokers import AnyBroker, flags, kafka_first
+from tests.support.executor_fixtures import Router
+from tests.support.roles import freeze, kill, role_process, rose, stop, thaw
+from tests.support.router_process_fixtures import router_process
+from tests.support.routing_fixtures import request
+from tests.support.scripted_engine import NAME, Engine, running
 from topics.admin import create_topics
 from topics.catalog import GRANTS, REQUESTED, SUMMARIES, Partitions
 from topics.dead_letters import read_dead_letters

@@ -10,9 +10,9 @@ from bench.coserving.arms import PRIORITIES, Arm, Requesters
 from bench.coserving.pace import first_guess, unloaded
 from bench.coserving.server import SERVED, VOCABULARY, Server, make_model, serve
 from bench.coserving.windows import Budgets, Window, figures, guest_tokens, run_window
-from tests.waiting import until
-from workers.users.requests import Shape, Slice, compress
-from workers.users.traces import BLOCK_TOKENS, Arrival
+from tests.support.waiting import until
+from workers.loadgen.trace_requests import TraceScaling, TraceWindow, scale_requests
+from workers.loadgen.traces import BLOCK_TOKENS, Arrival
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def work() -> Slice:
+def work() -> TraceWindow:
     """Thirty requests in two seconds: ten conversations of three turns, each turn longer than the one before."""
     draw = random.Random(0)
     moments = sorted(draw.uniform(0, 2) for _ in range(30))
@@ -44,10 +44,12 @@ def work() -> Slice:
         )
         for at, (turn, talk) in zip(moments, ((turn, talk) for turn in range(3) for talk in range(10)), strict=True)
     ]
-    return compress(arrivals, Shape(prompt_divisor=8, output_divisor=1, longest=512, vocabulary=VOCABULARY))
+    return scale_requests(
+        arrivals, TraceScaling(prompt_divisor=8, output_divisor=1, longest=512, vocabulary=VOCABULARY)
+    )
 
 
-def well(window: Window, work: Slice) -> None:
+def well(window: Window, work: TraceWindow) -> None:
     """Every request was answered whole, in the order of things."""
     assert window.thrown == ""
     assert [answer.error for answer in window.answers] == [""] * len(work.requests)
@@ -59,7 +61,7 @@ def well(window: Window, work: Slice) -> None:
         assert 0 < answer.engine_seconds < answer.moments[-1] - answer.sent
 
 
-def test_serving_alone_is_told_alike_by_clients_and_server(server: Server, work: Slice) -> None:
+def test_serving_alone_is_told_alike_by_clients_and_server(server: Server, work: TraceWindow) -> None:
     hits = []
     for number in range(2):
         window = run_window(Arm("alone"), server, work, number=number, most_late=ANY)
@@ -75,14 +77,14 @@ def test_serving_alone_is_told_alike_by_clients_and_server(server: Server, work:
     assert max(hits) < 0.7, "a window finds nothing in the cache that another left"
 
 
-def test_rollouts_beside_serving_are_counted_apart(server: Server, work: Slice) -> None:
+def test_rollouts_beside_serving_are_counted_apart(server: Server, work: TraceWindow) -> None:
     window = run_window(Arm("priority", guests=Requesters(8, priority=10)), server, work, number=0, most_late=ANY)
     well(window, work)
     assert 0 < guest_tokens(window) < sum(window.rolled.counts)
     assert window.server["vllm:generation_tokens"] > sum(answer.tokens for answer in window.answers)
 
 
-def test_rollouts_alone_have_a_window_without_users(server: Server, work: Slice) -> None:
+def test_rollouts_alone_have_a_window_without_users(server: Server, work: TraceWindow) -> None:
     window = run_window(Arm("rollouts", users=False, guests=Requesters(8)), server, work, number=0, most_late=ANY)
     assert window.thrown == ""
     assert not window.answers
@@ -93,7 +95,7 @@ def refusals(server: Server) -> int:
     return server.log.read_text().count('/v1/completions HTTP/1.1" 400')
 
 
-def test_a_rollout_that_is_refused_is_told(server: Server, work: Slice) -> None:
+def test_a_rollout_that_is_refused_is_told(server: Server, work: TraceWindow) -> None:
     before = refusals(server)
     with Requesters(1, priority=2**70).beside(server) as rolled:
         until(lambda: refusals(server) > before + 1)  # who asks again has had its first answer
@@ -101,7 +103,7 @@ def test_a_rollout_that_is_refused_is_told(server: Server, work: Slice) -> None:
     assert rolled.errors[0].startswith("status 400")
 
 
-def test_the_first_guess_of_a_pace_comes_from_requests_one_by_one(server: Server, work: Slice) -> None:
+def test_the_first_guess_of_a_pace_comes_from_requests_one_by_one(server: Server, work: TraceWindow) -> None:
     answers = unloaded(server, work)
     assert not any(answer.error for answer in answers)
     assert all(later.sent >= one.moments[-1] for one, later in pairwise(answers))

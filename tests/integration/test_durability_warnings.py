@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.brokers import KAFKA, AnyBroker
+from tests.support.brokers import KAFKA, AnyBroker
 from topics.admin import _replica_warnings, _retention_warnings, create_topics, durability_warnings
 from topics.catalog import CATALOG, Partitions
 

@@ -13,7 +13,7 @@ import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from tests.brokers import embedded_first, home_of, start
+from tests.support.brokers import embedded_first, home_of, start
 from topics.admin import connect, create_topics
 from topics.catalog import PROMPTS, Partitions
 from topics.local_broker.process import Broker, BrokerFailed, free_ports

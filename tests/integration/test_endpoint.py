@@ -11,11 +11,11 @@ import torch
 from schemas.arrays import unpack_logprobs, unpack_tokens
 from schemas.heartbeats import ExecutorState, WorkerClass
 from schemas.turns import Refusal, TurnOutcome, TurnResult
-from tests.brokers import AnyBroker, any_broker, kafka_first
-from tests.integration.endpoint_kit import MOST_TOKENS, Fault, Lending, ScriptedEndpoint, lending
-from tests.integration.executor_kit import Router
-from tests.integration.policies import logprobs_of, new_policy, save_policy
-from tests.waiting import until
+from tests.support.brokers import AnyBroker, any_broker, kafka_first
+from tests.support.endpoint_fixtures import MOST_TOKENS, Fault, Lending, ScriptedEndpoint, lending
+from tests.support.executor_fixtures import Router
+from tests.support.policy_folders import logprobs_of, new_policy, save_policy
+from tests.support.waiting import until
 from topics.admin import create_topics
 from topics.catalog import Partitions
 from topics.settings import BusSettings

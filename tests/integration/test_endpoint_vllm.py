@@ -14,11 +14,11 @@ import pytest
 from schemas.arrays import unpack_logprobs, unpack_tokens
 from schemas.heartbeats import ExecutorState, WorkerClass
 from schemas.turns import TurnOutcome, TurnResult
-from tests.brokers import AnyBroker, best_broker, flags
-from tests.integration.executor_kit import SLOT, WAIT_SECONDS, Router
-from tests.integration.lender_kit import SERVING, healthy, server_flags
-from tests.integration.policies import logprobs_of, new_policy, save_policy
-from tests.waiting import until
+from tests.support.brokers import AnyBroker, best_broker, flags
+from tests.support.executor_fixtures import SLOT, WAIT_SECONDS, Router
+from tests.support.lender_server_fixtures import SERVING, healthy, server_flags
+from tests.support.policy_folders import logprobs_of, new_policy, save_policy
+from tests.support.waiting import until
 from topics.admin import create_topics
 from topics.catalog import Partitions
 from topics.local_broker.process import free_ports
@@ -95,7 +95,7 @@ def lender(settings: BusSettings, server: Server, tmp_path: Path) -> Iterator["s
     command = [
         sys.executable,
         "-m",
-        "pipeline.command.main",
+        "pipeline.cli.main",
         "lend",
         "--endpoint",
         server.url,
@@ -120,7 +120,7 @@ def prove(result: TurnResult, model: Any, version: int, begun: tuple[int, ...] =
 
 def alone(model: Any, folder: Path) -> list[int]:
     """What a rollout engine of its own says, greedily."""
-    from tests.integration.engine_rig import Rig, folder_config
+    from tests.support.engine_fixtures import Rig, folder_config
     from workers.executor.vllm.engine import Engine
 
     engine = Engine(folder_config(save_policy(folder, model)))

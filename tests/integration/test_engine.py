@@ -20,7 +20,7 @@ from schemas.arrays import pack_logprobs
 from schemas.prompts import Sampling
 from schemas.samples import Sample, SampleTurn
 from schemas.turns import VersionSpan
-from tests.integration.engine_rig import (
+from tests.support.engine_fixtures import (
     BLOCK,
     MAX_MODEL_LEN,
     MAX_RUNNING,
@@ -31,9 +31,9 @@ from tests.integration.engine_rig import (
     folder_config,
     started_rig,
 )
-from tests.integration.families import tiny_policy
-from tests.integration.policies import VOCABULARY, new_mixture, new_policy, save_policy, tensors_of
-from tests.unit.samples import sample, turns_of
+from tests.support.model_families import tiny_policy
+from tests.support.policy_folders import VOCABULARY, new_mixture, new_policy, save_policy, tensors_of
+from tests.support.sample_fixtures import sample, turns_of
 from workers.executor.vllm import weights as engine_weights
 from workers.executor.vllm.engine import (
     Engine,
@@ -42,8 +42,8 @@ from workers.executor.vllm.engine import (
     SwapRefused,
 )
 from workers.trainer.policy import token_logprobs
+from workers.trainer.selection import SelectionRules, sample_error
 from workers.trainer.step import TrainingSample
-from workers.trainer.verdicts import Rules, sample_flaw
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -133,10 +133,10 @@ def test_on_policy_the_trainer_weighs_what_the_engine_drew_at_one(rig: Rig, temp
         done = rig.drain()
         for number, (one, sampling) in enumerate(zip(drawn, samplings, strict=True)):
             one.add(done[str(number)], sampling, observed=contexts_of(rng, 3))
-    rules = Rules(max_staleness=0, vocabulary=VOCABULARY, context_tokens=MAX_MODEL_LEN)
+    rules = SelectionRules(max_staleness=0, vocabulary=VOCABULARY, context_tokens=MAX_MODEL_LEN)
     for each in drawn:
         made = each.sample()
-        assert sample_flaw(made, rules=rules) == ""
+        assert sample_error(made, rules=rules) == ""
         weighed = TrainingSample.of(made)
         with torch.no_grad():
             row = torch.tensor([weighed.tokens])

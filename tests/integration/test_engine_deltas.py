@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.engine_rig import TOLERANCE, Rig, folder_config
-from tests.integration.policies import VOCABULARY, new_policy, save_policy, tensors_of
-from tests.unit.weights_world import Shelf, Tensors
+from tests.support.engine_fixtures import TOLERANCE, Rig, folder_config
+from tests.support.policy_folders import VOCABULARY, new_policy, save_policy, tensors_of
+from tests.support.weights_fixtures import Shelf, Tensors
 from workers.executor.vllm.engine import Engine
 from workers.weights.assembly import Assembly
 from workers.weights.checks import check_manifest

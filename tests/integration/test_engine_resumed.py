@@ -13,9 +13,9 @@ from schemas.arrays import count, pack_logprobs, pack_tokens, unpack_logprobs, u
 from schemas.contexts import context_fields
 from schemas.prompts import Sampling
 from schemas.turns import Part, TurnDispatch
-from tests.integration.engine_rig import BLOCK, TOLERANCE, Rig, contexts_of, folder_config
-from tests.integration.policies import VOCABULARY, new_policy, save_policy
-from tests.unit.routing_fixtures import dispatched, request
+from tests.support.engine_fixtures import BLOCK, TOLERANCE, Rig, contexts_of, folder_config
+from tests.support.policy_folders import VOCABULARY, new_policy, save_policy
+from tests.support.routing_fixtures import dispatched, request
 from workers.executor.results import concatenate_parts, remaining_sampling, resumed_context
 from workers.executor.vllm.engine import Engine, EngineRefusal, FinishedTurn
 from workers.executor.vllm.seeded_sampling import seed_at

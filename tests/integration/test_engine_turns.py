@@ -9,7 +9,7 @@ import torch
 
 from schemas.prompts import Sampling
 from schemas.turns import VersionSpan
-from tests.integration.engine_rig import (
+from tests.support.engine_fixtures import (
     BLOCK,
     MAX_MODEL_LEN,
     MAX_RUNNING,
@@ -19,7 +19,7 @@ from tests.integration.engine_rig import (
     difference,
     started_rig,
 )
-from tests.integration.policies import VOCABULARY, tensors_of
+from tests.support.policy_folders import VOCABULARY, tensors_of
 from workers.executor.vllm.engine import EngineBroken, EngineRefusal
 
 pytestmark = pytest.mark.slow

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from schemas.samples import Sample
-from tests.brokers import EMBEDDED
-from tests.integration.environment_kit import GROUPS, finish, once, prompt_of
-from tests.integration.scripted_executors import ScriptedExecutors
+from tests.support.brokers import EMBEDDED
+from tests.support.environment_worker_fixtures import GROUPS, finish, once, prompt_of
+from tests.support.scripted_executors import ScriptedExecutors
 from topics import transactions
 from topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Topic
 from topics.queries import noop
@@ -36,7 +36,7 @@ class Commits:
         self.taken: dict[tuple[int, Topic, int], list[int]] = defaultdict(list)
         """By life and place: the offsets that were taken in."""
         self._amid = False
-        commit, read, take = Writer.commit, Membership.read, EnvironmentWorker._take
+        commit, read, take = Writer.commit, Membership.read, EnvironmentWorker._on_item
 
         def commits(writer: Writer, *arguments: Any, **named: Any) -> None:
             self._amid = current_thread() is thread
@@ -49,17 +49,17 @@ class Commits:
             items = read(member, limit, timeout_seconds)
             if self._amid and current_thread() is thread:
                 self.read_amid += items
-                self.moved_amid |= member.moved
+                self.moved_amid |= member.rebalanced
             return items
 
         def takes(worker: EnvironmentWorker, item: Item) -> None:
-            self.taken[worker._life, item.topic, item.partition].append(item.offset)
+            self.taken[worker._generation, item.topic, item.partition].append(item.offset)
             take(worker, item)
 
         patch.setattr("topics.writer.in_time_slices", self._in_turns)
         patch.setattr(Writer, "commit", commits)
         patch.setattr(Membership, "read", reads)
-        patch.setattr(EnvironmentWorker, "_take", takes)
+        patch.setattr(EnvironmentWorker, "_on_item", takes)
 
     def _in_turns(self, call: Callable[[float], object]) -> Callable[[float], bool]:
         goes_on, never = transactions.in_time_slices(call), Event()
@@ -100,7 +100,7 @@ def test_who_commits_for_long_stays_a_member_and_takes_in_once_what_it_reads_mea
         what = "a prompt that is read amid a commit"
         executors.pump_until(lambda: any(item.topic is PROMPTS for item in commits.read_amid), what=what)
         if joins:
-            with closing(Membership(settings, "other", ENVIRONMENT_GROUP, meanwhile=noop)) as other:
+            with closing(Membership(settings, "other", ENVIRONMENT_GROUP, on_wait=noop)) as other:
                 other.join()
 
                 def have_moved() -> bool:

@@ -12,8 +12,8 @@ from schemas.progress import GroupState
 from schemas.prompts import Sampling
 from schemas.samples import Sample
 from schemas.wire import encode
-from tests.brokers import EMBEDDED, any_broker, kafka_first
-from tests.integration.environment_kit import (
+from tests.support.brokers import EMBEDDED, any_broker, kafka_first
+from tests.support.environment_worker_fixtures import (
     GROUPS,
     PARTITIONS,
     SIZE,
@@ -27,17 +27,17 @@ from tests.integration.environment_kit import (
     settle_all,
     submit_all,
 )
-from tests.integration.scripted_executors import ScriptedExecutors, worker_process
-from tests.roles import freeze, kill, thaw
+from tests.support.roles import freeze, kill, thaw
+from tests.support.scripted_executors import ScriptedExecutors, worker_process
 from topics.admin import connect
 from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, PROMPTS, REQUESTED, Topic
 from topics.dead_letters import read_dead_letters
 from topics.reader import Reader
 from topics.settings import BusSettings
-from workers.environments.membership import Abandoned
-from workers.environments.sweeper import Sweeper
-from workers.environments.taking_over import TakenOver, take_over
-from workers.environments.trajectory import Rules
+from workers.environments.log_cleaner import LogCleaner
+from workers.environments.membership import RecoveryAbandoned
+from workers.environments.recovery import RecoveredHomes, recover_homes
+from workers.environments.trajectory import TrajectoryRules
 
 WINDOW = 2
 
@@ -265,11 +265,11 @@ def test_recovery_reads_what_is_live_and_nothing_is_deleted_that_it_needs(
     (trajectories,) = [held.trajectories for held in before.homes.values()]
     assert set(trajectories) >= names and before.broken == []
     assert before.fetched <= 3 * SIZE < end(settings, REQUESTED, home), "the turns of what is live, not the log"
-    with pytest.raises(Abandoned):
+    with pytest.raises(RecoveryAbandoned):
         recovered(settings, home, meanwhile=abandon)
     held = before.homes[home]
     requests, results = held.needed(before.request_ends[home])
-    sweeper = Sweeper(settings, "test", keep_seconds=-3600.0)
+    sweeper = LogCleaner(settings, "test", keep_seconds=-3600.0)
     needed = {(REQUESTED, home): requests, (COMPLETED, home): results, (PROMPTS, home): before.begins[PROMPTS, home]}
     sweeper.sweep(needed)
     sweeper.join()
@@ -292,22 +292,22 @@ def end(settings: BusSettings, topic: Topic, home: int, *, first: bool = False) 
 
 
 def abandon() -> None:
-    raise Abandoned
+    raise RecoveryAbandoned
 
 
-def recovered(settings: BusSettings, home: int, meanwhile: Callable[[], None] = lambda: None) -> TakenOver:
+def recovered(settings: BusSettings, home: int, meanwhile: Callable[[], None] = lambda: None) -> RecoveredHomes:
     """What a worker that takes this home over would know."""
     reader = Reader(settings, "test", group=ENVIRONMENT_GROUP)
-    rules = Rules(model_id="policy", sampling=Sampling(), turn_patience_seconds=60.0, max_context_tokens=1024)
+    rules = TrajectoryRules(model_id="policy", sampling=Sampling(), turn_patience_seconds=60.0, max_context_tokens=1024)
     try:
-        return take_over(
+        return recover_homes(
             settings,
             reader,
             [home],
             homes=PARTITIONS.home,
             rules=rules,
             offsets=reader.committed,
-            meanwhile=meanwhile,
+            on_wait=meanwhile,
         )
     finally:
         reader.close()

@@ -18,8 +18,8 @@ from schemas.progress import GroupState
 from schemas.prompts import Prompt, PromptSampling
 from schemas.samples import Sample
 from schemas.turns import Refusal, TurnOutcome, TurnRequest, TurnResult
-from tests.brokers import EMBEDDED, AnyBroker, any_broker, kafka_first
-from tests.integration.environment_kit import (
+from tests.support.brokers import EMBEDDED, AnyBroker, any_broker, kafka_first
+from tests.support.environment_worker_fixtures import (
     GROUPS,
     PARTITIONS,
     SIZE,
@@ -31,7 +31,8 @@ from tests.integration.environment_kit import (
     prompt_of,
     submit_all,
 )
-from tests.integration.scripted_executors import (
+from tests.support.roles import kill
+from tests.support.scripted_executors import (
     CHARACTERS,
     END,
     FIRST_CHARACTER,
@@ -39,8 +40,7 @@ from tests.integration.scripted_executors import (
     results_of,
     worker_process,
 )
-from tests.roles import kill
-from tests.unit.trajectory_world import RULES
+from tests.support.trajectory_fixtures import RULES
 from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, ENVIRONMENT_TRANSACTIONAL_PREFIX, PROMPTS
 from topics.errors import BrokerUnreachable, BusError
 from topics.log_reader import await_transactions, read_to_end
@@ -134,10 +134,10 @@ def test_what_is_aborted_and_decided_again_is_counted_once(executors: ScriptedEx
         assert begun is not None
         for fenced in (True, False):
             outbox.fence()
-            outbox.begins({(PROMPTS, 0): 0, (COMPLETED, 0): 0}, {0: 0})
+            outbox.on_recovered({(PROMPTS, 0): 0, (COMPLETED, 0): 0}, {0: 0})
             home = Home(0, homes=PARTITIONS.home)
-            home.submitted(InvalidMessage(PROMPTS, 0, 0, RawMessage(None, b"none", ()), "it is none"))
-            home.decide(room=True, outcomes_from=0)
+            home.on_prompt(InvalidMessage(PROMPTS, 0, 0, RawMessage(None, b"none", ()), "it is none"))
+            home.decide(has_room=True, outcomes_from=0)
             if fenced:
                 Writer(settings, "intruder", transactional_id=f"{ENVIRONMENT_TRANSACTIONAL_PREFIX}w0").close()
                 with pytest.raises(BusError):

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.command.health import Unwell, tell_health
-from pipeline.command.nursery import Forked, Nursery
-from pipeline.command.options import Common
+from pipeline.config.options import Common
+from pipeline.local.fork_server import ForkedProcess, ForkServer
+from pipeline.process.health_server import ProcessUnhealthy, print_health
 from schemas.arrays import unpack_logprobs, unpack_tokens
 from schemas.heartbeats import ExecutorState
 from schemas.turns import (
@@ -24,10 +24,10 @@ from schemas.turns import (
     TurnResult,
     VersionSpan,
 )
-from tests.brokers import EMBEDDED, AnyBroker, any_broker, kafka_first
-from tests.integration.executor_kit import SLOT, WAIT_SECONDS, Router, engine_of, start_executor
-from tests.integration.policies import logprobs_of, new_policy
-from tests.waiting import until
+from tests.support.brokers import EMBEDDED, AnyBroker, any_broker, kafka_first
+from tests.support.executor_fixtures import SLOT, WAIT_SECONDS, Router, engine_of, start_executor
+from tests.support.policy_folders import logprobs_of, new_policy
+from tests.support.waiting import until
 from topics.admin import create_topics
 from topics.catalog import DISPATCHED, Partitions
 from topics.dead_letters import read_dead_letters
@@ -43,9 +43,9 @@ AWAY_SECONDS = 15.0
 """Longer than the client's tries to reach a broker again are apart."""
 
 
-def start(nursery: Nursery, settings: BusSettings, folder: Path, *, metrics_port: int = 0) -> Forked:
+def start(fork_server: ForkServer, settings: BusSettings, folder: Path, *, metrics_port: int = 0) -> ForkedProcess:
     return start_executor(
-        nursery, settings, folder, slot=SLOT, most_tokens=256, kv_cache_bytes=16 << 20, metrics_port=metrics_port
+        fork_server, settings, folder, slot=SLOT, most_tokens=256, kv_cache_bytes=16 << 20, metrics_port=metrics_port
     )
 
 
@@ -62,8 +62,10 @@ def metrics_port() -> int:
 
 
 @pytest.fixture
-def executor(settings: BusSettings, nursery: Nursery, tmp_path: Path, metrics_port: int) -> Iterator[Forked]:
-    executor = start(nursery, settings, tmp_path, metrics_port=metrics_port)
+def executor(
+    settings: BusSettings, fork_server: ForkServer, tmp_path: Path, metrics_port: int
+) -> Iterator[ForkedProcess]:
+    executor = start(fork_server, settings, tmp_path, metrics_port=metrics_port)
     yield executor
     executor.send_signal(signal.SIGTERM)
     executor.wait()
@@ -71,7 +73,7 @@ def executor(settings: BusSettings, nursery: Nursery, tmp_path: Path, metrics_po
 
 
 @pytest.fixture
-def router(settings: BusSettings, executor: Forked) -> Router:
+def router(settings: BusSettings, executor: ForkedProcess) -> Router:
     return Router(settings, executor)
 
 
@@ -91,8 +93,8 @@ def test_an_executor_from_start_to_its_second_version(
 ) -> None:
     def health() -> str:
         try:
-            tell_health(Common(), f"127.0.0.1:{metrics_port}", live=False)
-        except Unwell as unwell:
+            print_health(Common(), f"127.0.0.1:{metrics_port}", live=False)
+        except ProcessUnhealthy as unwell:
             return f"unwell: {unwell}"
         return capsys.readouterr().out.strip()
 
@@ -102,7 +104,7 @@ def test_an_executor_from_start_to_its_second_version(
     router.until(lambda: bool(router.beats))
     assert (router.beats[-1].state, router.beats[-1].policy_version) == (ExecutorState.STARTING, -1)
     until(lambda: health() == "unwell: waits for a first policy version")
-    tell_health(Common(), f"127.0.0.1:{metrics_port}", live=True)
+    print_health(Common(), f"127.0.0.1:{metrics_port}", live=True)
     capsys.readouterr()
     router.dispatch("too-early", context)
     refused = router.result("too-early")
@@ -217,14 +219,14 @@ def test_what_it_holds_is_listed_and_what_an_older_claim_or_no_record_says_is_no
 
 @kafka_first
 def test_it_goes_on_after_a_freeze_and_after_a_broker_that_was_away(
-    own_broker: Broker, broker_kind: str, nursery: Nursery, tmp_path: Path
+    own_broker: Broker, broker_kind: str, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     settings = own_broker.settings()
     troubles = {"frozen": freeze, "engine-frozen": freeze_engine}
     if broker_kind != EMBEDDED:  # started again, it takes nothing more from producers that it knew before
         troubles["cut-off"] = cut_off
     create_topics(settings, Partitions(home=2, slots=2, samples=1, chunks=2))
-    executor = start(nursery, settings, tmp_path)
+    executor = start(fork_server, settings, tmp_path)
     try:
         router = Router(settings, executor)
         router.publish(new_policy(0, tied=True), 0)
@@ -249,26 +251,26 @@ def test_it_goes_on_after_a_freeze_and_after_a_broker_that_was_away(
     assert select.select([engine], [], [], WAIT_SECONDS)[0]
 
 
-def freeze(executor: Forked, broker: Broker) -> None:
+def freeze(executor: ForkedProcess, broker: Broker) -> None:
     executor.send_signal(signal.SIGSTOP)
     time.sleep(FREEZE_SECONDS)
     executor.send_signal(signal.SIGCONT)
 
 
-def freeze_engine(executor: Forked, broker: Broker) -> None:
+def freeze_engine(executor: ForkedProcess, broker: Broker) -> None:
     os.kill(engine_of(executor), signal.SIGSTOP)
     time.sleep(FREEZE_SECONDS)
     os.kill(engine_of(executor), signal.SIGCONT)
 
 
-def cut_off(executor: Forked, broker: Broker) -> None:
+def cut_off(executor: ForkedProcess, broker: Broker) -> None:
     broker.stop()
     time.sleep(AWAY_SECONDS)
     broker.restart()
 
 
 @any_broker
-def test_an_executor_whose_engine_is_gone_ends(router: Router, executor: Forked) -> None:
+def test_an_executor_whose_engine_is_gone_ends(router: Router, executor: ForkedProcess) -> None:
     router.until(lambda: bool(router.beats))
     os.kill(engine_of(executor), signal.SIGKILL)
     assert executor.wait(WAIT_SECONDS) == 1

@@ -14,15 +14,15 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
-from pipeline.command.granting import NotDrained, drain, release_drain, send_grant
-from pipeline.command.options import Common
+from pipeline.cli.grants import DrainTimeout, drain, release_drain, send_grant
+from pipeline.config.options import Common
 from schemas.errors import UsageError
 from schemas.heartbeats import ExecutorState
 from schemas.turns import Refusal, TurnOutcome, held_hash
-from tests.brokers import AnyBroker, kafka_first
-from tests.integration.executor_kit import SLOT
-from tests.integration.scripted_engine import NAME, TICK, running
-from tests.waiting import until
+from tests.support.brokers import AnyBroker, kafka_first
+from tests.support.executor_fixtures import SLOT
+from tests.support.scripted_engine import NAME, TICK, running
+from tests.support.waiting import until
 from topics.admin import create_topics
 from topics.catalog import COMPLETED, HEARTBEATS, Partitions, Topic
 from topics.fetch import RecordFetch
@@ -366,7 +366,7 @@ def test_a_lender_that_is_drained_parks_once_nothing_runs_and_goes_back_to_what_
 
 
 def test_who_is_not_there_cannot_be_drained_and_that_is_told(settings: BusSettings) -> None:
-    with pytest.raises(NotDrained, match="no executor is heard by the name of executor-77"):
+    with pytest.raises(DrainTimeout, match="no executor is heard by the name of executor-77"):
         drain(common_of(settings), "executor-77", within_seconds=0.0, reason="")
 
 

@@ -10,23 +10,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.command.nursery import Forked, Nursery
+from pipeline.local.fork_server import ForkedProcess, ForkServer
 from schemas.arrays import count, pack_tokens, unpack_logprobs, unpack_tokens
 from schemas.contexts import context_fields
 from schemas.heartbeats import ExecutorState, SlackHeartbeat
 from schemas.prompts import Sampling
 from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
-from tests.brokers import AnyBroker, any_broker
-from tests.integration.executor_kit import start_executor
-from tests.integration.policies import new_policy, tensors_of
-from tests.integration.router_fixtures import router_process
+from tests.support.brokers import AnyBroker, any_broker
+from tests.support.executor_fixtures import start_executor
+from tests.support.policy_folders import new_policy, tensors_of
+from tests.support.router_process_fixtures import router_process
 from topics.admin import create_topics
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, Partitions
 from topics.reader import Reader
 from topics.records import Envelope
 from topics.settings import BusSettings
 from topics.writer import Writer
-from workers.weights.manifests import signed
+from workers.weights.manifests import sign_manifest
 from workers.weights.publish import WeightPublisher
 
 pytestmark = pytest.mark.slow
@@ -36,8 +36,8 @@ TURNS, CONTEXT_TOKENS, MOST_TOKENS = 4, 40, 600
 
 
 @contextmanager
-def executor(nursery: Nursery, settings: BusSettings, folder: Path, slot: int) -> Iterator[Forked]:
-    executor = start_executor(nursery, settings, folder, slot=slot, most_tokens=1024, kv_cache_bytes=32 << 20)
+def executor(fork_server: ForkServer, settings: BusSettings, folder: Path, slot: int) -> Iterator[ForkedProcess]:
+    executor = start_executor(fork_server, settings, folder, slot=slot, most_tokens=1024, kv_cache_bytes=32 << 20)
     try:
         yield executor
     finally:
@@ -101,7 +101,7 @@ class Log:
 @any_broker
 @pytest.mark.timeout(900)  # vLLM starts twice
 def test_turns_of_an_executor_that_stops_end_on_another_as_if_nobody_had_stopped(
-    broker: AnyBroker, namespace: str, nursery: Nursery, tmp_path: Path
+    broker: AnyBroker, namespace: str, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     settings = broker.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=2, samples=1, chunks=2))
@@ -109,11 +109,11 @@ def test_turns_of_an_executor_that_stops_end_on_another_as_if_nobody_had_stopped
     log = Log(settings)
     publisher = WeightPublisher(settings, "policy")
     manifest = publisher.put(publisher.snapshot(tensors_of(model).items()), 0, step=0, published_at=time.time())
-    signed(manifest, None).write(log.writer)
+    sign_manifest(manifest, None).write(log.writer)
     log.writer.flush()
     with (
-        executor(nursery, settings, tmp_path, 0) as first,
-        executor(nursery, settings, tmp_path, 1) as second,
+        executor(fork_server, settings, tmp_path, 0) as first,
+        executor(fork_server, settings, tmp_path, 1) as second,
         router_process(settings),
     ):
         log.until(log.ready)

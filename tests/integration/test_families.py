@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from schemas.errors import UsageError
-from tests.integration.families import CONTEXT, Turn, played, sent, tiny_policy, train
+from tests.support.model_families import CONTEXT, Turn, played, sent, tiny_policy, train
 from workers.executor.vllm.folder import check_folder
-from workers.trainer.export import export_policy
+from workers.trainer.checkpoint import export_policy
 from workers.trainer.policy import load_policy, token_logprobs
 from workers.weights.folder_names import FolderTensors
 from workers.weights.model_folder import WHOLE

@@ -10,9 +10,9 @@ import pytest
 from confluent_kafka import KafkaError
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
-from tests.brokers import KAFKA, start
-from tests.integration.bus_fixtures import with_topics
-from tests.waiting import until
+from tests.support.brokers import KAFKA, start
+from tests.support.bus_fixtures import with_topics
+from tests.support.waiting import until
 from topics.catalog import PROMPTS
 from topics.errors import BusError
 from topics.held_offsets import committed_offsets

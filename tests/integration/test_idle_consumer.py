@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 from confluent_kafka import KafkaError, Message, Producer, TopicPartition
 
-from tests.brokers import AnyBroker
+from tests.support.brokers import AnyBroker
 from topics.admin import create_topics
 from topics.catalog import REQUESTED, Partitions
 from topics.local_broker.idle_consumer import MAX_REST_SECONDS, IdleConsumer

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from schemas.turns import FENCING_KEY
-from tests.brokers import AnyBroker
-from tests.integration.router_fixtures import PARTITIONS, RouterHarness, router_process
-from tests.waiting import until
+from tests.support.brokers import AnyBroker
+from tests.support.router_process_fixtures import PARTITIONS, RouterHarness, router_process
+from tests.support.waiting import until
 from topics.admin import create_topics, describe_topics, find_drift
 from topics.catalog import DISPATCHED
 from topics.log_reader import read_whole_topics

@@ -13,23 +13,23 @@ import pytest
 from confluent_kafka import OFFSET_BEGINNING, Producer
 from safetensors.torch import load_file
 
-from pipeline.command.nursery import Forked, Nursery
-from pipeline.command.sections import WARM_START
-from pipeline.command.soundings import Sounder
-from pipeline.command.watching import Watch
+from pipeline.config.sections import WARM_START
 from pipeline.control.config import ControlConfig
 from pipeline.control.service import run_control
+from pipeline.local.fork_server import ForkedProcess, ForkServer
+from pipeline.monitor.broker_probe import BrokerProbe
+from pipeline.monitor.follower import RunFollower
 from pipeline.routing.config import RouterConfig
 from pipeline.routing.service import run_router
 from schemas.errors import RoseError
 from schemas.partitioning import home_partition as home_of_group
 from schemas.turns import TurnOutcome, TurnResult
-from tests.integration.executor_kit import Router
-from tests.integration.lender_kit import MODEL, SERVING, Server, server_flags
-from tests.integration.secured_fixtures import Users, rose, start_audited
 from tests.integration.test_lend import CONTEXT, START_SECONDS, lending, prove
-from tests.unit.routing_fixtures import request
-from tests.waiting import WAIT_SECONDS, until
+from tests.support.executor_fixtures import Router
+from tests.support.lender_server_fixtures import MODEL, SERVING, Server, server_flags
+from tests.support.routing_fixtures import request
+from tests.support.secured_kafka import Users, rose, start_audited
+from tests.support.waiting import WAIT_SECONDS, until
 from topics.acl import (
     ADMIN,
     CONTROL,
@@ -78,11 +78,10 @@ from topics.role_announcements import announce_starts
 from topics.settings import PREFIX, BusSettings
 from topics.writer import Writer
 from workers.environments.config import EnvironmentConfig
+from workers.environments.log_cleaner import LogCleaner
 from workers.environments.main import run_environment_worker
-from workers.environments.sweeper import Sweeper
 from workers.trainer.stream import SampleStream
-from workers.weights.signing import make_keys, private_key
-from workers.weights.trust import Trust
+from workers.weights.trust import Trust, make_keys, private_key
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
@@ -134,8 +133,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredNode]:
 class Run:
     """The roles of one run, each a process with a user of its own."""
 
-    def __init__(self, users: Users, folder: Path, nursery: Nursery) -> None:
-        self.users, self.folder, self._nursery = users, folder, nursery
+    def __init__(self, users: Users, folder: Path, fork_server: ForkServer) -> None:
+        self.users, self.folder, self._fork_server = users, folder, fork_server
         public = make_keys(folder / "trainer.pem")
         trusted = ("--set", f"weights.trusted_key={public}")
         self._keys = {role.name: trusted for role in (EXECUTOR, VIEW)}
@@ -145,15 +144,15 @@ class Run:
     def log(self, role: Role | str) -> str:
         return (self.folder / f"{role if isinstance(role, str) else role.name}.log").read_text()
 
-    def start(self, role: Role, *arguments: str) -> Forked:
+    def start(self, role: Role, *arguments: str) -> ForkedProcess:
         command = (role.name, *arguments, *self.common(role))
-        return self._nursery.start(command, name=role.name, log=self.folder / f"{role.name}.log")
+        return self._fork_server.start(command, name=role.name, log=self.folder / f"{role.name}.log")
 
-    def lend(self) -> Forked:
+    def lend(self) -> ForkedProcess:
         """A vLLM server that lends."""
         model, [port] = ("lend", "--model", str(MODEL), "--name", "executor-1"), free_ports(1)
         command = (*model, *self.common(EXECUTOR), "--", *server_flags(port))
-        return self._nursery.start(command, name=LENDER, log=self.folder / f"{LENDER}.log")
+        return self._fork_server.start(command, name=LENDER, log=self.folder / f"{LENDER}.log")
 
     def ask(self, role: Role, *arguments: str) -> str:
         """What the command prints to a user of this role."""
@@ -168,8 +167,8 @@ class Run:
 
 @pytest.fixture
 def run(node: SecuredNode, tmp_path: Path) -> Iterator[Run]:
-    with Nursery(tmp_path) as nursery:
-        yield Run(Users(node, "loop.", tmp_path), tmp_path, nursery)
+    with ForkServer(tmp_path) as fork_server:
+        yield Run(Users(node, "loop.", tmp_path), tmp_path, fork_server)
 
 
 def prompt(number: int) -> dict[str, object]:
@@ -207,7 +206,7 @@ def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(ru
     assert PROMPTS.name in run.ask(ADMIN, "topics", "describe")
     mislead(everything)
     litter(everything, (PROMPTS, 0), (REQUESTED, 0), (COMPLETED, 0), (SAMPLES, 0))
-    processes: dict[Role | str, Forked] = {LENDER: run.lend()}
+    processes: dict[Role | str, ForkedProcess] = {LENDER: run.lend()}
     until(lambda: "Application startup complete" in run.log(LENDER), START_SECONDS)
     file = run.folder / "prompts.jsonl"
     file.write_text("\n".join(json.dumps(prompt(number)) for number in range(1, GROUPS_ASKED - 1)))
@@ -233,7 +232,7 @@ def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(ru
     )
     file.write_text(json.dumps(prompt(GROUPS_ASKED)))
     place = next(each.place for each in read_dead_letters(viewer, PROMPTS) if each.partition >= 0)
-    run.ask(OPERATOR, "letters", "retry", place, "--edit", str(file))
+    run.ask(OPERATOR, "dlq", "retry", place, "--edit", str(file))
     run.ask(OPERATOR, "grant", "executor-1", "--no-lend")
     until(lambda: "said=park" in run.log(LENDER))
     run.ask(OPERATOR, "drain", "executor-0", "--within", "5")
@@ -246,7 +245,7 @@ def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(ru
     assert "outcome" in run.ask(VIEW, "replay", "g0:0")
     assert "g0:0" in run.ask(VIEW, "why", "g0:0")
     assert "settled by hand: nobody wants it" in run.ask(VIEW, "why", "g1:0")
-    assert place in run.ask(VIEW, "letters", "list")
+    assert place in run.ask(VIEW, "dlq", "list")
     json.loads(rose(run.folder, "status", "--json", *run.common(VIEW)).stdout)
     do_what_is_seldom(users)
     refused = {
@@ -277,7 +276,7 @@ def do_what_is_seldom(users: Users) -> None:
         letter = next(each for each in read_dead_letters(operator, topic) if each.partition >= 0)
         resend(operator, letter, letter.raw, partition=letter.partition)
     environment, trainer = users.settings(ENVIRONMENT), users.settings(TRAINER)
-    sweeper = Sweeper(environment, "environment-0", keep_seconds=0.0)
+    sweeper = LogCleaner(environment, "environment-0", keep_seconds=0.0)
     sweeper.sweep(ends(environment, PROMPTS, REQUESTED, COMPLETED))
     sweeper.join()
     lowest_committed(trainer, TRAINER_PREFIX, [(SAMPLES, 0)], client_id="trainer")
@@ -319,8 +318,8 @@ def begin(role: Role, settings: BusSettings) -> None:
     elif role is TRAINER:
         SampleStream(settings, "policy").close()
     elif role is VIEW:
-        sounder = Sounder(settings)
-        sounder.sound()
+        sounder = BrokerProbe(settings)
+        sounder.probe()
         sounder.close()
         if sounder.trouble:
             raise RoseError(sounder.trouble)
@@ -367,7 +366,9 @@ def test_a_role_begins_without_the_right_to_tell_that_it_does(
             with announce_starts(settings, "router-0"):
                 until(lambda: f"no right to {acl}" in capsys.readouterr().out)
         else:
-            Watch(settings, trust=Trust("policy", "run"), whole=False, window_groups=1, max_lag_versions=4).close()
+            RunFollower(
+                settings, trust=Trust("policy", "run"), whole=False, window_groups=1, max_lag_versions=4
+            ).close()
     finally:
         others.node.allow(others.name(role), [acl])
 

@@ -20,9 +20,9 @@ from schemas.arrays import unpack_logprobs, unpack_tokens
 from schemas.grants import CapacityGrant
 from schemas.heartbeats import ExecutorState, WorkerClass
 from schemas.turns import TurnOutcome, TurnResult
-from tests.brokers import AnyBroker, best_broker, flags
-from tests.integration.executor_kit import SLOT, WAIT_SECONDS, Router
-from tests.integration.lender_kit import (
+from tests.support.brokers import AnyBroker, best_broker, flags
+from tests.support.executor_fixtures import SLOT, WAIT_SECONDS, Router
+from tests.support.lender_server_fixtures import (
     FAULT,
     HANG,
     MODEL,
@@ -35,7 +35,7 @@ from tests.integration.lender_kit import (
     healthy,
     server_flags,
 )
-from tests.waiting import until
+from tests.support.waiting import until
 from topics.admin import create_topics
 from topics.catalog import GRANTS, Partitions
 from topics.local_broker.process import Broker, free_ports
@@ -85,7 +85,7 @@ def started(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: o
         "lender.hang_seconds": HANG_SECONDS,
     } | {name.replace("__", "."): value for name, value in more.items()}
     said = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
-    command = [sys.executable, "-m", "pipeline.command.main", "lend", "--model", str(MODEL), f"--name=executor-{SLOT}"]
+    command = [sys.executable, "-m", "pipeline.cli.main", "lend", "--model", str(MODEL), f"--name=executor-{SLOT}"]
     command += [*arguments, *said, "--", *server_flags(port), "--kv-cache-memory-bytes", str(8 << 20), *vllm]
     environment = os.environ | SERVING | {HANG: str(folder / "hang"), FAULT: str(folder / "fault")}
     environment[NOTES] = str(folder / "notes")
@@ -120,7 +120,7 @@ def lending(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: o
 def test_a_server_runs_turns_of_the_bus_and_serves_through_a_kill_beside_it_until_its_guest_hangs(
     settings: BusSettings, tmp_path: Path
 ) -> None:
-    hanging = ("--scheduler-cls", "tests.integration.lend_hanging_guest.Hanging")
+    hanging = ("--scheduler-cls", "tests.support.hanging_guest.Hanging")
     with lending(tmp_path, *flags(settings), vllm=hanging) as server:
         router = Router(settings, server.process)
         answer = server.complete(CONTEXT).text

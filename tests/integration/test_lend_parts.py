@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 
 from schemas.heartbeats import ExecutorState
 from schemas.turns import TurnOutcome
-from tests.brokers import AnyBroker, best_broker, flags
-from tests.integration.executor_kit import Router
-from tests.integration.lender_kit import MODEL
 from tests.integration.test_lend import CONTEXT, START_SECONDS, child, lending, prove, started, with_topics
-from tests.waiting import WAIT_SECONDS, until
+from tests.support.brokers import AnyBroker, best_broker, flags
+from tests.support.executor_fixtures import Router
+from tests.support.lender_server_fixtures import MODEL
+from tests.support.waiting import WAIT_SECONDS, until
 from topics.settings import BusSettings
 from workers.lender.shared_folder import PREFIX
 from workers.lender.vllm_server import CORE_LOST_STATUS

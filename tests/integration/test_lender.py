@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from schemas.arrays import unpack_tokens
 from schemas.prompts import Sampling
-from tests.integration.guest_runs import PROMPTS, TURNS, run_guest, run_standalone, same, traffic, wake_and_park
-from tests.integration.lender_kit import MODEL, VOCABULARY, Answer, PlayedSidecar, Server, lending_server
-from tests.waiting import WAIT_SECONDS, until
+from tests.support.guest_runs import PROMPTS, TURNS, run_guest, run_standalone, same, traffic, wake_and_park
+from tests.support.lender_server_fixtures import MODEL, VOCABULARY, Answer, PlayedSidecar, Server, lending_server
+from tests.support.waiting import WAIT_SECONDS, until
 from workers.executor.ipc.messages import (
     ABORTED,
     AbortTurn,
@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    witness = ("--scheduler-cls", "tests.integration.lend_globals_witness.Witness")
+    witness = ("--scheduler-cls", "tests.support.lending_probe.Witness")
     with lending_server(tmp_path_factory.mktemp("lend"), *witness) as running:
         yield running
 

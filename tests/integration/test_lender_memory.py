@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from schemas.arrays import unpack_tokens
 from schemas.prompts import Sampling
-from tests.integration.lender_kit import MODEL, VOCABULARY, Answer, PlayedSidecar, Server, lending_server
-from tests.waiting import until
+from tests.support.lender_server_fixtures import MODEL, VOCABULARY, Answer, PlayedSidecar, Server, lending_server
+from tests.support.waiting import until
 from workers.executor.ipc.messages import (
     ABORTED,
     ActivateWeights,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.guest_runs import PROMPTS, wake_and_park
-from tests.integration.lender_kit import PlayedSidecar, lending_server
+from tests.support.guest_runs import PROMPTS, wake_and_park
+from tests.support.lender_server_fixtures import PlayedSidecar, lending_server
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from schemas.arrays import unpack_logprobs
-from tests.integration.guest_runs import PROMPTS, TURNS, run_guest, run_standalone, same, traffic, wake_and_park
-from tests.integration.lender_kit import MODEL, ON_RANKS, RANKS, Answer, PlayedSidecar, Server, lending_server
+from tests.support.guest_runs import PROMPTS, TURNS, run_guest, run_standalone, same, traffic, wake_and_park
+from tests.support.lender_server_fixtures import MODEL, ON_RANKS, RANKS, Answer, PlayedSidecar, Server, lending_server
 from workers.executor.ipc.messages import (
     ActivateWeights,
     EngineLost,
@@ -31,7 +31,7 @@ from workers.executor.ipc.messages import (
 from workers.executor.ipc.shared_memory import write_tensors
 from workers.executor.vllm.engine import Engine
 from workers.lender.vllm.guest_build import build_engine
-from workers.weights.shards import VOCABULARY_PADDING, Rank, wanted_by
+from workers.weights.layout import VOCABULARY_PADDING, ShardRank, shard_of
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -112,14 +112,14 @@ def test_each_rank_holds_its_share_of_the_guest(server: Server, beside: PlayedSi
     config = json.loads((MODEL / "config.json").read_text())
     layers = config["num_hidden_layers"]
     for number, count in enumerate(held):
-        rank = Rank(
+        rank = ShardRank(
             tensor_parallel_rank=number,
             tensor_parallel_size=RANKS,
             layers=range(layers),
             all_layers=layers,
             key_value_heads=config["num_key_value_heads"],
         )
-        share = sum(box.elements for box in wanted_by(rank, one_rank.shapes).values())
+        share = sum(box.elements for box in shard_of(rank, one_rank.shapes).values())
         padding = 2 * VOCABULARY_PADDING * config["hidden_size"]
         assert share <= count < share + padding < sum(map(math.prod, one_rank.shapes.values()))
     tick = beside.hear(EngineStatus)[-1]

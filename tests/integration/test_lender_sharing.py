@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from schemas.prompts import Sampling
-from tests.integration.lender_kit import MODEL, VOCABULARY
+from tests.support.lender_server_fixtures import MODEL, VOCABULARY
 from workers.executor.vllm.engine import Engine, EngineConfig, FinishedTurn
 from workers.lender.config import LendConfig, MemoryConfig
 from workers.lender.vllm.guest_build import build_engine

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from schemas.prompts import Sampling
-from tests.integration.lender_kit import Answer, PlayedSidecar, Server, lending_server
-from tests.waiting import until
+from tests.support.lender_server_fixtures import Answer, PlayedSidecar, Server, lending_server
+from tests.support.waiting import until
 from workers.executor.ipc.messages import EngineStatus
 from workers.lender.admission import Promise
 

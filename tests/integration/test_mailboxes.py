@@ -14,11 +14,11 @@ import pytest
 from schemas.heartbeats import ExecutorState, SlackHeartbeat
 from schemas.record import Record
 from schemas.turns import TurnDispatch, TurnOutcome, TurnResult
-from tests.brokers import AnyBroker, flags, kafka_first
-from tests.integration.router_fixtures import router_process
-from tests.integration.scripted_engine import Played, played
-from tests.roles import rose
-from tests.unit.routing_fixtures import request
+from tests.support.brokers import AnyBroker, flags, kafka_first
+from tests.support.roles import rose
+from tests.support.router_process_fixtures import router_process
+from tests.support.routing_fixtures import request
+from tests.support.scripted_engine import Played, played
 from topics.admin import create_topics
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, Partitions
 from topics.log_reader import read_whole_topics

@@ -5,9 +5,9 @@ from typing import Any
 
 from confluent_kafka import Consumer, TopicPartition
 
-from tests.brokers import AnyBroker
 from tests.golden.examples import PROMPT
-from tests.integration.bus_fixtures import PARTITIONS, with_topics
+from tests.support.brokers import AnyBroker
+from tests.support.bus_fixtures import PARTITIONS, with_topics
 from topics.admin import connect, create_topics
 from topics.catalog import PROMPTS
 from topics.queries import watermarks_of

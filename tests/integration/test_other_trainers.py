@@ -12,8 +12,8 @@ from docs.examples import plain_trainer
 from pipeline.accounting.audit import audit_log
 from schemas.prompts import Sampling
 from schemas.samples import Outcome
-from tests.brokers import AnyBroker, any_broker
-from tests.integration.trainer_kit import (
+from tests.support.brokers import AnyBroker, any_broker
+from tests.support.trainer_fixtures import (
     GROUP_SIZE,
     GROUPS,
     make_policy,

@@ -13,10 +13,10 @@ import pytest
 from schemas.partitioning import home_partition
 from schemas.prompts import Prompt
 from schemas.wire import SCHEMA_HEADER, decode
-from tests import brokers as kinds
-from tests.brokers import AnyBroker
-from tests.integration.environment_kit import PARTITIONS, letters
-from tests.integration.scripted_executors import ScriptedExecutors, worker_process
+from tests.support import brokers as kinds
+from tests.support.brokers import AnyBroker
+from tests.support.environment_worker_fixtures import PARTITIONS, letters
+from tests.support.scripted_executors import ScriptedExecutors, worker_process
 from topics.admin import create_topics
 from topics.catalog import PROMPTS
 from topics.log_reader import read_keyed_messages, topic_starts

@@ -15,10 +15,10 @@ from confluent_kafka.admin import AdminClient
 from pipeline.accounting.audit import audit_log
 from schemas.partitioning import home_partition
 from schemas.prompts import Prompt
-from tests.brokers import KAFKA, flags, start
-from tests.chaos.storm_log import read_log
-from tests.chaos.storm_plan import Role, Worker
-from tests.chaos.storm_roles import Roles
+from tests.support.brokers import KAFKA, flags, start
+from tests.support.storm.log_checks import read_log
+from tests.support.storm.plan import Role, Worker
+from tests.support.storm.roles import Roles
 from topics.admin import create_topics
 from topics.catalog import DISPATCHED, HEARTBEATS, PROMPTS, Partitions
 from topics.local_broker.process import Broker

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.lender_kit import SERVING
-from tests.waiting import WAIT_SECONDS
+from tests.support.lender_server_fixtures import SERVING
+from tests.support.waiting import WAIT_SECONDS
 from topics.local_broker.process import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -13,11 +13,11 @@ from schemas.grants import CapacityGrant
 from schemas.heartbeats import ExecutorState, SlackHeartbeat
 from schemas.record import Record
 from schemas.turns import TurnDispatch, TurnOutcome, TurnResult
-from tests.brokers import AnyBroker, kafka_first
-from tests.integration.router_fixtures import router_process
-from tests.integration.scripted_engine import Played, played
 from tests.integration.test_control import control_process
-from tests.unit.routing_fixtures import request
+from tests.support.brokers import AnyBroker, kafka_first
+from tests.support.router_process_fixtures import router_process
+from tests.support.routing_fixtures import request
+from tests.support.scripted_engine import Played, played
 from topics.admin import create_topics
 from topics.catalog import COMPLETED, DISPATCHED, GRANTS, HEARTBEATS, REQUESTED, Partitions
 from topics.log_reader import read_whole_topics

@@ -7,13 +7,13 @@ import pytest
 from confluent_kafka.admin import NewTopic
 
 from pipeline.accounting.audit import inspect_log
-from pipeline.command.diagnosis import Severity, diagnose
-from pipeline.command.watching import Watch
+from pipeline.monitor.diagnosis import Severity, diagnose
+from pipeline.monitor.follower import RunFollower
 from schemas.role_starts import RoleBegun
-from tests.brokers import AnyBroker
-from tests.integration.router_fixtures import PARTITIONS, RouterHarness
-from tests.roles import role_process
-from tests.waiting import until
+from tests.support.brokers import AnyBroker
+from tests.support.roles import role_process
+from tests.support.router_process_fixtures import PARTITIONS, RouterHarness
+from tests.support.waiting import until
 from topics import role_announcements as tells
 from topics.acl import VIEW
 from topics.admin import connect, create_topics, expected_settings
@@ -88,12 +88,12 @@ def test_a_log_without_the_topic_is_looked_at_like_any_other(broker: AnyBroker, 
         [settings.topic(ROLE_STARTS), f"{settings.namespace}{ROLE_STARTS.dead_letters}"]
     ).values():
         gone.result()
-    watch = Watch(settings, trust=Trust("policy", "run"), whole=False, window_groups=1, max_lag_versions=4)
+    watch = RunFollower(settings, trust=Trust("policy", "run"), whole=False, window_groups=1, max_lag_versions=4)
 
     def answered() -> bool:
-        watch.read(0.1)
-        assert not watch.trouble
-        return watch.caught_up and watch.sounding is not None
+        watch.poll(0.1)
+        assert not watch.broker_error
+        return watch.caught_up and watch.snapshot is not None
 
     with closing(watch):
         until(answered)
@@ -118,10 +118,10 @@ def test_a_role_that_cannot_do_its_work_is_unwell_for_whoever_looks(refusing: Bu
     bus = RouterHarness(refusing)
     bus.beat(1)
     bus.ask("g:0")
-    watch = Watch(refusing, trust=Trust("policy", "run"), whole=False, window_groups=1, max_lag_versions=4)
+    watch = RunFollower(refusing, trust=Trust("policy", "run"), whole=False, window_groups=1, max_lag_versions=4)
 
     def accused() -> list[str]:
-        watch.read(0.1)
+        watch.poll(0.1)
         bus.beat(1)
         found = diagnose(watch.facts())
         return [each.sentence for each in found if each.severity is Severity.UNWELL and each.who == "roles"]

@@ -13,10 +13,10 @@ from pipeline.routing.config import RouterConfig
 from pipeline.routing.liveness import ExecutorStatus
 from pipeline.routing.service import RouterService
 from schemas.turns import Refusal, TurnOutcome
-from tests.brokers import AnyBroker, kafka_first
-from tests.integration.router_fixtures import PARTITIONS, RouterHarness, router_process, with_properties
-from tests.roles import kill, stop
-from tests.unit.routing_fixtures import request, result
+from tests.support.brokers import AnyBroker, kafka_first
+from tests.support.roles import kill, stop
+from tests.support.router_process_fixtures import PARTITIONS, RouterHarness, router_process, with_properties
+from tests.support.routing_fixtures import request, result
 from topics.admin import create_topics
 from topics.catalog import COMPLETED, HEARTBEATS, REQUESTED, ROUTER_GROUP, Topic
 from topics.dead_letters import read_dead_letters

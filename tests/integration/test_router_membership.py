@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from confluent_kafka import TopicPartition
 
-from pipeline.command.nursery import Forked
+from pipeline.local.fork_server import ForkedProcess
 from pipeline.routing.membership import MAX_UNPOLLED_SECONDS, SESSION_SECONDS, RouterMembership
 from schemas.turns import TurnDispatch
-from tests.brokers import EMBEDDED, KAFKA, AnyBroker, kafka_first, start
-from tests.integration.router_fixtures import PARTITIONS, RouterHarness, router_process
-from tests.roles import freeze, kill, thaw
-from tests.waiting import until
+from tests.support.brokers import EMBEDDED, KAFKA, AnyBroker, kafka_first, start
+from tests.support.roles import freeze, kill, thaw
+from tests.support.router_process_fixtures import PARTITIONS, RouterHarness, router_process
+from tests.support.waiting import until
 from topics.admin import create_topics
 from topics.catalog import HEARTBEATS
 from topics.local_broker.idle_consumer import IdleConsumer
@@ -74,7 +74,7 @@ def test_a_freeze_shorter_than_the_session_is_over_when_it_is_over(bus: RouterHa
 def test_a_router_that_is_killed_is_replaced_within_its_session(bus: RouterHarness, broker_kind: str) -> None:
     with ExitStack() as processes:
 
-        def begin(number: int) -> Forked:
+        def begin(number: int) -> ForkedProcess:
             return processes.enter_context(router_process(bus.settings, number))
 
         running = {number: begin(number) for number in (0, 1)}

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.observability.files import FOLDER
+from pipeline.observability.generated_files import FOLDER
+from pipeline.observability.metrics_table import metrics
 from pipeline.observability.pages import DASHBOARDS
 from pipeline.observability.panels import RATE
-from pipeline.observability.table import metrics
-from tests.brokers import EMBEDDED
-from tests.integration.rose_command import Rose, small
-from tests.waiting import until
+from tests.support.brokers import EMBEDDED
+from tests.support.rose_command import Rose, small
+from tests.support.waiting import until
 from topics.local_broker.process import free_ports
 
 pytestmark = [
@@ -134,7 +134,7 @@ def test_every_panel_shows_a_run_and_every_role_exports_what_the_table_says(rose
         began = time.time()
         run = rose.start("demo", *small(run__executors=1, run__lenders=1, tasks__steps=12), *settings)
         with run:
-            log = rose.folder / "runs" / "demo" / "logs" / "users-1.log"
+            log = rose.folder / "runs" / "demo" / "logs" / "loadgen-1.log"
             until(lambda: run.poll() is not None or server_port(log) is not None, seconds=START_SECONDS)
             server = server_port(log)
             assert server is not None, run.communicate()[0]

@@ -7,10 +7,10 @@ import pytest
 from pipeline.accounting.audit import audit_log
 from schemas.progress import GroupState
 from schemas.samples import Sample
-from tests.brokers import any_broker, flags, kafka_first
-from tests.integration.environment_kit import SIZE, finish, groups, once, prompt_of
-from tests.integration.scripted_executors import ScriptedExecutors, worker_process
-from tests.roles import kill, rose
+from tests.support.brokers import any_broker, flags, kafka_first
+from tests.support.environment_worker_fixtures import SIZE, finish, groups, once, prompt_of
+from tests.support.roles import kill, rose
+from tests.support.scripted_executors import ScriptedExecutors, worker_process
 from topics.settings import BusSettings
 
 NEVER = '''

@@ -12,8 +12,8 @@ import pytest
 from pipeline.accounting.audit import audit_log
 from schemas.partitioning import home_partition
 from schemas.progress import Group, GroupState
-from tests.brokers import AnyBroker
-from tests.integration.trainer_kit import (
+from tests.support.brokers import AnyBroker
+from tests.support.trainer_fixtures import (
     GROUP_SIZE,
     everyone,
     group_name,
@@ -23,7 +23,7 @@ from tests.integration.trainer_kit import (
     write_prompts,
     write_samples,
 )
-from tests.waiting import until
+from tests.support.waiting import until
 from topics.admin import connect, create_topics
 from topics.catalog import GROUPS, SAMPLES, Partitions
 from topics.dead_letters import read_dead_letters
@@ -33,7 +33,7 @@ from topics.records import RawMessage
 from topics.retention import delete_before
 from topics.settings import BusSettings
 from topics.writer import Writer
-from workers.trainer.stream import SampleStream, Stopped, WrongLog
+from workers.trainer.stream import SampleStream, StreamStopped, WrongLog
 from workers.weights.publish import WeightPublisher
 
 pytestmark = pytest.mark.slow
@@ -93,11 +93,11 @@ def test_what_was_not_settled_comes_again_and_what_was_does_not(settings: BusSet
 def test_a_stop_ends_reading_back_where_the_trainer_stands(settings: BusSettings) -> None:
     """Nothing else would, before a broker that is away by then has come back."""
     stop = Event()
-    with SampleStream(settings, "policy", stop=stop) as stream, pytest.raises(Stopped):
-        publisher = WeightPublisher(settings, "policy", meanwhile=stream.unless_stopped)
+    with SampleStream(settings, "policy", stop=stop) as stream, pytest.raises(StreamStopped):
+        publisher = WeightPublisher(settings, "policy", on_wait=stream.check_stopped)
         stop.set()
         assert publisher.newest is None
-    with pytest.raises(Stopped):
+    with pytest.raises(StreamStopped):
         SampleStream(settings, "policy", stop=stop)
 
 
@@ -253,7 +253,7 @@ def test_a_stream_without_an_end_remembers_no_more_groups_than_it_must(settings:
     write_samples(settings, make_samples(groups=range(3)))
     with SampleStream(settings, "policy") as stream:
         stream.settle(outcomes_of(stream.take(3)))
-        assert not stream._ended | stream._handed, "the assembly alone remembers them, and only so many"
+        assert not stream._ended_groups | stream._handed_out, "the assembly alone remembers them, and only so many"
 
 
 def test_samples_of_another_model_are_left_to_its_trainer(settings: BusSettings) -> None:

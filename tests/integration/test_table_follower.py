@@ -4,7 +4,7 @@ import threading
 import time
 
 from schemas.grants import CapacityGrant
-from tests.brokers import AnyBroker
+from tests.support.brokers import AnyBroker
 from topics.admin import create_topics
 from topics.catalog import GRANTS, Partitions
 from topics.records import Envelope

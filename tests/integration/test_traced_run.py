@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
-from tests.brokers import EMBEDDED
-from tests.integration.rose_command import TRAJECTORIES, Rose, small
-from tests.otlp import Received, collector
+from tests.support.brokers import EMBEDDED
+from tests.support.otlp_collector import Received, collector
+from tests.support.rose_command import TRAJECTORIES, Rose, small
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -16,9 +16,9 @@ from schemas.arrays import pack_tokens
 from schemas.errors import UsageError
 from schemas.samples import Ending, Outcome
 from schemas.weights import WeightManifest
-from tests.brokers import AnyBroker, any_broker, kafka_first
-from tests.integration.families import tiny_policy
-from tests.integration.trainer_kit import (
+from tests.support.brokers import AnyBroker, any_broker, kafka_first
+from tests.support.model_families import tiny_policy
+from tests.support.trainer_fixtures import (
     GROUP_SIZE,
     GROUPS,
     POINTS,
@@ -43,7 +43,7 @@ from topics.settings import BusSettings
 from workers.trainer.checkpoint import CheckpointRefused
 from workers.trainer.loop import Trainer, TrainerFenced
 from workers.trainer.main import run_trainer
-from workers.trainer.step_log import NAME, read_step_log
+from workers.trainer.step_log import STEP_LOG, read_step_log
 from workers.weights.checks import check_manifest
 from workers.weights.config import WeightsConfig
 from workers.weights.model_folder import folder_shapes
@@ -309,7 +309,7 @@ def test_a_step_line_that_was_cut_short_is_written_again(
 ) -> None:
     config = config_of(policy_folder, tmp_path / "run")
     run_trainer(settings, config, Event())
-    file = config.run_folder / NAME
+    file = config.run_folder / STEP_LOG
     file.write_bytes(file.read_bytes()[:-20])
     run_trainer(settings, config, Event())
     assert_like(result_of(settings), config.run_folder, unkilled)

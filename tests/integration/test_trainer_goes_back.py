@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from pipeline.accounting.audit import audit_log
 from schemas.samples import Outcome, Sample
 from schemas.turns import VersionSpan
-from tests.brokers import AnyBroker, any_broker, kafka_first
-from tests.integration.trainer_kit import (
+from tests.support.brokers import AnyBroker, any_broker, kafka_first
+from tests.support.trainer_fixtures import (
     GROUP_SIZE,
     GROUPS,
     GROUPS_PER_STEP,

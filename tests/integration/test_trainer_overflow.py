@@ -13,8 +13,8 @@ from pipeline.accounting.audit import audit_log
 from schemas.arrays import pack_tokens
 from schemas.errors import UsageError
 from schemas.samples import Outcome, SampleOutcome
-from tests.brokers import AnyBroker
-from tests.integration.trainer_kit import (
+from tests.support.brokers import AnyBroker
+from tests.support.trainer_fixtures import (
     FAILED_GROUP,
     GROUP_SIZE,
     GROUPS,
@@ -31,9 +31,9 @@ from tests.integration.trainer_kit import (
 from topics.catalog import CHUNKS, MANIFESTS, OUTCOMES
 from topics.log_reader import read_whole_topics
 from topics.settings import BusSettings
-from workers.trainer.loop import PolicyRefused, StepsInVain, Trainer
+from workers.trainer.loop import NoProgress, PolicyRefused, Trainer
 from workers.trainer.main import run_trainer
-from workers.trainer.step_log import NAME, read_step_log
+from workers.trainer.step_log import STEP_LOG, read_step_log
 from workers.weights.config import WeightsConfig
 
 pytestmark = pytest.mark.slow
@@ -94,7 +94,7 @@ def test_steps_on_end_without_a_finite_gradient_end_the_trainer_and_nothing_of_t
 ) -> None:
     trainer = trainer_of(settings, policy_folder, tmp_path / "run")
     overflow_on(trainer, [group_name(number) for number in range(GROUPS)])
-    with pytest.raises(StepsInVain, match="in 2 steps on end no gradient was finite"):
+    with pytest.raises(NoProgress, match="in 2 steps on end no gradient was finite"):
         trainer.run()
     result = result_of(settings)
     assert result.counts.keys() <= {Outcome.INFRA_FAILED, Outcome.FILTERED}
@@ -102,7 +102,7 @@ def test_steps_on_end_without_a_finite_gradient_end_the_trainer_and_nothing_of_t
     assert result.digests[0] == result.digests[1] and not (tmp_path / "run" / "model").exists()
     again = trainer_of(settings, policy_folder, tmp_path / "run")
     overflow_on(again, [group_name(number) for number in range(GROUPS)])
-    with pytest.raises(StepsInVain, match="in 2 steps on end no gradient was finite"):
+    with pytest.raises(NoProgress, match="in 2 steps on end no gradient was finite"):
         again.run()
     assert len(result_of(settings).outcomes) == len(result.outcomes), "starting again settles no more of them"
     run_trainer(settings, config_of(policy_folder, tmp_path / "run"), Event())
@@ -126,7 +126,7 @@ def test_a_step_that_leaves_a_policy_that_is_not_finite_is_as_if_it_had_not_been
     assert result_of(settings).outcomes == [] and list(result_of(settings).digests) == [0]
     kept = sorted(file.name for file in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["step-00000000.msgpack", "step-00000000.safetensors"]
-    assert not (tmp_path / "run" / NAME).exists() and not (tmp_path / "run" / "model").exists()
+    assert not (tmp_path / "run" / STEP_LOG).exists() and not (tmp_path / "run" / "model").exists()
     run_trainer(settings, config_of(policy_folder, tmp_path / "run"), Event())
     assert result_of(settings).counts == {
         Outcome.TRAINED: (GROUPS - 1) * GROUP_SIZE - 1,
@@ -146,7 +146,7 @@ def test_a_step_that_leaves_finite_weights_and_no_finite_logprob_is_as_if_it_had
     ):
         trainer.run()
     assert result_of(settings).outcomes == [] and list(result_of(settings).digests) == [0]
-    assert not (tmp_path / "run" / NAME).exists() and not (tmp_path / "run" / "model").exists()
+    assert not (tmp_path / "run" / STEP_LOG).exists() and not (tmp_path / "run" / "model").exists()
     run_trainer(settings, config_of(policy_folder, tmp_path / "run"), Event())
     assert result_of(settings).counts[Outcome.TRAINED] == (GROUPS - 1) * GROUP_SIZE - 1
 

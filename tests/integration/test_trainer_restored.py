@@ -6,10 +6,10 @@ from threading import Event
 import pytest
 
 from pipeline.accounting.audit import audit_log
-from pipeline.command.submit import settled_groups
+from pipeline.local.submit import settled_groups
 from schemas.errors import UsageError
-from tests.brokers import EMBEDDED, KAFKA, AnyBroker, start
-from tests.integration.trainer_kit import (
+from tests.support.brokers import EMBEDDED, KAFKA, AnyBroker, start
+from tests.support.trainer_fixtures import (
     GROUP_SIZE,
     GROUPS,
     GROUPS_PER_STEP,
@@ -28,7 +28,7 @@ from topics.admin import create_topics
 from topics.catalog import Partitions
 from topics.settings import BusSettings
 from workers.trainer.main import run_trainer
-from workers.trainer.step_log import NAME
+from workers.trainer.step_log import STEP_LOG
 
 KINDS = [EMBEDDED, pytest.param(KAFKA, marks=pytest.mark.long)]
 
@@ -59,7 +59,7 @@ def undisturbed(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 def ask_again(settings: BusSettings, lost: Path) -> int:
     """Ask a new log for what the lost one had not settled, and sample it; how many groups that are."""
-    settled = settled_groups(lost / NAME)
+    settled = settled_groups(lost / STEP_LOG)
     assert len(settled) == DONE * GROUPS_PER_STEP
     left = [number for number in range(GROUPS) if group_name(number) not in settled]
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=2))

@@ -13,22 +13,22 @@ from torch import Tensor
 
 from schemas.errors import UsageError
 from schemas.weights import WeightChunk, WeightManifest
-from tests.brokers import AnyBroker, kafka_first
+from tests.support.brokers import AnyBroker, kafka_first
 from topics.admin import connect, create_topics
 from topics.catalog import CHUNKS, MANIFESTS, Partitions
 from topics.log_reader import read_whole_topics
 from topics.reader import Reader
 from topics.settings import BusSettings
 from topics.writer import Writer
-from workers.weights import index, retention
+from workers.weights import manifests, retention
+from workers.weights.checks import Refusal
 from workers.weights.config import DEFAULT_RUN, WeightsConfig
 from workers.weights.digests import digest_of
-from workers.weights.geometry import Box
-from workers.weights.manifests import newest_manifest, signed
+from workers.weights.layout import Box
+from workers.weights.manifests import newest_manifest, sign_manifest
 from workers.weights.publish import WeightPublisher
 from workers.weights.receive import StagedVersion, WeightReceiver
-from workers.weights.refusals import Refusal
-from workers.weights.signing import trust_of
+from workers.weights.trust import make_trust
 
 pytestmark = [pytest.mark.slow, kafka_first]
 
@@ -62,7 +62,7 @@ class Trainer:
 
     def write(self, *manifests: WeightManifest, key: Ed25519PrivateKey | None = None) -> None:
         for manifest in manifests:
-            signed(manifest, key).write(self.writer)
+            sign_manifest(manifest, key).write(self.writer)
         self.writer.flush()
 
 
@@ -79,7 +79,7 @@ def receiving(
 ) -> Iterator[WeightReceiver]:
     """`key`: the trainer's."""
     trust = dataclasses.replace(
-        trust_of(settings, MODEL, WeightsConfig(run=run)), key=None if key is None else key.public_key()
+        make_trust(settings, MODEL, WeightsConfig(run=run)), key=None if key is None else key.public_key()
     )
     receiver = WeightReceiver(settings, trust, **({"shapes": SHAPES} | options))  # type: ignore[arg-type]
     receiver.start()
@@ -157,7 +157,7 @@ def test_a_joiner_finds_its_model_far_behind_those_of_others(trainer: Trainer) -
     trainer.write(mine)
     others = [msgspec.structs.replace(mine, model_id="other", version=version) for version in range(100)]
     trainer.write(*others)
-    assert newest_manifest(trainer.settings, trust_of(trainer.settings, MODEL, WeightsConfig())) == mine
+    assert newest_manifest(trainer.settings, make_trust(trainer.settings, MODEL, WeightsConfig())) == mine
     with receiving(trainer.settings) as receiver:
         assert staged(receiver).version == 1
 
@@ -262,7 +262,7 @@ def test_a_manifest_of_an_aborted_transaction_is_no_version(trainer: Trainer) ->
     manifest = trainer.publish(1)
     writer = Writer(trainer.settings, "test", transactional_id="test")
     writer.begin()
-    signed(manifest, None).write(writer)
+    sign_manifest(manifest, None).write(writer)
     writer.flush()
     writer.abort()
     with receiving(trainer.settings) as receiver:
@@ -334,7 +334,7 @@ def test_once_a_key_is_set_only_its_owner_is_believed(trainer: Trainer) -> None:
 
 def test_slices_in_an_index_arrive_as_ever(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """An anchor and a delta, signed, for a receiver that was there and for one that joins."""
-    monkeypatch.setattr(index, "INLINE_BYTES", 0)
+    monkeypatch.setattr(manifests, "INLINE_BYTES", 0)
     key = Ed25519PrivateKey.generate()
     with (
         receiving(trainer.settings, key) as receiver,
@@ -343,7 +343,7 @@ def test_slices_in_an_index_arrive_as_ever(trainer: Trainer, monkeypatch: pytest
         for version in range(2):
             publisher.publish(tensors_of(version).items(), version)
             assert_equal(staged(receiver), tensors_of(version))
-    newest = newest_manifest(trainer.settings, trust_of(trainer.settings, MODEL, WeightsConfig()))
+    newest = newest_manifest(trainer.settings, make_trust(trainer.settings, MODEL, WeightsConfig()))
     assert newest is not None
     assert newest.index
     assert not newest.slices

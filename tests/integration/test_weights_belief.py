@@ -12,23 +12,23 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fsspec.implementations.local import LocalFileSystem
 
 from schemas.weights import FirstChunk, WeightManifest
-from tests.brokers import AnyBroker, kafka_first
 from tests.integration.test_weights import MODEL, WAIT_SECONDS, assert_equal, receiving, slice_of, staged, tensors_of
+from tests.support.brokers import AnyBroker, kafka_first
 from topics.admin import create_topics
 from topics.catalog import CHUNKS, Partitions
 from topics.reader import Reader
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.weights import receive, retention
-from workers.weights.anchor_store import AnchorStore
+from workers.weights.checks import Refusal
+from workers.weights.chunk_stores import AnchorStore
 from workers.weights.config import WeightsConfig
 from workers.weights.digests import whole_digest
-from workers.weights.manifests import newest_manifest, read_manifests, signed
-from workers.weights.numbering import VersionTaken
+from workers.weights.manifests import newest_manifest, read_manifests, sign_manifest
 from workers.weights.publish import WeightPublisher
 from workers.weights.receive import StagedVersion, WeightReceiver
-from workers.weights.refusals import Refusal
-from workers.weights.signing import trust_of
+from workers.weights.trust import make_trust
+from workers.weights.version_numbers import VersionTaken
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ def publish(publisher: WeightPublisher, version: int, *, seed: int | None = None
 def write(settings: BusSettings, *manifests: WeightManifest, key: Ed25519PrivateKey | None = None) -> None:
     writer = Writer(settings, "test")
     for manifest in manifests:
-        signed(manifest, key).write(writer)
+        sign_manifest(manifest, key).write(writer)
     writer.flush()
 
 
@@ -285,11 +285,11 @@ def test_a_store_that_cannot_be_cleaned_ends_nothing(settings: BusSettings, tmp_
         for version in range(4):
             publish(publisher, version)
     assert len(list(tmp_path.iterdir())) == 4
-    trust = trust_of(settings, MODEL, WeightsConfig())
+    trust = make_trust(settings, MODEL, WeightsConfig())
     newest = newest_manifest(settings, trust)
     assert newest is not None
     assert newest.version == 3
-    named = {file for manifest in map(trust.believes, read_manifests(settings)) if manifest for file in manifest.files}
+    named = {file for manifest in map(trust.verified, read_manifests(settings)) if manifest for file in manifest.files}
     assert named == {file.name for file in tmp_path.iterdir()}, "what still lies there is still named"
 
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.brokers import AnyBroker
 from tests.integration.test_weights import WAIT_SECONDS
+from tests.support.brokers import AnyBroker
 from topics.admin import create_topics
 from topics.catalog import Partitions
-from workers.weights.anchor_store import AnchorStore
+from workers.weights.chunk_stores import AnchorStore
 from workers.weights.config import WeightsConfig
 from workers.weights.manifests import read_manifests
 from workers.weights.receive import WeightReceiver
-from workers.weights.signing import trust_of
+from workers.weights.trust import make_trust
 
 MODEL = "policy"
 START_SECONDS = 180.0
@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from schemas.weights import WeightManifest
 from tests.integration.test_weights_ranks import MODEL, model
 from topics.settings import BusSettings
-from workers.weights.anchor_store import AnchorStore
+from workers.weights.chunk_stores import AnchorStore
 from workers.weights.publish import WeightPublisher, merge
 
 dist.init_process_group("gloo")
@@ -97,7 +97,7 @@ def test_two_ranks_publish_one_version(broker: AnyBroker, namespace: str, tmp_pa
     with torch.no_grad():
         expected = {name: (tensor * 1.001).bfloat16() for name, tensor in model().named_parameters()}
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
-    trust = trust_of(settings, MODEL, WeightsConfig())
+    trust = make_trust(settings, MODEL, WeightsConfig())
     receiver = WeightReceiver(settings, trust, shapes=shapes, store=AnchorStore(str(tmp_path)))
     receiver.start()
     try:
@@ -106,7 +106,7 @@ def test_two_ranks_publish_one_version(broker: AnyBroker, namespace: str, tmp_pa
         receiver.stop()
     assert staged is not None
     assert (staged.version, staged.manifest.base_version, staged.manifest.files) == (1, 0, ())
-    anchor = next(filter(None, map(trust.believes, read_manifests(settings))))
+    anchor = next(filter(None, map(trust.verified, read_manifests(settings))))
     assert sorted(anchor.files) == sorted(file.name for file in tmp_path.iterdir())
     assert len(anchor.files) == 2
     assert len(staged.manifest.slices) > len(expected)

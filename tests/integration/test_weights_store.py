@@ -9,19 +9,19 @@ import pytest
 
 from schemas.record import Record
 from schemas.weights import WeightChunk, WeightManifest
-from tests.brokers import AnyBroker
 from tests.integration.test_weights import MODEL, SHAPES, WAIT_SECONDS, assert_equal, staged, tensors_of
+from tests.support.brokers import AnyBroker
 from topics.admin import create_topics
 from topics.catalog import Partitions, Topic
 from topics.settings import BusSettings
 from topics.writer import Writer
-from workers.weights import shelves
-from workers.weights.anchor_store import AnchorStore
+from workers.weights import chunk_stores
+from workers.weights.checks import Refusal
+from workers.weights.chunk_stores import AnchorStore
 from workers.weights.config import WeightsConfig
 from workers.weights.publish import WeightPublisher
 from workers.weights.receive import WeightReceiver
-from workers.weights.refusals import Refusal
-from workers.weights.signing import trust_of
+from workers.weights.trust import make_trust
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ def store(tmp_path: Path) -> AnchorStore:
 
 @contextmanager
 def receiving(settings: BusSettings, store: AnchorStore | None) -> Iterator[WeightReceiver]:
-    receiver = WeightReceiver(settings, trust_of(settings, MODEL, WeightsConfig()), shapes=SHAPES, store=store)
+    receiver = WeightReceiver(settings, make_trust(settings, MODEL, WeightsConfig()), shapes=SHAPES, store=store)
     receiver.start()
     try:
         yield receiver
@@ -133,11 +133,11 @@ class CountingWriter(Writer):
 def test_an_anchor_waits_for_a_slow_uplink_instead_of_filling_memory(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shelves, "WAITING_BYTES", 4 * shelves.CHUNK_BYTES)
+    monkeypatch.setattr(chunk_stores, "MAX_UNACKED_BYTES", 4 * chunk_stores.CHUNK_BYTES)
     writer = CountingWriter(settings, "test")
-    shelf = shelves.LogShelf(writer, 2)
-    payload = bytes(20 * shelves.CHUNK_BYTES)
-    stored = shelves.put_payload(shelf, payload, model_id=MODEL, version=1, tensor="embed")
+    shelf = chunk_stores.LogChunkSink(writer, 2)
+    payload = bytes(20 * chunk_stores.CHUNK_BYTES)
+    stored = chunk_stores.put_payload(shelf, payload, model_id=MODEL, version=1, tensor="embed")
     shelf.close()
     assert sorted((each.partition, each.offset) for each in stored) == [(p, o) for p in range(2) for o in range(10)]
-    assert writer.most <= 4 * shelves.CHUNK_BYTES
+    assert writer.most <= 4 * chunk_stores.CHUNK_BYTES

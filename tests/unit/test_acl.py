@@ -11,7 +11,7 @@ import yaml
 from confluent_kafka import KafkaError
 from typer.main import get_group
 
-from pipeline.command.topics_commands import topics as commands
+from pipeline.cli.command_groups import topics as commands
 from schemas.errors import UsageError
 from topics.acl import CLUSTER_NAME, PRODUCER, ROLES, Acl, Operation, Resource, Role, acls, kafka_acls, strimzi_user
 from topics.catalog import MANIFESTS, OUTCOMES, PROMPTS
@@ -19,7 +19,7 @@ from topics.errors import BusError, RightsMissing
 from topics.settings import BusSettings
 from workers.weights.config import WeightsConfig
 from workers.weights.receive import WeightReceiver
-from workers.weights.signing import make_keys, refuse_unsigned, trust_of
+from workers.weights.trust import make_keys, make_trust, require_signing_key
 
 EVERY_ROLE = pytest.mark.parametrize("role", ROLES.values(), ids=list(ROLES))
 
@@ -120,14 +120,14 @@ def test_versions_are_signed_where_clients_sign_in(
 ) -> None:
     settings = BusSettings("127.0.0.1:1", "", properties)
     assert settings.authenticated == authenticated
-    refuse_unsigned(settings, make_keys(tmp_path / "key"), "signing_key")
+    require_signing_key(settings, make_keys(tmp_path / "key"), "signing_key")
     if not authenticated:
-        refuse_unsigned(settings, None, "signing_key")
+        require_signing_key(settings, None, "signing_key")
         return
     with pytest.raises(UsageError, match=r"set weights\.signing_key; `rose keys FILE`"):
-        refuse_unsigned(settings, None, "signing_key")
+        require_signing_key(settings, None, "signing_key")
     with pytest.raises(UsageError, match=r"set weights\.trusted_key"):
-        WeightReceiver(settings, trust_of(settings, "policy", WeightsConfig()), shapes={})
+        WeightReceiver(settings, make_trust(settings, "policy", WeightsConfig()), shapes={})
 
 
 def test_the_help_of_the_command_names_every_role_and_no_other() -> None:

@@ -14,8 +14,8 @@ from bench import heartbeats, learning, storm
 from bench.check import Check, options, tell
 from bench.learning import configured
 from bench.reference import Curve, Point
-from tests.chaos.storm import Report
-from tests.chaos.storm_shape import Shape
+from tests.support.storm.run import Report
+from tests.support.storm.shape import Shape
 
 CHECK = Check("latency", 3.0, "ms", 2.0, "max", "nothing", {"windows": 4})
 POINT = Point(

@@ -16,8 +16,8 @@ import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
 from schemas.errors import RoseError, UsageError
+from tests.support.waiting import until
 from tests.unit.test_health import Clock
-from tests.waiting import until
 from topics import admin, settings, transactions
 from topics.catalog import HEARTBEATS, PROMPTS
 from topics.errors import AuthenticationFailed, BrokerUnreachable, BusError, TopicMissing

@@ -9,9 +9,9 @@ from contextlib import suppress
 import pytest
 from confluent_kafka import KafkaException, Producer
 
-from tests.signals import signals_come
+from tests.support.signals import signals_come
+from tests.support.waiting import until
 from tests.unit.test_health import Clock
-from tests.waiting import until
 from topics.errors import BrokerUnreachable
 from topics.health import HUNG_SECONDS, Health
 from topics.transactions import CallWatchdog, HungCall, poll_until_done, run_guarded

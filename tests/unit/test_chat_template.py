@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from tests.unit.tokenizer_kit import CHATML, HEADERS, byte_level, folder
+from tests.support.tokenizer_fixtures import CHATML, HEADERS, byte_level, folder
 from workers.environments.turn_format import TurnFormat, TurnFormatError
 
 REASONING = """

@@ -16,15 +16,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.command.config import load
-from pipeline.command.options import Common
-from pipeline.command.roles import number_of
-from pipeline.command.sections import TasksSection
-from pipeline.command.session import roles_of, serving_roles
-from pipeline.command.submit import BadPrompts, read_prompts
-from pipeline.command.supervisor import MOST_QUICK_CRASHES, QUICK_SECONDS, Restarts
-from pipeline.command.tasks import training_prompts
-from pipeline.command.view import View
+from pipeline.cli.roles import number_of
+from pipeline.config.load import load
+from pipeline.config.options import Common
+from pipeline.config.sections import TasksSection
+from pipeline.local.demo import training_prompts
+from pipeline.local.run import lending_server_roles, roles_of
+from pipeline.local.submit import BadPrompts, read_prompts
+from pipeline.local.supervisor import MOST_QUICK_CRASHES, QUICK_SECONDS, RestartPolicy
+from pipeline.monitor.run_state import RunState
 from pipeline.routing.liveness import FORGET_SECONDS
 from schemas.errors import UsageError
 from schemas.heartbeats import ExecutorState, SlackHeartbeat, Tenant
@@ -150,15 +150,15 @@ def test_what_a_run_has_settled_is_left_out_of_a_prompt_file(tmp_path: Path) -> 
 def test_each_server_that_lends_has_a_name_and_users_of_its_own_and_there_may_be_more_than_inboxes() -> None:
     settings = ["run.executors=1", "run.lenders=2", "topics.inbox_slots=1", 'serving.flags=["--seed", "0"]']
     config = load(Common(settings=settings))
-    roles = {role.name: role.arguments for role in serving_roles(config, Path("run.toml"))}
-    assert list(roles) == ["lender-1", "users-1", "lender-2", "users-2"]
+    roles = {role.name: role.arguments for role in lending_server_roles(config, Path("run.toml"))}
+    assert list(roles) == ["lender-1", "loadgen-1", "lender-2", "loadgen-2"]
     names = [role.arguments[2] for role in roles_of(config, Path("run.toml")) if role.name.startswith("executor-")]
     assert names == ["executor-0"]
     for number in (1, 2):
         lend, flags = roles[f"lender-{number}"], roles[f"lender-{number}"].index("--")
         assert lend[lend.index("--name") + 1] == f"executor-{number}"
         assert lend[flags + 1 : flags + 5] == ("--seed", "0", "--host", "127.0.0.1")
-        assert roles[f"users-{number}"][:2] == ("users", f"http://127.0.0.1:{lend[-1]}")
+        assert roles[f"loadgen-{number}"][:2] == ("loadgen", f"http://127.0.0.1:{lend[-1]}")
     assert roles["lender-1"][-1] != roles["lender-2"][-1]
 
 
@@ -179,7 +179,7 @@ def test_what_is_no_port_is_refused_in_a_sentence(name: str) -> None:
 @pytest.mark.parametrize("name", ["router", "a b", "a/b", "x" * 129, "a\n", "\u00e4"])
 def test_what_cannot_be_an_executors_name_is_refused_in_a_sentence(name: str) -> None:
     with pytest.raises(UsageError, match=r"executor\.name"):
-        _ = load(Common(said=(("--name", "executor.name", name),))).settings.executor.worker
+        _ = load(Common(overrides=(("--name", "executor.name", name),))).settings.executor.worker
 
 
 def test_an_executor_that_nobody_names_has_the_hosts_name() -> None:
@@ -201,9 +201,9 @@ def test_no_training_task_is_a_held_out_one(seed: int, groups: int) -> None:
 
 @given(st.lists(st.floats(0, 1000), max_size=40))
 def test_only_quick_crashes_in_a_row_end_a_run(runs: list[float]) -> None:
-    restarts = Restarts()
+    restarts = RestartPolicy()
     for position, seconds in enumerate(runs):
-        restarts = restarts.crashed(seconds)
+        restarts = restarts.on_crash(seconds)
         row = 1
         while row <= position and runs[position - row + 1] < QUICK_SECONDS:
             row += 1
@@ -221,9 +221,9 @@ def beat(**changes: object) -> SlackHeartbeat:
 
 
 def test_the_view_shows_what_is_recent() -> None:
-    view = View(began=0.0)
+    view = RunState(began=0.0)
     for record in EXAMPLES:
-        view.take(record, 10.0)
+        view.on_record(record, 10.0)
     assert (view.settled, view.step, view.version, view.solved, view.turns_each) == (1, 5, 5, 1.0, 1.0)
     assert list(view.curve) == [1.0]
     assert view.turns_per_second(10.0) == 0.1
@@ -234,106 +234,108 @@ def test_the_view_shows_what_is_recent() -> None:
 def test_the_view_forgets_an_executor_once_others_were_heard_for_long_without_it(
     beats: list[tuple[str, float]],
 ) -> None:
-    view = View(began=0.0)
+    view = RunState(began=0.0)
     last: dict[str, float] = {}
     now = 0.0
     for worker, later in beats:
         now += later
-        view.take(beat(worker=worker, ttl_seconds=2.0), now)
+        view.on_record(beat(worker=worker, ttl_seconds=2.0), now)
         last[worker] = now
         kept = {name for name, at in last.items() if now < at + 2.0 + FORGET_SECONDS}
-        assert {each.worker for each in view.present(now + 10_000.0)} == kept, "nobody heard is nobody forgotten"
+        assert {each.worker for each in view.present_executors(now + 10_000.0)} == kept, (
+            "nobody heard is nobody forgotten"
+        )
         last = {name: at for name, at in last.items() if name in kept}
 
 
 def test_the_view_keeps_no_sample() -> None:
     """Each may hold a whole context: a view that is open for weeks keeps what it shows of them, and no more."""
-    view = View(began=0.0)
+    view = RunState(began=0.0)
     sample = next(record for record in EXAMPLES if isinstance(record, Sample))
     before = sys.getrefcount(sample)
-    view.take(sample, 1.0)
+    view.on_record(sample, 1.0)
     assert view.solved == 1.0
     assert sys.getrefcount(sample) == before
 
 
 @given(st.floats(-1e6, 1e6))
 def test_silence_is_told_by_when_a_heartbeat_came_here_and_by_no_other_clock(off: float) -> None:
-    view = View(began=0.0)
-    view.take(beat(sent_at=1000.0 + off, ttl_seconds=2.0), 10.0, wall=1000.0)
-    [fresh], [old] = view.present(12.0), view.present(12.1)
+    view = RunState(began=0.0)
+    view.on_record(beat(sent_at=1000.0 + off, ttl_seconds=2.0), 10.0, wall=1000.0)
+    [fresh], [old] = view.present_executors(12.0), view.present_executors(12.1)
     assert (fresh.silent, old.silent) == (False, True)
     assert fresh.clock_off_seconds == pytest.approx(off)
 
 
 def test_what_was_on_the_log_before_is_no_sign_of_life() -> None:
-    view = View(began=5.0)
-    view.take(beat(), 9.0, fresh=False, wall=9.0)
-    view.progress("g:0", 9.0, live=True, fresh=False)
-    assert view.present(9.0)[0].silent_seconds == 4.0
+    view = RunState(began=5.0)
+    view.on_record(beat(), 9.0, fresh=False, wall=9.0)
+    view.on_progress("g:0", 9.0, live=True, fresh=False)
+    assert view.present_executors(9.0)[0].silent_seconds == 4.0
     assert view.applied_at < view.began
-    view.take(beat(state=ExecutorState.STOPPING), 9.0)
-    assert view.present(10.0)
-    assert not view.present(20.0)
+    view.on_record(beat(state=ExecutorState.STOPPING), 9.0)
+    assert view.present_executors(10.0)
+    assert not view.present_executors(20.0)
 
 
 def test_how_long_a_stage_stands_still_is_told_by_two_stamps_of_the_broker() -> None:
-    view = View(began=50.0)
+    view = RunState(began=50.0)
     opened = Group(group_id="g", group_size=3, state=GroupState.OPEN, offset=0, changed_at=0.0)
-    view.take(opened, 50.0, fresh=False, stamp=1000.0)
-    view.progress("g:0", 50.0, live=True, fresh=False, stamp=1100.0)
+    view.on_record(opened, 50.0, fresh=False, stamp=1000.0)
+    view.on_progress("g:0", 50.0, live=True, fresh=False, stamp=1100.0)
     assert view.opened_seconds(53.0, None) == 3.0, "no stamp came while looking"
-    view.take(beat(sent_at=7.0), 54.0, stamp=1200.0)
+    view.on_record(beat(sent_at=7.0), 54.0, stamp=1200.0)
     assert (view.opened_seconds(55.0, None), view.applied_seconds(55.0), view.settled_seconds(55.0)) == (201, 101, 101)
     assert view.opened_seconds(55.0, 1198.0) == 3.0, "the prompt that waits longest came later"
-    view.progress("g:0", 56.0, live=True, stamp=1202.0)
+    view.on_progress("g:0", 56.0, live=True, stamp=1202.0)
     assert view.applied_seconds(57.0) == 1.0
 
 
 def test_no_group_could_be_opened_before_an_outcome_made_room_for_it() -> None:
-    view = View(began=0.0)
-    view.take(Group(group_id="g", group_size=1, state=GroupState.OPEN, offset=0, changed_at=0.0), 10.0)
+    view = RunState(began=0.0)
+    view.on_record(Group(group_id="g", group_size=1, state=GroupState.OPEN, offset=0, changed_at=0.0), 10.0)
     assert view.opened_seconds(400.0, None) == 390.0
     outcome = next(record for record in EXAMPLES if isinstance(record, SampleOutcome))
-    view.take(msgspec.structs.replace(outcome, group_id="g", trajectory_id="g:0"), 400.0)
+    view.on_record(msgspec.structs.replace(outcome, group_id="g", trajectory_id="g:0"), 400.0)
     assert (view.open_groups, view.opened_seconds(401.0, None)) == (0, 1.0)
 
 
 def test_a_run_that_was_ended_stands_still_since_its_first_process_began_again() -> None:
-    view = View(began=50.0)
+    view = RunState(began=50.0)
     for stamp in (900.0, 50_000.0, 50_003.0):
-        view.take(RoleBegun(role="router-0"), 50.0, fresh=False, stamp=stamp)
-    view.progress("g:0", 50.0, live=True, fresh=False, stamp=1000.0)
+        view.on_record(RoleBegun(role="router-0"), 50.0, fresh=False, stamp=stamp)
+    view.on_progress("g:0", 50.0, live=True, fresh=False, stamp=1000.0)
     assert view.applied_seconds(53.0) == 3.0, "no stamp came while looking"
-    view.take(beat(), 54.0, stamp=50_010.0)
+    view.on_record(beat(), 54.0, stamp=50_010.0)
     assert view.applied_seconds(55.0) == 11.0
     assert view.opened_seconds(55.0, 980.0) == 5.0
-    view.take(RoleBegun(role="trainer"), 56.0, stamp=50_012.0)
+    view.on_record(RoleBegun(role="trainer"), 56.0, stamp=50_012.0)
     assert view.applied_seconds(57.0) == 13.0
 
 
 def test_an_executor_could_take_a_turn_since_it_was_ready_without_a_break() -> None:
-    view = View(began=0.0)
+    view = RunState(began=0.0)
     could = {"policy_version": 1, "max_turns": 4, "rollout": Tenant(), "ttl_seconds": 20.0}
-    view.take(beat(state=ExecutorState.STARTING, **could), 10.0)
+    view.on_record(beat(state=ExecutorState.STARTING, **could), 10.0)
     assert view.able_seconds(20.0) == 0.0
     for at in (30.0, 40.0):
-        view.take(beat(state=ExecutorState.READY, **could), at)
+        view.on_record(beat(state=ExecutorState.READY, **could), at)
     assert view.able_seconds(41.0) == 11.0
     assert view.able_seconds(100.0) == 0.0, "it is silent by then"
-    view.take(beat(state=ExecutorState.READY, **could | {"rollout": Tenant(running=4)}), 51.0)
+    view.on_record(beat(state=ExecutorState.READY, **could | {"rollout": Tenant(running=4)}), 51.0)
     assert view.able_seconds(52.0) == 0.0
 
 
 def test_beginnings_of_late_are_counted_by_role_and_by_the_clock_of_the_broker() -> None:
-    view = View(began=0.0)
+    view = RunState(began=0.0)
     for stamp in (100.0, 950.0, 960.0):
-        view.take(RoleBegun(role="router-0", times=2, reason="away"), 0.0, fresh=False, stamp=stamp)
-    assert view.begun(1.0) == [], "how long ago that was nobody knows yet"
-    view.take(RoleBegun(role="trainer"), 1.0, stamp=1001.0)
-    router, trainer = view.begun(2.0)
+        view.on_record(RoleBegun(role="router-0", times=2, reason="away"), 0.0, fresh=False, stamp=stamp)
+    assert view.recent_role_starts(1.0) == [], "how long ago that was nobody knows yet"
+    view.on_record(RoleBegun(role="trainer"), 1.0, stamp=1001.0)
+    router, trainer = view.recent_role_starts(2.0)
     assert (router.role, router.times, router.reason) == ("router-0", 4, "away")
     assert (trainer.role, trainer.times, trainer.reason) == ("trainer", 1, "")
-    assert not view.begun(200.0)
+    assert not view.recent_role_starts(200.0)
 
 
 @given(
@@ -343,38 +345,38 @@ def test_beginnings_of_late_are_counted_by_role_and_by_the_clock_of_the_broker()
 def test_namesakes_that_begin_in_places_of_their_own_are_counted_apart(
     beginnings: list[tuple[str, int]], fresh: bool
 ) -> None:
-    view = View(began=0.0)
+    view = RunState(began=0.0)
     counts: Counter[str] = Counter()
     for place, times in beginnings:
-        view.take(RoleBegun(role="router-0", times=times, place=place), 1.0, fresh=fresh, stamp=1000.0)
+        view.on_record(RoleBegun(role="router-0", times=times, place=place), 1.0, fresh=fresh, stamp=1000.0)
         counts[place] += times
-    view.take(beat(), 2.0, stamp=1001.0)
-    [router] = view.begun(3.0)
+    view.on_record(beat(), 2.0, stamp=1001.0)
+    [router] = view.recent_role_starts(3.0)
     assert router.times == max(counts.values())
 
 
 def test_time_in_which_nobody_looked_counts_in_no_duration_that_stamps_tell() -> None:
-    view = View(began=50.0)
-    view.progress("g:0", 50.0, live=True, fresh=False, stamp=1100.0)
-    view.take(RoleBegun(role="trainer", times=4), 50.0, fresh=False, stamp=1000.0)
-    view.take(beat(), 54.0, stamp=1110.0)
+    view = RunState(began=50.0)
+    view.on_progress("g:0", 50.0, live=True, fresh=False, stamp=1100.0)
+    view.on_record(RoleBegun(role="trainer", times=4), 50.0, fresh=False, stamp=1000.0)
+    view.on_record(beat(), 54.0, stamp=1110.0)
     assert (view.applied_seconds(54.0), view.opened_seconds(54.0, 1105.0)) == (10.0, 4.0)
-    view.absent(30.0)
+    view.add_absence(30.0)
     assert (view.applied_seconds(85.0), view.opened_seconds(85.0, 1105.0)) == (11.0, 5.0)
-    view.take(beat(), 86.0, stamp=1142.0)
+    view.on_record(beat(), 86.0, stamp=1142.0)
     assert (view.applied_seconds(86.0), view.settled_seconds(86.0)) == (12.0, 12.0)
     assert view.opened_seconds(86.0, 1141.0) == 1.0, "what came once somebody looked again is told as ever"
-    assert view.begun(90.0), "the absence is none of the two minutes"
+    assert view.recent_role_starts(90.0), "the absence is none of the two minutes"
 
 
 def test_time_in_which_nobody_looked_is_nobodys_silence() -> None:
-    view = View(began=0.0)
-    view.take(beat(ttl_seconds=2.0), 10.0)
-    view.progress("g:0", 10.0, live=True)
-    view.absent(30.0)
-    [executor] = view.present(41.0)
+    view = RunState(began=0.0)
+    view.on_record(beat(ttl_seconds=2.0), 10.0)
+    view.on_progress("g:0", 10.0, live=True)
+    view.add_absence(30.0)
+    [executor] = view.present_executors(41.0)
     assert (executor.silent_seconds, 41.0 - view.applied_at) == (1.0, 1.0)
-    [executor] = view.present(42.5)
+    [executor] = view.present_executors(42.5)
     assert executor.silent, "what is not heard once somebody looks again is silent"
 
 
@@ -382,36 +384,33 @@ def test_time_in_which_nobody_looked_is_nobodys_silence() -> None:
 def test_every_trajectory_of_an_open_group_is_in_a_turn_or_waits_for_the_trainer(
     events: list[tuple[int, str]],
 ) -> None:
-    view = View(began=0.0)
-    view.take(Group(group_id="g", group_size=3, state=GroupState.OPEN, offset=0, changed_at=0.0), 0.0)
+    view = RunState(began=0.0)
+    view.on_record(Group(group_id="g", group_size=3, state=GroupState.OPEN, offset=0, changed_at=0.0), 0.0)
     live: set[int] = set()
     settled: set[int] = set()
     for index, event in events:
         name = f"g:{index}"
         if event == "settled":
             settled.add(index)
-            view.take(msgspec.structs.replace(OUTCOME, group_id="g", trajectory_id=name), 1.0)
+            view.on_record(msgspec.structs.replace(OUTCOME, group_id="g", trajectory_id=name), 1.0)
         else:
             (live.add if event == "live" else live.discard)(index)
-            view.progress(name, 1.0, live=event == "live")
+            view.on_progress(name, 1.0, live=event == "live")
     assert view.in_a_turn == len(live - settled)
     assert view.waiting_for_trainer == 3 - len(live | settled)
     assert view.open_groups == (len(settled) < 3)
-    view.take(Group(group_id="g", group_size=3, state=GroupState.SETTLED, offset=0, changed_at=0.0), 2.0)
+    view.on_record(Group(group_id="g", group_size=3, state=GroupState.SETTLED, offset=0, changed_at=0.0), 2.0)
     assert (view.open_groups, view.in_a_turn, view.waiting_for_trainer) == (0, 0, 0)
 
 
 def test_a_refused_prompt_is_asked_for_no_more_until_a_mended_one_opens_its_group() -> None:
-    view = View(began=0.0)
+    view = RunState(began=0.0)
     for state, refused in ((GroupState.REFUSED, 3), (GroupState.OPEN, 0), (GroupState.SETTLED, 0)):
-        view.take(Group(group_id="g", group_size=3, state=state, offset=0, changed_at=0.0), 0.0)
+        view.on_record(Group(group_id="g", group_size=3, state=state, offset=0, changed_at=0.0), 0.0)
         assert view.refused == refused
 
 
 def test_a_roles_collector_looks_past_what_was_there_when_it_began() -> None:
-    program = (
-        "import gc; from pipeline.command.roles import look_past_imports; look_past_imports();"
-        "print(len(gc.get_objects()))"
-    )
+    program = "import gc; from pipeline.cli.roles import freeze_imports; freeze_imports();print(len(gc.get_objects()))"
     looked_at = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert int(looked_at) < 100, "tens of thousands were imported"

@@ -11,14 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.command.broker import DATA, RunBroker, log_of, run_broker
-from pipeline.command.client import watch_run
-from pipeline.command.config import SHARED, Config, load, section_types, without_settings
-from pipeline.command.documentation import field_sentences
-from pipeline.command.options import Common
-from pipeline.command.resolved import resolved_toml, without_secrets
-from pipeline.command.session import write_configuration
-from pipeline.command.telling import tell_why
+from pipeline.cli.replay import print_why
+from pipeline.cli.run_commands import watch_run
+from pipeline.config.field_docs import field_docs
+from pipeline.config.load import SHARED, Config, load, resolved_toml, section_types, without_secrets, without_settings
+from pipeline.config.options import Common
+from pipeline.local.broker import DATA_FOLDER, RunBroker, readable_log, run_broker
+from pipeline.local.run import write_configuration
 from schemas.errors import UsageError
 from topics.errors import BrokerUnreachable
 from topics.settings import BusSettings
@@ -50,7 +49,7 @@ def test_flags_win_over_the_environment_over_the_file_over_the_defaults(
     common = in_file(tmp_path, "[router]\nmax_attempts = 3\nmax_lag_versions = 3\n[run]\nexecutors = 3\nseed = 3\n")
     monkeypatch.setenv("ROSE_ROUTER__MAX_LAG_VERSIONS", "4")
     monkeypatch.setenv("ROSE_RUN__EXECUTORS", "4")
-    config = load(dataclasses.replace(common, settings=["run.executors=5"]).saying(seed=("run.seed", 6)))
+    config = load(dataclasses.replace(common, settings=["run.executors=5"]).with_overrides(seed=("run.seed", 6)))
     router, run = config.settings.router, config.settings.run
     assert (router.max_attempts, router.max_lag_versions, run.executors, run.seed) == (3, 4, 5, 6)
     assert run.environment_workers == section_types()["run"]().environment_workers
@@ -81,12 +80,12 @@ def test_a_run_s_folder_that_was_moved_is_told_where_its_broker_would_be_looked_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "demo" / DATA).mkdir(parents=True)
+    (tmp_path / "runs" / "demo" / DATA_FOLDER).mkdir(parents=True)
     closed = "127.0.0.1:1"
     write_configuration(load(Common()), RunBroker(BusSettings(closed), "own", None))
     (tmp_path / "runs" / "demo").rename(tmp_path / "runs" / "old")
     moved = load(Common(run="old"))
-    for reach in (log_of, run_broker):
+    for reach in (readable_log, run_broker):
         with pytest.raises(UsageError, match=r"runs/old was in runs/demo.*move the folder back"), reach(moved):
             pass
 
@@ -101,7 +100,7 @@ def test_a_run_s_folder_that_was_moved_is_told_where_its_broker_would_be_looked_
             "runs/demo/config.toml has it there: start it, or say where it is now by",
         ),
         (
-            lambda common: tell_why(common, "a:0"),
+            lambda common: print_why(common, "a:0"),
             False,
             "one that `rose up` started had its log in runs/demo/broker, which is not there",
         ),
@@ -113,7 +112,7 @@ def test_a_run_whose_broker_does_not_answer_is_told_who_named_that_and_how_to_go
     monkeypatch.chdir(tmp_path)
     write_configuration(load(Common()), RunBroker(BusSettings("127.0.0.1:1"), "own", None))
     if own:
-        (tmp_path / "runs" / "demo" / DATA).mkdir()
+        (tmp_path / "runs" / "demo" / DATA_FOLDER).mkdir()
     with pytest.raises(BrokerUnreachable, match=r"no Kafka broker answers at 127\.0\.0\.1:1") as unreachable:
         look(Common(run="demo"))
     assert says in str(unreachable.value)
@@ -371,13 +370,13 @@ def test_sections_that_do_not_fit_together_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["a b", "a/b", "../up", "x" * 128, "ä", "a\n"])
 def test_a_run_that_no_manifest_can_name_is_refused_before_anything_starts(name: str) -> None:
-    refused = refusal(Common(said=(("--name", "run.name", name),)))
+    refused = refusal(Common(overrides=(("--name", "run.name", name),)))
     assert "characters, of A-Z a-z 0-9" in refused
 
 
 @pytest.mark.parametrize("name", ["", ".", ".."])
 def test_a_run_writes_in_a_folder_of_its_own(name: str) -> None:
-    assert "names a folder of its own" in refusal(Common(said=(("--name", "run.name", name),)))
+    assert "names a folder of its own" in refusal(Common(overrides=(("--name", "run.name", name),)))
 
 
 @pytest.mark.parametrize("namespace", ["a b", "a/b", "a:b", "x" * 101, "ä", "rose.b.", "team.rose."])
@@ -397,7 +396,7 @@ def test_versions_travel_in_what_the_engines_hold(engine: str) -> None:
 
 def test_every_field_has_a_sentence() -> None:
     for section, declared_by in section_types().items():
-        sentences = field_sentences(declared_by)
+        sentences = field_docs(declared_by)
         for field in dataclasses.fields(declared_by):
             assert sentences.get(field.name, "").endswith("."), f"{section}.{field.name} has no sentence"
 
@@ -416,7 +415,7 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=2
 def test_the_resolved_configuration_reads_back_as_it_was(
     tmp_path: Path, folder: str, properties: dict[str, str], arguments: dict[str, object], learning_rate: float
 ) -> None:
-    common = Common(said=(("-", "run.folder", folder), ("-", "trainer.learning_rate", str(learning_rate))))
+    common = Common(overrides=(("-", "run.folder", folder), ("-", "trainer.learning_rate", str(learning_rate))))
     config = load(common)
     broker = dataclasses.replace(config.settings.broker, properties=properties)
     tasks = dataclasses.replace(config.settings.tasks, arguments=arguments)

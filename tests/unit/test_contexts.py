@@ -15,8 +15,8 @@ from schemas.contexts import ContextMissing, assemble_context, context_fields
 from schemas.limits import MAX_CHAIN
 from schemas.turns import TurnDispatch, TurnRequest
 from schemas.wire import decode, encode
-from tests.unit.routing_fixtures import dispatched, request
-from tests.waiting import until
+from tests.support.routing_fixtures import dispatched, request
+from tests.support.waiting import until
 from topics.errors import BusError
 from topics.records import Envelope, Place
 from topics.settings import BusSettings

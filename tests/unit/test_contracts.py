@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.command.config import load
-from pipeline.command.contracts import asyncapi, prompt_schema, rendered
-from pipeline.command.options import Common
+from pipeline.config.load import load
+from pipeline.config.options import Common
+from pipeline.contracts.asyncapi import asyncapi, prompt_schema, render_document
 from schemas.errors import RecordError
 from schemas.prompts import Prompt
 from schemas.record import Record
@@ -34,11 +34,11 @@ ASYNCAPI_SCHEMAS = "@asyncapi/specs@6.11.1"
 
 
 def test_the_document_that_is_checked_in_is_the_generated_one() -> None:
-    assert (DOCS / "asyncapi.json").read_text() == rendered(asyncapi(load(Common())))
+    assert (DOCS / "asyncapi.json").read_text() == render_document(asyncapi(load(Common())))
 
 
 def test_the_schema_of_a_prompt_that_is_checked_in_is_the_generated_one() -> None:
-    assert (DOCS / "prompt.schema.json").read_text() == rendered(prompt_schema())
+    assert (DOCS / "prompt.schema.json").read_text() == render_document(prompt_schema())
 
 
 def test_a_cluster_of_ones_own_has_its_own_document() -> None:

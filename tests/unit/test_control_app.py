@@ -19,7 +19,7 @@ from pipeline.control.metrics import export_metrics
 from pipeline.control.page import page_of, state_of
 from schemas.errors import UsageError
 from schemas.grants import CapacityGrant, GrantSource
-from tests.unit.control_fixtures import CONFIG, DEDICATED, JOB, fleet, line, summary
+from tests.support.control_fixtures import CONFIG, DEDICATED, JOB, fleet, line, summary
 
 
 def authority(folder: Path) -> Path:

@@ -15,7 +15,7 @@ from pipeline.control.rebalancing import FORGET_SECONDS
 from schemas.cells import CellSummary, ExecutorLine
 from schemas.grants import CapacityGrant, GrantSource
 from schemas.heartbeats import ExecutorState
-from tests.unit.control_fixtures import (
+from tests.support.control_fixtures import (
     CONFIG,
     DEDICATED,
     JOB,

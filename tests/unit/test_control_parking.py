@@ -10,7 +10,7 @@ from pipeline.control.config import ControlConfig
 from pipeline.control.elasticity import ElasticityCore
 from schemas.cells import ExecutorLine
 from schemas.grants import CapacityGrant
-from tests.unit.control_fixtures import CONFIG, JOB, at_work, changed, line, summary
+from tests.support.control_fixtures import CONFIG, JOB, at_work, changed, line, summary
 
 
 def told(

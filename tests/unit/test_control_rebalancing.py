@@ -14,7 +14,7 @@ from pipeline.control.rebalancing import MAX_MOVE_SECONDS, REPEAT_SECONDS, UNNAM
 from schemas.cells import CellSummary, ExecutorLine
 from schemas.grants import CapacityGrant, GrantSource
 from schemas.wire import encode
-from tests.unit.control_fixtures import JOB, at_work, line, summary
+from tests.support.control_fixtures import JOB, at_work, line, summary
 
 CONFIG = ControlConfig(lease_seconds=12.0, margin_seconds=2.0, dwell_seconds=5.0, idle_seconds=4.0)
 SLOTS = 8

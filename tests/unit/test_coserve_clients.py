@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 
 from bench.coserving.clients import Rolled, RolloutOrders, UserOrders, roll, use
-from workers.users.requests import Request
-from workers.users.stream import Answer, ask, session
+from workers.loadgen.completion_stream import StreamedCompletion, http_session, stream_completion
+from workers.loadgen.trace_requests import Request
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -48,12 +48,12 @@ LAST = {
 }
 
 
-async def answer_of(*chunks: object, wanted: int) -> Answer:
+async def answer_of(*chunks: object, wanted: int) -> StreamedCompletion:
     async def handler(request: web.Request) -> web.StreamResponse:
         return await streamed(request, *chunks)
 
-    async with serving(handler) as url, session(5) as client:
-        return await ask(client, url, {"prompt": [5, 6], "max_tokens": wanted}, due=time.monotonic())
+    async with serving(handler) as url, http_session(5) as client:
+        return await stream_completion(client, url, {"prompt": [5, 6], "max_tokens": wanted}, due=time.monotonic())
 
 
 async def test_tokens_that_come_together_have_one_moment() -> None:
@@ -80,8 +80,8 @@ async def test_an_answer_that_is_not_whole_is_an_error_in_a_sentence(chunks: tup
 
 
 async def test_who_cannot_be_reached_is_an_error_too() -> None:
-    async with session(5) as client:
-        answer = await ask(client, "http://127.0.0.1:1", {"prompt": [5], "max_tokens": 1}, due=0.0)
+    async with http_session(5) as client:
+        answer = await stream_completion(client, "http://127.0.0.1:1", {"prompt": [5], "max_tokens": 1}, due=0.0)
     assert answer.error.startswith("ClientConnectorError")
 
 

@@ -22,7 +22,7 @@ from bench.coserving.pace import LEAST, MOST, PaceError, search
 from bench.coserving.results import checks, peers, standings, worst
 from bench.coserving.server import Server, ServerError
 from bench.coserving.windows import Budgets, Window, busy, figures, flaw, late
-from workers.users.stream import Answer
+from workers.loadgen.completion_stream import StreamedCompletion
 
 times = st.lists(st.floats(0, 100), min_size=1, max_size=50)
 BUDGETS = Budgets(ttft=0.1, tpot=0.02)
@@ -94,9 +94,9 @@ def test_where_no_pace_will_do_the_search_ends() -> None:
         search(lambda pace: 0.9, 1.0)
 
 
-def answer(due: float, wait: float, *, tokens: int = 5, gap: float = 0.01, error: str = "") -> Answer:
+def answer(due: float, wait: float, *, tokens: int = 5, gap: float = 0.01, error: str = "") -> StreamedCompletion:
     moments = [due + wait + gap * i for i in range(tokens)]
-    return Answer(
+    return StreamedCompletion(
         due=due,
         sent=due,
         prompt_tokens=64,
@@ -230,7 +230,7 @@ def test_a_window_without_users_has_guests_alone() -> None:
 def test_a_client_is_as_late_as_its_requests_or_its_timer() -> None:
     some = window("alone", 0, 0.04)
     assert late(some) == 0.001
-    behind = [Answer(due=1.0, sent=1.5, prompt_tokens=1)]
+    behind = [StreamedCompletion(due=1.0, sent=1.5, prompt_tokens=1)]
     assert late(Window("alone", 0, 0.0, 2.0, behind, [0.001] * 999, some.rolled, some.server)) == 0.5
 
 

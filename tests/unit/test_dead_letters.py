@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import topics.dead_letters
-from pipeline.command.letters import mended, show_value
+from pipeline.cli.dead_letters import edited_message, show_value
 from schemas.errors import UsageError
 from topics.catalog import PROMPTS, SAMPLES, Topic
 from topics.dead_letter_headers import KEY, OFFSET, PARTITION, REASON, SENT_BACK, from_dead_letter, to_dead_letter
@@ -153,7 +153,7 @@ def check(value: bytes) -> None:
     assert show_value(letter) or not value
     for change in ("environment=x", "environment=" + "[" * 5000):
         try:
-            fields: Any = msgspec.msgpack.decode(mended(letter, None, [change]).value or b"")
+            fields: Any = msgspec.msgpack.decode(edited_message(letter, None, [change]).value or b"")
         except UsageError:
             continue
         assert "environment" in fields

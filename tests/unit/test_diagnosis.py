@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.command.diagnosis import STANDSTILL_SECONDS, STILL_SECONDS, Finding, Severity, diagnose, headline
-from pipeline.command.facts import ExecutorFacts, Facts, Patience, RoleFacts
+from pipeline.monitor.diagnosis import STALLED_SECONDS, STANDSTILL_SECONDS, Finding, Severity, diagnose, headline
+from pipeline.monitor.facts import ExecutorFacts, Facts, Patience, RoleFacts
 from schemas.heartbeats import ExecutorState
 
 READY, STARTING = ExecutorState.READY, ExecutorState.STARTING
@@ -169,7 +169,7 @@ def test_the_rest_is_worth_a_note() -> None:
     notes = [each.sentence for each in diagnose(facts)]
     assert "the clock of executor-0 is 90 s behind ours" in notes
     assert "lender-0 lends no more than it does now: serving took room back 3 times since it started" in notes
-    assert "2 dead letters (2 of rose.prompts.submitted.v1): see `rose letters list`" in notes
+    assert "2 dead letters (2 of rose.prompts.submitted.v1): see `rose dlq list`" in notes
     assert "the window is full: 2 groups are open, 5 prompts wait" in notes
 
 
@@ -221,7 +221,7 @@ def some_facts(moments: st.SearchStrategy[float] = MOMENTS) -> st.SearchStrategy
 def test_a_run_that_stands_still_always_has_one_line_and_one_that_moves_never(facts: Facts) -> None:
     findings = diagnose(facts)
     why = headline(facts, findings)
-    assert (why is None) == (facts.applied_seconds < STILL_SECONDS)
+    assert (why is None) == (facts.applied_seconds < STALLED_SECONDS)
     if why is not None:
         assert why.startswith("nothing moves")
         assert "\n" not in why
@@ -229,7 +229,7 @@ def test_a_run_that_stands_still_always_has_one_line_and_one_that_moves_never(fa
     assert severities == sorted(severities, key=list(Severity).index)
 
 
-@given(some_facts(st.floats(STILL_SECONDS, 10_000)))
+@given(some_facts(st.floats(STALLED_SECONDS, 10_000)))
 def test_while_work_is_left_and_nothing_moves_somebody_waits_and_in_the_end_somebody_is_unwell(facts: Facts) -> None:
     worst = [each.severity for each in diagnose(facts)][:1]
     if facts.work_left:

@@ -11,7 +11,7 @@ from bench.policies import CACHE_THRESHOLD, RadixTree, Sticky
 from bench.routing import Rose, figures
 from bench.sessions import Session, Turn, Workload, reusable
 from schemas.turns import Refusal, TurnKey, TurnOutcome, TurnTimes
-from tests.unit.routing_fixtures import dispatched, request
+from tests.support.routing_fixtures import dispatched, request
 
 MACHINE = Machine(
     kind="even", base_seconds=0.01, token_seconds=1e-4, lanes=3, step_tokens=64, block_tokens=8, kv_blocks=24

@@ -14,7 +14,7 @@ from schemas.grants import CapacityGrant, GrantSource
 from schemas.heartbeats import ExecutorState, SlackHeartbeat
 from schemas.prompts import Sampling
 from schemas.turns import Part, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, VersionSpan, held_hash
-from tests.unit.routing_fixtures import dispatched, request
+from tests.support.routing_fixtures import dispatched, request
 from workers.executor.grants import MAX_BLOCKED_SECONDS, Lease
 
 RATES = Rates(prefill_tokens_per_second=500.0, decode_tokens_per_second=10.0, max_turns=2, kv_tokens=1024)

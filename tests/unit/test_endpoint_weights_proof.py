@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from tests.integration.families import tiny_policy
+from tests.support.model_families import tiny_policy
 from workers.lender.endpoint.weights_proof import (
     ANSWER_TOKENS,
     ProbeAnswer,

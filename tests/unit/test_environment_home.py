@@ -14,10 +14,10 @@ from topics.catalog import MAX_MESSAGE_BYTES, PROMPTS
 from topics.reader import Reader
 from topics.records import Envelope, InvalidMessage, RawMessage
 from topics.settings import BusSettings
-from workers.environments.home import OLD_BATCH, Decision, Fate, Home, Unfinished
-from workers.environments.outbox import AGAIN_SECONDS, Outbox, group_of
+from workers.environments.home import OLD_BATCH, DecisionKind, Home, OffsetTracker, PromptDecision
+from workers.environments.outbox import AGAIN_SECONDS, Outbox, group_record
 from workers.environments.recovery import Recovery
-from workers.environments.trajectory import Rules, begin
+from workers.environments.trajectory import TrajectoryRules, begin
 
 HOMES = 4
 HERE = [f"g{number}" for number in range(40) if home_partition(f"g{number}", HOMES) == 1]
@@ -39,36 +39,41 @@ def home(prompts_from: int = 10) -> Home:
     return made
 
 
-def decide(of: Home, *, room: bool = True) -> Decision:
-    decision = of.decide(room=room, outcomes_from=0)
+def decide(of: Home, *, room: bool = True) -> PromptDecision:
+    decision = of.decide(has_room=room, outcomes_from=0)
     assert decision is not None
     return decision
 
 
-def put_on_the_log(of: Home, decision: Decision) -> None:
+def put_on_the_log(of: Home, decision: PromptDecision) -> None:
     """As the outbox does it."""
-    if decision.fate is Fate.OPEN or (decision.fate is Fate.REFUSE and decision.prompt and not decision.repeated):
-        state = GroupState.OPEN if decision.fate is Fate.OPEN else GroupState.REFUSED
-        offset, decided_to = decision.found.offset, of.prompts_low_water
-        of.knows(group_of(decision.opens, state, offset=offset, decided_to=decided_to, outcomes_from=0, now=0.0))
+    if decision.kind is DecisionKind.OPEN or (
+        decision.kind is DecisionKind.REFUSE and decision.prompt and not decision.repeated
+    ):
+        state = GroupState.OPEN if decision.kind is DecisionKind.OPEN else GroupState.REFUSED
+        offset, decided_to = decision.message.offset, of.prompts_low_water
+        of.on_group(group_record(decision.opens, state, offset=offset, decided_to=decided_to, outcomes_from=0, now=0.0))
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 3), st.sampled_from(["read", "passed", "done"]), st.integers(0, 99)), max_size=40)
+    st.lists(
+        st.tuples(st.integers(1, 3), st.sampled_from(["on_read", "on_skipped", "on_done"]), st.integers(0, 99)),
+        max_size=40,
+    )
 )
 def test_the_low_water_is_the_oldest_offset_that_is_not_done(events: list[tuple[int, str, int]]) -> None:
-    inputs, offset = Unfinished(5), 5
+    inputs, offset = OffsetTracker(5), 5
     undone: set[int] = set()
     for gap, what, pick in events:
-        if what == "done":
+        if what == "on_done":
             if undone:
                 chosen = sorted(undone)[pick % len(undone)]
                 undone.discard(chosen)
-                inputs.done(chosen)
+                inputs.on_done(chosen)
         else:
             offset += gap - 1  # transaction markers leave holes in the offsets
             getattr(inputs, what)(offset)
-            if what == "read":
+            if what == "on_read":
                 undone.add(offset)
             offset += 1
         assert inputs.low_water == min(undone, default=offset)
@@ -76,10 +81,10 @@ def test_the_low_water_is_the_oldest_offset_that_is_not_done(events: list[tuple[
 
 def test_groups_open_past_one_that_is_still_reset_and_all_else_waits_for_it() -> None:
     here = home()
-    here.submitted(found(10, HERE[0]))
-    here.submitted(InvalidMessage(PROMPTS, 1, 11, RawMessage(None, b"?"), "no prompt"))
+    here.on_prompt(found(10, HERE[0]))
+    here.on_prompt(InvalidMessage(PROMPTS, 1, 11, RawMessage(None, b"?"), "no prompt"))
     for offset, group_id in ((12, HERE[1]), (13, HERE[2])):
-        here.submitted(found(offset, group_id))
+        here.on_prompt(found(offset, group_id))
     slow, spoiled, quick, refused = (decide(here) for _ in range(4))
     assert here.take_complete() == []
     quick.awaited = refused.awaited = 0
@@ -93,58 +98,58 @@ def test_groups_open_past_one_that_is_still_reset_and_all_else_waits_for_it() ->
 def test_a_prompt_that_others_overtook_is_decided_after_a_restart_also_when_the_offsets_are_gone(first: int) -> None:
     here = home(first)
     for offset, group_id in ((first, HERE[0]), (first + 1, HERE[1])):
-        here.submitted(found(offset, group_id))
+        here.on_prompt(found(offset, group_id))
     _slow, quick = decide(here), decide(here)
     quick.awaited = 0
     (opened,) = here.take_complete()
     put_on_the_log(here, opened)
     again = Home(1, homes=HOMES)
-    record = group_of(opened.opens, GroupState.OPEN, offset=first + 1, decided_to=first, outcomes_from=0, now=0.0)
+    record = group_record(opened.opens, GroupState.OPEN, offset=first + 1, decided_to=first, outcomes_from=0, now=0.0)
     assert here.groups[record.group_id].decided_to == record.decided_to
-    again.knows(record)
+    again.on_group(record)
     assert Recovery(again).prompts_from(0) == first
     again.begin(prompts_from=first, results_from=20)
     for offset, group_id in ((first, HERE[0]), (first + 1, HERE[1])):
-        again.submitted(found(offset, group_id))
-    assert [decide(again).fate for _ in range(2)] == [Fate.OPEN, Fate.PASS]
+        again.on_prompt(found(offset, group_id))
+    assert [decide(again).kind for _ in range(2)] == [DecisionKind.OPEN, DecisionKind.PASS]
 
 
 def test_a_group_id_opens_once_unless_its_prompt_was_refused() -> None:
     here = home()
     for offset, group_id in ((10, HERE[0]), (11, HERE[1]), (12, HERE[0]), (13, HERE[0])):
-        here.submitted(found(offset, group_id))
+        here.on_prompt(found(offset, group_id))
     first, other = decide(here), decide(here)
-    assert here.decide(room=True, outcomes_from=0) is None, "the first prompt of this id may still be refused"
+    assert here.decide(has_room=True, outcomes_from=0) is None, "the first prompt of this id may still be refused"
     here.refuse(first, "bad arguments")
     first.awaited = other.awaited = 0
     for decision in here.take_complete():
         put_on_the_log(here, decision)
     second = decide(here)
-    assert second.fate is Fate.OPEN, "nothing was opened under this id"
+    assert second.kind is DecisionKind.OPEN, "nothing was opened under this id"
     second.awaited = 0
     for decision in here.take_complete():
         put_on_the_log(here, decision)
     third = decide(here)
-    assert third.fate is Fate.REFUSE and third.repeated and "submitted before" in third.refusal
+    assert third.kind is DecisionKind.REFUSE and third.repeated and "submitted before" in third.refusal
 
 
 def test_a_prompt_of_another_home_goes_there_whatever_the_window() -> None:
     here = home()
-    here.submitted(found(10, ELSEWHERE))
+    here.on_prompt(found(10, ELSEWHERE))
     decision = decide(here, room=False)
-    assert (decision.fate, decision.home, decision.awaited) == (Fate.FORWARD, 3, 0)
-    here.submitted(found(11, ELSEWHERE, value=bytes(MAX_MESSAGE_BYTES)))
+    assert (decision.kind, decision.home, decision.awaited) == (DecisionKind.FORWARD, 3, 0)
+    here.on_prompt(found(11, ELSEWHERE, value=bytes(MAX_MESSAGE_BYTES)))
     too_large = decide(here)
-    assert too_large.fate is Fate.REFUSE and "partition 3" in too_large.refusal
+    assert too_large.kind is DecisionKind.REFUSE and "partition 3" in too_large.refusal
 
 
 def test_no_group_opens_without_room_and_what_is_no_prompt_needs_none() -> None:
     here = home()
-    here.submitted(InvalidMessage(PROMPTS, 1, 10, RawMessage(None, b"?"), "no prompt"))
-    here.submitted(Envelope(None, PROMPTS, 1, 11, "", 0.0, RawMessage(None, None)))
-    here.submitted(found(12, HERE[0]))
-    assert [decide(here, room=False).fate for _ in range(2)] == [Fate.REFUSE] * 2
-    assert here.decide(room=False, outcomes_from=0) is None
+    here.on_prompt(InvalidMessage(PROMPTS, 1, 10, RawMessage(None, b"?"), "no prompt"))
+    here.on_prompt(Envelope(None, PROMPTS, 1, 11, "", 0.0, RawMessage(None, None)))
+    here.on_prompt(found(12, HERE[0]))
+    assert [decide(here, room=False).kind for _ in range(2)] == [DecisionKind.REFUSE] * 2
+    assert here.decide(has_room=False, outcomes_from=0) is None
     assert len(list(here.take_complete())) == 2 and here.prompts_low_water == 12
 
 
@@ -168,7 +173,7 @@ def test_whenever_a_worker_dies_and_whatever_is_forgotten_every_prompt_is_decide
 ) -> None:
     """`crash, True`: the group's committed offsets are gone as well."""
     log: list[Envelope | InvalidMessage] = []
-    decided: dict[int, Fate] = {}
+    decided: dict[int, DecisionKind] = {}
     opened: list[str] = []
     groups: list[tuple[str, GroupState, int, int]] = []
     outcomes: list[str] = []
@@ -178,19 +183,19 @@ def test_whenever_a_worker_dies_and_whatever_is_forgotten_every_prompt_is_decide
         offset = 10 + len(log)
         spoiled = InvalidMessage(PROMPTS, 1, offset, RawMessage(None, b"?"), "no prompt")
         log.append(spoiled if name == "?" else found(offset, name))
-        here.submitted(log[-1])
+        here.on_prompt(log[-1])
 
     def commit() -> None:
         nonlocal committed
         for decision in here.take_complete():
             put_on_the_log(here, decision)
-            offset = decision.found.offset
-            if decision.fate is Fate.PASS:
+            offset = decision.message.offset
+            if decision.kind is DecisionKind.PASS:
                 continue
             # without offsets a prompt that was sent on is sent on again: its home meets it by its group
-            assert offset not in decided or decision.fate is Fate.FORWARD
-            decided[offset] = decision.fate
-            if decision.fate is Fate.OPEN:
+            assert offset not in decided or decision.kind is DecisionKind.FORWARD
+            decided[offset] = decision.kind
+            if decision.kind is DecisionKind.OPEN:
                 opened.append(decision.opens.group_id)
         for record in here.take_settled(1.0):
             assert {trajectory_id(record.group_id, at) for at in (0, 1)} <= set(outcomes)
@@ -199,23 +204,23 @@ def test_whenever_a_worker_dies_and_whatever_is_forgotten_every_prompt_is_decide
 
     def crash(*, forgotten: bool) -> None:
         nonlocal here
-        buried = [at for at, fate in decided.items() if fate is Fate.REFUSE] if forgotten else []
-        here = Home(1, homes=HOMES, buried=frozenset((PROMPTS.name, offset) for offset in buried))
+        buried = [at for at, fate in decided.items() if fate is DecisionKind.REFUSE] if forgotten else []
+        here = Home(1, homes=HOMES, dead_lettered=frozenset((PROMPTS.name, offset) for offset in buried))
         for name, state, offset, decided_to in groups:
             prompt = prompt_of(name)
-            here.knows(group_of(prompt, state, offset=offset, decided_to=decided_to, outcomes_from=0, now=0.0))
+            here.on_group(group_record(prompt, state, offset=offset, decided_to=decided_to, outcomes_from=0, now=0.0))
         begin = Recovery(here).prompts_from(10) if forgotten else committed
         here.begin(prompts_from=begin, results_from=0)
         for message in log[begin - 10 :]:
-            here.submitted(message)
+            here.on_prompt(message)
         for at, said in enumerate(outcomes):
-            here.outcome(said.partition(":")[0], said, at)
+            here.on_outcome(said.partition(":")[0], said, at)
 
     for what, detail in events:
         if what == "submit":
             submit(str(detail))
         elif what == "decide":
-            here.decide(room=bool(detail), outcomes_from=0)
+            here.decide(has_room=bool(detail), outcomes_from=0)
         elif what == "reset":
             for decision in reversed(here.decisions) if len(log) % 2 else here.decisions:
                 if decision.awaited:
@@ -227,11 +232,11 @@ def test_whenever_a_worker_dies_and_whatever_is_forgotten_every_prompt_is_decide
             commit()
         elif what == "outcome" and str(detail).partition(":")[0] in opened:
             outcomes.append(str(detail))
-            here.outcome(str(detail).partition(":")[0], str(detail), len(outcomes))
+            here.on_outcome(str(detail).partition(":")[0], str(detail), len(outcomes))
         elif what == "crash":
             crash(forgotten=bool(detail))
     crash(forgotten=False)
-    while here.decide(room=True, outcomes_from=0) is not None or here.decisions:
+    while here.decide(has_room=True, outcomes_from=0) is not None or here.decisions:
         for decision in here.decisions:
             decision.awaited = 0
         commit()
@@ -240,21 +245,21 @@ def test_whenever_a_worker_dies_and_whatever_is_forgotten_every_prompt_is_decide
     for offset, fate in decided.items():
         message = log[offset - 10]
         name = message.record.group_id if isinstance(message, Envelope) and isinstance(message.record, Prompt) else "?"
-        assert (fate is Fate.FORWARD) == (name == ELSEWHERE)
-        assert name != "?" or fate is Fate.REFUSE
+        assert (fate is DecisionKind.FORWARD) == (name == ELSEWHERE)
+        assert name != "?" or fate is DecisionKind.REFUSE
     unsettled = {name for name in opened if not {trajectory_id(name, at) for at in (0, 1)} <= set(outcomes)}
-    assert set(here.unsettled) == unsettled, "no window slot leaks"
+    assert set(here.open_groups) == unsettled, "no window slot leaks"
 
 
 def test_a_group_is_unsettled_until_each_of_its_trajectories_has_an_outcome() -> None:
     here = home()
-    here.knows(group_of(prompt_of("a", size=3), GroupState.OPEN, offset=10, outcomes_from=5, now=0.0))
-    here.outcome("a", "a:1", 4)
+    here.on_group(group_record(prompt_of("a", size=3), GroupState.OPEN, offset=10, outcomes_from=5, now=0.0))
+    here.on_outcome("a", "a:1", 4)
     for said in ("a:0", "a:2", "a:2", "a:x", "a:999999999", "b:1"):
-        here.outcome(said.partition(":")[0], said, 6)
-        assert "a" in here.unsettled, "the outcome at 4 is of an earlier group of this id"
-    here.outcome("a", "a:1", 7)
-    assert not here.unsettled
+        here.on_outcome(said.partition(":")[0], said, 6)
+        assert "a" in here.open_groups, "the outcome at 4 is of an earlier group of this id"
+    here.on_outcome("a", "a:1", 7)
+    assert not here.open_groups
     assert [(group.group_id, group.state) for group in here.take_settled(2.0)] == [("a", GroupState.SETTLED)]
     assert here.take_settled(3.0) == [] and here.groups["a"].state is GroupState.SETTLED
 
@@ -262,10 +267,12 @@ def test_a_group_is_unsettled_until_each_of_its_trajectories_has_an_outcome() ->
 def test_a_group_whose_outcomes_are_kept_no_more_leaks_no_window_slot() -> None:
     here = home()
     for offset, name in enumerate(("old", "lives", "young")):
-        record = group_of(prompt_of(name), GroupState.OPEN, offset=offset, outcomes_from=9 * (name == "young"), now=0.0)
-        here.knows(record)
+        record = group_record(
+            prompt_of(name), GroupState.OPEN, offset=offset, outcomes_from=9 * (name == "young"), now=0.0
+        )
+        here.on_group(record)
     here.trajectories["lives:1"] = begin(prompt_of("lives"), 1, home=1, observation=b"", state=b"")
-    assert here.settle_forgotten(5) == ["old"] and set(here.unsettled) == {"lives", "young"}
+    assert here.settle_expired(5) == ["old"] and set(here.open_groups) == {"lives", "young"}
     assert [group.group_id for group in here.take_settled(1.0)] == ["old"]
 
 
@@ -273,20 +280,22 @@ def test_a_group_whose_outcomes_are_kept_no_more_leaks_no_window_slot() -> None:
 def test_groups_are_forgotten_when_they_are_old_but_for_the_last_one(state: GroupState) -> None:
     here = home()
     for offset, name in enumerate(HERE[:3]):
-        here.knows(group_of(prompt_of(name), state, offset=offset, outcomes_from=0, now=float(offset)))
-    here.knows(group_of(prompt_of(HERE[3]), GroupState.OPEN, offset=3, outcomes_from=0, now=0.0))
-    assert here.take_old(101.5, 100.0) == HERE[:2]
-    assert here.take_old(1000.0, 100.0) == HERE[2:3]
-    here.knows(group_of(prompt_of(HERE[3]), state, offset=3, outcomes_from=0, now=0.0))
-    assert here.take_old(1000.0, 100.0) == [], "it says where prompts begin when offsets are gone"
+        here.on_group(group_record(prompt_of(name), state, offset=offset, outcomes_from=0, now=float(offset)))
+    here.on_group(group_record(prompt_of(HERE[3]), GroupState.OPEN, offset=3, outcomes_from=0, now=0.0))
+    assert here.take_expired(101.5, 100.0) == HERE[:2]
+    assert here.take_expired(1000.0, 100.0) == HERE[2:3]
+    here.on_group(group_record(prompt_of(HERE[3]), state, offset=3, outcomes_from=0, now=0.0))
+    assert here.take_expired(1000.0, 100.0) == [], "it says where prompts begin when offsets are gone"
 
 
 def test_old_groups_are_forgotten_as_fast_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a batch in the time between two looks: the rest does not wait for the next."""
     here, now = home(), 1e6
     for offset in range(3 * OLD_BATCH + 2):
-        here.knows(group_of(prompt_of(f"g{offset}"), GroupState.SETTLED, offset=offset, outcomes_from=0, now=0.0))
-    nothing = cast("Rules", None), cast("Reader", None)
+        here.on_group(
+            group_record(prompt_of(f"g{offset}"), GroupState.SETTLED, offset=offset, outcomes_from=0, now=0.0)
+        )
+    nothing = cast("TrajectoryRules", None), cast("Reader", None)
     outbox = Outbox(BusSettings("nowhere:1"), "w", nothing[1], rules=nothing[0], clock=lambda: 1e9)
     monkeypatch.setattr(time, "monotonic", lambda: now)
     forgotten = []
@@ -304,7 +313,7 @@ def request(group_id: str, index: int, offset: int) -> SettleRequest:
 def with_group(offset: int, group_id: str) -> Home:
     """A home with an open group of two, whose trajectories live."""
     of = home()
-    of.submitted(found(offset, group_id))
+    of.on_prompt(found(offset, group_id))
     decision = decide(of)
     put_on_the_log(of, decision)
     for index in range(2):
@@ -316,26 +325,26 @@ def with_group(offset: int, group_id: str) -> Home:
 def test_a_trajectory_is_settled_by_hand_once_and_when_no_step_of_it_is_under_way() -> None:
     of, name = with_group(10, HERE[0]), trajectory_id(HERE[0], 1)
     of.trajectories[name].applying = True
-    of.ask(request(HERE[0], 1, 10))
-    assert list(of.take_asked()) == []
+    of.on_settle_request(request(HERE[0], 1, 10))
+    assert list(of.take_settle_requests()) == []
     of.trajectories[name].applying = False
-    assert list(of.take_asked()) == [(of.trajectories[name], "settled by hand: why")]
+    assert list(of.take_settle_requests()) == [(of.trajectories[name], "settled by hand: why")]
     assert of.trajectories[name].applying, "nothing more is applied to it"
-    assert list(of.take_asked()) == []
+    assert list(of.take_settle_requests()) == []
 
 
 @pytest.mark.parametrize("offset", [9, 11], ids=["an earlier group of its id", "a later one"])
 def test_a_trajectory_is_not_settled_for_another_group_of_its_id(offset: int) -> None:
     of = with_group(10, HERE[0])
-    of.ask(request(HERE[0], 1, offset))
-    assert list(of.take_asked()) == []
+    of.on_settle_request(request(HERE[0], 1, offset))
+    assert list(of.take_settle_requests()) == []
 
 
 def test_what_is_settled_before_its_group_is_opened_begins_nothing() -> None:
     of = home()
     for asked in (request(HERE[0], 0, 10), request(HERE[0], 1, 9), request(ELSEWHERE, 1, 10)):
-        of.ask(asked)
-    assert list(of.take_asked()) == []
-    of.submitted(found(10, HERE[0]))
-    assert of.asked_of(decide(of)) == {0: "settled by hand: why"}
-    assert ELSEWHERE not in {asked.group_id for asked in of.asked.values()}
+        of.on_settle_request(asked)
+    assert list(of.take_settle_requests()) == []
+    of.on_prompt(found(10, HERE[0]))
+    assert of.settle_requests_of(decide(of)) == {0: "settled by hand: why"}
+    assert ELSEWHERE not in {asked.group_id for asked in of.settle_requests.values()}

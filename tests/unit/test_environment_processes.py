@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 
-from tests.integration.scripted_executors import model_folder
-from tests.unit.stage_world import WAIT_SECONDS, act, answers, answers_of
-from tests.unit.wild_environment import CHANGES, FOLDER, NAME
-from tests.waiting import until
+from tests.support.environment_fixtures import WAIT_SECONDS, act, answers, answers_of
+from tests.support.misbehaving_environment import CHANGES, FOLDER, NAME
+from tests.support.scripted_executors import model_folder
+from tests.support.waiting import until
 from topics.errors import BrokerUnreachable
 from topics.settings import BusSettings
-from workers.environments import lanes
-from workers.environments import stage as stage_module
-from workers.environments.apart import Apart
+from workers.environments import runner_group
+from workers.environments import runner_pool as stage_module
 from workers.environments.config import EnvironmentConfig
-from workers.environments.home import Begun
-from workers.environments.jobs import Advance, Answer, Failed, Limits, Reset
+from workers.environments.home import ResetResult
+from workers.environments.jobs import EnvironmentFailure, JobResult, ResetJob, RunnerLimits, StepJob
 from workers.environments.main import run_environment_worker
+from workers.environments.process_runner import ProcessRunner
 from workers.environments.registry import UnknownEnvironment
-from workers.environments.serving import Kind
-from workers.environments.stage import Stage
-from workers.environments.steps import Stepped
+from workers.environments.runner_pool import RunnerPool
+from workers.environments.runner_server import ProcessSetup
+from workers.environments.transitions import StepResult
 
 ENDINGS = {
     "end": "ended with status 3",
@@ -43,7 +43,7 @@ AWAY = """
 import time
 from pathlib import Path
 
-from tests.unit.wild_environment import Wild
+from tests.support.misbehaving_environment import Wild
 
 here = Path(__file__)
 with here.with_name("begun").open("a") as begun:
@@ -64,31 +64,33 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @contextmanager
-def processes(folder: Path, *, timeout_seconds: float = WAIT_SECONDS) -> Iterator[Stage]:
-    limits = Limits(max_live=64, timeout_seconds=timeout_seconds, max_context_tokens=1024)
+def processes(folder: Path, *, timeout_seconds: float = WAIT_SECONDS) -> Iterator[RunnerPool]:
+    limits = RunnerLimits(max_live=64, timeout_seconds=timeout_seconds, max_context_tokens=1024)
 
-    def new_runner(name: str, answer: Any, life: int) -> Apart:
-        kind = Kind(environment=name, model_folder=str(folder), import_paths=sys.path, limits=limits, life=life)
-        return Apart(kind, answer)
+    def new_runner(name: str, answer: Any, life: int) -> ProcessRunner:
+        kind = ProcessSetup(
+            environment=name, model_folder=str(folder), import_paths=sys.path, limits=limits, generation=life
+        )
+        return ProcessRunner(kind, answer)
 
-    stage = Stage(new_runner, limits)
-    stage.new_life(1)
+    stage = RunnerPool(new_runner, limits)
+    stage.begin_generation(1)
     try:
         yield stage
     finally:
         stage.close()
 
 
-def step(name: str, action: str, state: bytes = b"0", *, kind: str = NAME) -> Advance:
+def step(name: str, action: str, state: bytes = b"0", *, kind: str = NAME) -> StepJob:
     return act(name, action, state, environment=kind)
 
 
-def reset(name: str, **arguments: Any) -> Reset:
-    return Reset(life=1, trajectory_id=name, environment=NAME, ticket=name, seed=7, arguments=arguments)
+def reset(name: str, **arguments: Any) -> ResetJob:
+    return ResetJob(generation=1, trajectory_id=name, environment=NAME, ticket=name, seed=7, arguments=arguments)
 
 
-def stepped(answer: Answer) -> bytes:
-    assert isinstance(answer, Stepped), answer
+def stepped(answer: JobResult) -> bytes:
+    assert isinstance(answer, StepResult), answer
     return answer.state
 
 
@@ -99,9 +101,9 @@ def test_an_environment_that_ends_its_process_fails_alone_and_is_told_of(folder:
     with processes(folder) as stage:
         found = answers(stage, [*(step(name, "go", b"4") for name in healthy), step("bad", deed), reset("begun")])
         failed = found.pop("bad")
-        assert isinstance(failed, Failed) and failed.failure.startswith(f"environment {NAME}: its process")
+        assert isinstance(failed, EnvironmentFailure) and failed.failure.startswith(f"environment {NAME}: its process")
         assert ENDINGS[deed] in failed.failure
-        assert isinstance(found.pop("begun"), Begun)
+        assert isinstance(found.pop("begun"), ResetResult)
         assert {stepped(answer) for answer in found.values()} == {b"5"}
         found = answers(stage, [step(name, "go", b"5") for name in healthy])
         assert {stepped(answer) for answer in found.values()} == {b"6"}
@@ -113,7 +115,7 @@ def test_who_ends_its_process_while_no_job_has_it_is_found_among_many(folder: Pa
     with processes(folder) as stage:
         found = answers(stage, [*(step(name, "pause", b"4") for name in healthy), step("bad", "end meanwhile")])
         failed = found.pop("bad")
-        assert isinstance(failed, Failed) and "alone in it" in failed.failure
+        assert isinstance(failed, EnvironmentFailure) and "alone in it" in failed.failure
         assert {stepped(answer) for answer in found.values()} == {b"5"}
 
 
@@ -121,8 +123,8 @@ def test_who_ends_its_process_while_no_job_has_it_is_found_among_many(folder: Pa
 def test_a_reset_that_ends_its_process_fails_alone(folder: Path) -> None:
     with processes(folder) as stage:
         found = answers(stage, [reset("good"), reset("bad", deed="end")])
-        assert isinstance(found["good"], Begun)
-        assert isinstance(found["bad"], Failed) and "ended with status 3" in found["bad"].failure
+        assert isinstance(found["good"], ResetResult)
+        assert isinstance(found["bad"], EnvironmentFailure) and "ended with status 3" in found["bad"].failure
 
 
 @pytest.mark.slow
@@ -132,13 +134,13 @@ def test_who_blocks_its_process_holds_up_nobody_and_fails_in_time(folder: Path, 
     with processes(folder, timeout_seconds=10.0) as stage:
         stage.start([step("bad", deed), *(step(name, "go") for name in "abc")])
         order: list[str] = []
-        failed: Answer | None = None
+        failed: JobResult | None = None
         while len(order) < 4:
-            for job, answer in stage.answers(WAIT_SECONDS):
+            for job, answer in stage.results(WAIT_SECONDS):
                 order.append(job.trajectory_id)
                 failed = answer if job.trajectory_id == "bad" else failed
         assert order[-1] == "bad", "the others did not wait for its time to be over"
-        assert isinstance(failed, Failed) and "blocks its thread for longer than 10 s" in failed.failure
+        assert isinstance(failed, EnvironmentFailure) and "blocks its thread for longer than 10 s" in failed.failure
 
 
 @pytest.mark.slow
@@ -173,7 +175,8 @@ def test_a_module_that_ignores_its_children_hides_no_exit_status(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "ignores_children.py").write_text(
-        "import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nfrom tests.unit.wild_environment import Wild\n"
+        "import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "from tests.support.misbehaving_environment import Wild\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     with processes(folder) as stage:
@@ -187,11 +190,11 @@ def test_a_process_that_somebody_else_ends_fails_nobody(folder: Path) -> None:
         until(lambda: any(folder.rglob("*.waits")))
         (waits,) = folder.rglob("*.waits")
         os.kill(int(waits.stem), signal.SIGKILL)
-        until(lambda: stage.answers(0.0) == [] and len(list(folder.rglob("*.waits"))) == 2)
+        until(lambda: stage.results(0.0) == [] and len(list(folder.rglob("*.waits"))) == 2)
         (waits.parent / "gate").touch()
-        found: dict[str, Answer] = {}
+        found: dict[str, JobResult] = {}
         while len(found) < 2:
-            found |= {job.trajectory_id: answer for job, answer in stage.answers(WAIT_SECONDS)}
+            found |= {job.trajectory_id: answer for job, answer in stage.results(WAIT_SECONDS)}
         assert {stepped(answer) for answer in found.values()} == {b"4"}
 
 
@@ -199,7 +202,7 @@ def test_an_environment_that_ends_its_process_as_it_closes_keeps_its_last_step(f
     kind = NAME.replace("Wild", "EndsAtLast")
     with processes(folder) as stage:
         done = answers(stage, [step("bad", "done", kind=kind)])["bad"]
-        assert isinstance(done, Stepped) and done.done
+        assert isinstance(done, StepResult) and done.done
         assert stepped(answers(stage, [step("good", "go", kind=kind)])["good"]) == b"1"
 
 
@@ -207,8 +210,8 @@ def test_an_environment_that_ends_its_process_as_it_closes_keeps_its_last_step(f
 def test_processes_that_cannot_begin_for_a_while_fail_nobody(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "TRY_SECONDS", 0.01)
-    monkeypatch.setattr(lanes, "LONGEST_TRY_SECONDS", 0.01)
+    monkeypatch.setattr(runner_group, "TRY_SECONDS", 0.01)
+    monkeypatch.setattr(runner_group, "LONGEST_TRY_SECONDS", 0.01)
     (tmp_path / "away.py").write_text(AWAY)
     monkeypatch.syspath_prepend(tmp_path)
     kind, away, begun = "away:Wild", tmp_path / "away", tmp_path / "begun"
@@ -216,18 +219,18 @@ def test_processes_that_cannot_begin_for_a_while_fail_nobody(
         assert stepped(answers(stage, [step("first", "go", kind=kind)])["first"]) == b"1"
         away.touch()
         begun.unlink()
-        found: dict[str, Answer] = {}
+        found: dict[str, JobResult] = {}
         stage.start([*(step(name, "go", b"3", kind=kind) for name in "abc"), step("bad", "end", kind=kind)])
 
         def tries() -> int:
-            found.update({job.trajectory_id: answer for job, answer in stage.answers(0.0)})
+            found.update({job.trajectory_id: answer for job, answer in stage.results(0.0)})
             return begun.stat().st_size if begun.exists() else 0
 
         until(lambda: tries() >= 6)
         away.unlink()
         until(lambda: tries() > 0 and len(found) == 4)
         failed = found.pop("bad")
-        assert isinstance(failed, Failed) and "ended with status 3, each of 2 times" in failed.failure
+        assert isinstance(failed, EnvironmentFailure) and "ended with status 3, each of 2 times" in failed.failure
         assert [stepped(answer) for answer in found.values()] == [b"4"] * 3
 
 
@@ -237,20 +240,24 @@ def test_processes_that_cannot_begin_for_a_while_fail_nobody(
 def test_jobs_of_a_process_that_cannot_begin_any_more_fail_in_time_and_others_go_on(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, says: str
 ) -> None:
-    monkeypatch.setattr(lanes, "TRY_SECONDS", 0.01)
+    monkeypatch.setattr(runner_group, "TRY_SECONDS", 0.01)
     (tmp_path / "away.py").write_text(AWAY)
     monkeypatch.syspath_prepend(tmp_path)
     kind = "away:Wild"
     with processes(folder, timeout_seconds=5.0) as stage:
         answers(stage, [step("first", "go", kind=kind), step("second", "go")])
         if way == "hangs":
-            monkeypatch.setattr(lanes, "BEGIN_SECONDS", 0.5)
+            monkeypatch.setattr(runner_group, "BEGIN_SECONDS", 0.5)
         (tmp_path / way).touch()
         found = answers(stage, [step("bad", "end", kind=kind), step("beside", "wait", kind=kind), step("other", "go")])
         assert stepped(found["other"]) == b"1"
         for name in ("bad", "beside"):
             failed = found[name]
-            assert isinstance(failed, Failed) and "could begin within 5 s" in failed.failure and says in failed.failure
+            assert (
+                isinstance(failed, EnvironmentFailure)
+                and "could begin within 5 s" in failed.failure
+                and says in failed.failure
+            )
 
 
 def test_a_process_that_still_imports_is_not_waited_for_at_the_end(
@@ -261,7 +268,7 @@ def test_a_process_that_still_imports_is_not_waited_for_at_the_end(
     (tmp_path / "hangs").touch()
     monkeypatch.syspath_prepend(tmp_path)
     with processes(folder) as stage:
-        stage.begin("away:Wild")
+        stage.warm_up("away:Wild")
         until(lambda: (tmp_path / "begun").exists())
     assert not alive(folder)
 
@@ -273,43 +280,43 @@ def test_a_long_step_comes_to_its_end_beside_others_that_end_the_process_as_they
         stage.start([step("long", "wait", kind=kind)])
 
         def begun() -> int:
-            assert stage.answers(0.0) == []
+            assert stage.results(0.0) == []
             return len(list(folder.rglob("*.waits")))
 
-        for times in range(1, lanes.ENDS + 1):
+        for times in range(1, runner_group.MAX_SHARED_EXITS + 1):
             until(lambda times=times: begun() == times)  # type: ignore[misc]
             assert set(answers_of(stage, [step(f"brief{times}", "done", kind=kind)])) == {f"brief{times}"}
-        until(lambda: begun() == lanes.ENDS + 1)
+        until(lambda: begun() == runner_group.MAX_SHARED_EXITS + 1)
         for times in range(3):
             assert set(answers_of(stage, [step(f"later{times}", "done", kind=kind)])) == {f"later{times}"}
-        assert begun() == lanes.ENDS + 1
+        assert begun() == runner_group.MAX_SHARED_EXITS + 1
         (next(folder.rglob("*.waits")).parent / "gate").touch()
-        ((job, answer),) = stage.answers(WAIT_SECONDS)
+        ((job, answer),) = stage.results(WAIT_SECONDS)
         assert job.trajectory_id == "long" and stepped(answer) == b"1"
 
 
 def test_jobs_that_no_single_message_can_hold_end_no_process(folder: Path) -> None:
     with processes(folder) as stage:
         stage.start([step(f"t{number}", "wait", b" " * MOST_SNAPSHOT + b"4") for number in range(80)])
-        until(lambda: stage.answers(0.0) == [] and any(folder.rglob("*.waits")))
+        until(lambda: stage.results(0.0) == [] and any(folder.rglob("*.waits")))
         (waits,) = folder.rglob("*.waits")
         (waits.parent / "gate").touch()
-        found: dict[str, Answer] = {}
+        found: dict[str, JobResult] = {}
         while len(found) < 80:
-            found |= {job.trajectory_id: answer for job, answer in stage.answers(WAIT_SECONDS)}
+            found |= {job.trajectory_id: answer for job, answer in stage.results(WAIT_SECONDS)}
         assert {stepped(answer) for answer in found.values()} == {b"5"}
         assert len(list(folder.rglob("*.waits"))) == 1, "one process has done them all"
 
 
 @pytest.mark.slow
 def test_a_process_with_many_threads_that_hang_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "MOST_STUCK", 3)
+    monkeypatch.setattr(runner_group, "MOST_STUCK", 3)
     with processes(folder, timeout_seconds=0.5) as stage:
         answers(stage, [step("good", "go")])
-        first = stage.begin(NAME)
+        first = stage.warm_up(NAME)
         found = answers(stage, [step(name, "hang in a thread") for name in "abc"])
-        assert all(isinstance(answer, Failed) for answer in found.values())
-        until(lambda: stage.answers(0.1) == [] and stage.begin(NAME) is not first)
+        assert all(isinstance(answer, EnvironmentFailure) for answer in found.values())
+        until(lambda: stage.results(0.1) == [] and stage.warm_up(NAME) is not first)
         assert stepped(answers(stage, [step("good", "go", b"1")])["good"]) == b"2"
 
 
@@ -318,7 +325,7 @@ import sys
 from pathlib import Path
 sys.path[:] = {path}
 from tests.unit.test_environment_processes import processes, step
-from tests.unit.stage_world import answers
+from tests.support.environment_fixtures import answers
 with processes(Path({folder!r})) as stage:
     answers(stage, [step("a", "{first}")])
     print("ready", flush=True)
@@ -373,7 +380,7 @@ def test_no_file_of_a_users_folder_takes_the_place_of_what_rose_imports(folder: 
     (tmp_path / "own").mkdir()
     for name in LIBRARIES:
         (tmp_path / "own" / f"{name}.py").write_text("raise ImportError('it is the user's')\n")
-    (tmp_path / "own" / "plain.py").write_text("from tests.unit.wild_environment import Wild\n")
+    (tmp_path / "own" / "plain.py").write_text("from tests.support.misbehaving_environment import Wild\n")
     config = EnvironmentConfig(model_folder=folder, environments=("plain:Wild",), import_paths=(tmp_path / "own",))
     before = list(sys.path)
     with pytest.raises(BrokerUnreachable):  # which is asked for once the environment is there
@@ -434,7 +441,7 @@ except main.UnknownEnvironment:
 def test_a_worker_ends_whatever_threads_environments_leave_behind(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "leaves_a_thread.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(3600,)).start()\n"
-        "from tests.unit.wild_environment import Wild\n"
+        "from tests.support.misbehaving_environment import Wild\n"
     )
     program = ENDS.format(path=[str(tmp_path), *sys.path], folder=str(folder))
     ended = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=WAIT_SECONDS, check=False)

@@ -107,7 +107,7 @@ def test_an_environment_that_fails_ends_the_evaluation_in_one_sentence(
 
 
 def test_one_that_blocks_all_of_them_does_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.environments.runner.CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("workers.environments.thread_runner.CLOSE_SECONDS", 0.1)
     try:
         with pytest.raises(EnvironmentFailed, match=r"Blocks blocks the thread .*step_timeout_seconds \(0\.4\)"):
             evaluated(Blocks)

@@ -4,7 +4,7 @@ from threading import Event, Thread
 
 import pytest
 
-from tests.waiting import until
+from tests.support.waiting import until
 from topics import health, reader
 from topics.settings import BusSettings
 from workers.executor import grants

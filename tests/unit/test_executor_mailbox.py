@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pipeline.routing.cell_session import valid_dispatches
 from schemas.turns import FENCING_KEY, TurnDispatch
-from tests.unit.routing_fixtures import dispatched, request
+from tests.support.routing_fixtures import dispatched, request
 from topics.catalog import DISPATCHED
 from topics.records import Envelope, RawMessage
 from workers.executor.inbox import Inbox, InboxAction

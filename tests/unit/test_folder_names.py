@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from schemas.errors import UsageError
-from tests.integration.families import tiny_policy
+from tests.support.model_families import tiny_policy
 from workers.executor.vllm.folder import read_folder
-from workers.trainer.export import export_policy
+from workers.trainer.checkpoint import export_policy
 from workers.trainer.policy import ModelFolderError, load_policy
 from workers.weights.folder_names import FolderTensors
 from workers.weights.model_folder import INDEX, WHOLE, FolderError, folder_shapes

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.samples import Sample
-from tests.unit.samples import sample
-from workers.trainer.groups import CompleteGroup, GroupAssembly, ResumePoint, Taken
+from tests.support.sample_fixtures import sample
+from workers.trainer.groups import CompleteGroup, GroupAssembly, ResumePoint, SampleStatus
 
 Log = list[list[Sample]]
 """Partitions of samples."""
@@ -36,8 +36,8 @@ def new_assembly(settled: Sequence[str] = (), *, old: int = 0) -> GroupAssembly:
     return GroupAssembly(ResumePoint({0: 0}, 0), {0: old}, settled=settled)
 
 
-def offer(assembly: GroupAssembly, one: Sample, *, partition: int = 0, offset: int = 0) -> Taken:
-    return assembly.offer(one, partition=partition, offset=offset, outcomes_end=0)
+def offer(assembly: GroupAssembly, one: Sample, *, partition: int = 0, offset: int = 0) -> SampleStatus:
+    return assembly.on_sample(one, partition=partition, offset=offset, outcomes_end=0)
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Life:
         if offset < len(records):
             self.next[partition] += 1
             end = len(self.world.outcomes)
-            self.assembly.offer(records[offset], partition=partition, offset=offset, outcomes_end=end)
+            self.assembly.on_sample(records[offset], partition=partition, offset=offset, outcomes_end=end)
 
     def take(self) -> None:
         self.taken += names(self.assembly.take(1))
@@ -95,7 +95,7 @@ class Life:
     def commit(self, number: int) -> None:
         fresh, self.world.place = self.decided.pop(number)
         self.world.outcomes += fresh
-        self.assembly.committed(fresh)
+        self.assembly.on_committed(fresh)
 
 
 ACTS = [
@@ -182,20 +182,20 @@ def test_groups_are_taken_in_the_order_in_which_they_became_complete() -> None:
 @pytest.mark.parametrize("again", ["held", "taken", "settled"])
 def test_a_second_sample_of_a_trajectory_is_dropped(again: str) -> None:
     assembly = new_assembly()
-    assert offer(assembly, sample(index=0, size=2)) is Taken.HELD
+    assert offer(assembly, sample(index=0, size=2)) is SampleStatus.HELD
     if again != "held":
         offer(assembly, sample(index=1, size=2))
         assert len(assembly.take(1)) == 1
     if again == "settled":
         assembly.settle(["g"], outcomes_end=0)
         assert assembly.held_samples == 0
-    assert offer(assembly, sample(index=0, size=2)) is Taken.DUPLICATE
+    assert offer(assembly, sample(index=0, size=2)) is SampleStatus.DUPLICATE
 
 
 @pytest.mark.parametrize("name", ["g:4", "g:-1", "g:01", "g:x", "h:0", "g", "g:٣"])
 def test_a_sample_that_is_none_of_its_group_is_a_stranger(name: str) -> None:
     stranger = msgspec.structs.replace(sample(size=4), trajectory_id=name)
-    assert offer(new_assembly(), stranger) is Taken.STRANGER
+    assert offer(new_assembly(), stranger) is SampleStatus.STRANGER
 
 
 def test_what_is_taken_and_not_settled_is_read_again() -> None:
@@ -204,7 +204,7 @@ def test_what_is_taken_and_not_settled_is_read_again() -> None:
     offer(assembly, sample("b", 0, size=1), offset=4)
     assembly.take(2)
     assert assembly.settle(["a"], outcomes_end=7) == ResumePoint({0: 4}, 0)
-    assembly.committed(["a"])
+    assembly.on_committed(["a"])
     assert assembly.settle(["b"], outcomes_end=8) == ResumePoint({0: 5}, 8)
 
 
@@ -220,7 +220,7 @@ def test_what_is_settled_and_not_committed_is_read_again() -> None:
 def test_what_is_settled_before_it_is_read_and_not_committed_is_read_again() -> None:
     assembly = new_assembly(old=2)
     assembly.settle(["a"], outcomes_end=0)
-    assert offer(assembly, sample("a", 0, size=1), offset=0) is Taken.DUPLICATE
+    assert offer(assembly, sample("a", 0, size=1), offset=0) is SampleStatus.DUPLICATE
     offer(assembly, sample("b", 0, size=1), offset=1)
     assert assembly.settle(["b"], outcomes_end=0) == ResumePoint({0: 0}, 0)
 
@@ -232,7 +232,7 @@ def test_outcomes_stay_in_reach_while_samples_are_unread_that_may_have_them() ->
     assert assembly.settle(["b"], outcomes_end=7) == ResumePoint({0: 4}, 2)
     offer(assembly, sample("a", 0, size=1), offset=4)
     assert assembly.settle((), outcomes_end=8) == ResumePoint({0: 4 - 1}, 2), "b is not committed"
-    assembly.committed(["b"])
+    assembly.on_committed(["b"])
     assert assembly.settle(["a"], outcomes_end=8) == ResumePoint({0: 5}, 2), "who asks again may ask once more"
     offer(assembly, sample("c", 0, size=1), offset=5)
     assert assembly.settle(["c"], outcomes_end=9) == ResumePoint({0: 6}, 9)
@@ -248,7 +248,7 @@ def test_no_settled_group_is_forgotten_whose_samples_may_still_be_read(monkeypat
     offer(assembly, sample("d", 0, size=1), offset=0)
     assert names(assembly.take(1)) == ["d"]
     assembly.settle(["d"], outcomes_end=3)
-    assert offer(assembly, sample("a", 0, size=1), offset=1) is Taken.DUPLICATE
-    assert offer(assembly, sample("b", 0, size=1), offset=2) is Taken.DUPLICATE
+    assert offer(assembly, sample("a", 0, size=1), offset=1) is SampleStatus.DUPLICATE
+    assert offer(assembly, sample("b", 0, size=1), offset=2) is SampleStatus.DUPLICATE
     assembly.settle((), outcomes_end=4)
     assert assembly.settled == ["c", "d"], "with nothing old left to read, late duplicates are all that may come"

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.command import health as health_over_http
-from pipeline.command.health import MOST_LINES, Unwell, serve, tell_health
-from pipeline.command.options import Common
+from pipeline.config.options import Common
+from pipeline.process import health_server as health_over_http
+from pipeline.process.health_server import MOST_LINES, ProcessUnhealthy, print_health, serve_health
 from schemas.errors import UsageError
 from topics.health import (
     HUNG_SECONDS,
@@ -95,7 +95,7 @@ def test_an_executor_is_ready_that_takes_turns_of_the_present_policy(
 def test_http_and_the_command_tell_alive_from_ready_from_hung(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     health = Health(clock)
-    address = f"127.0.0.1:{serve('127.0.0.1', 0, health)}"
+    address = f"127.0.0.1:{serve_health('127.0.0.1', 0, health)}"
 
     def asked(path: str) -> tuple[int, str]:
         try:
@@ -106,19 +106,19 @@ def test_http_and_the_command_tell_alive_from_ready_from_hung(capsys: pytest.Cap
 
     assert asked("/healthz") == (200, "starting\n")
     assert asked("/readyz") == (503, "starting\n")
-    tell_health(Common(), address, live=True)
-    with pytest.raises(Unwell, match="starting"):
-        tell_health(Common(), address, live=False)
+    print_health(Common(), address, live=True)
+    with pytest.raises(ProcessUnhealthy, match="starting"):
+        print_health(Common(), address, live=False)
     health.report("serves")
     assert asked("/readyz") == (200, "serves\n")
-    tell_health(Common(), address, live=False)
+    print_health(Common(), address, live=False)
     assert capsys.readouterr().out == "starting\nserves\n"
     assert asked("/metrics")[1].startswith("# HELP")
     assert asked("/../etc/passwd")[0] == 404
     clock.now += HUNG_SECONDS + 1
     assert {asked("/healthz")[0], asked("/readyz")[0]} == {503}
-    with pytest.raises(Unwell, match="hangs"):
-        tell_health(Common(), address, live=True)
+    with pytest.raises(ProcessUnhealthy, match="hangs"):
+        print_health(Common(), address, live=True)
 
 
 def test_however_many_ask_they_hold_no_more_than_a_few_lines_and_the_newest_is_answered(
@@ -127,11 +127,11 @@ def test_however_many_ask_they_hold_no_more_than_a_few_lines_and_the_newest_is_a
     monkeypatch.setattr(health_over_http._Handler, "timeout", 600.0)
     health = Health()
     health.report("serves")
-    port = serve("127.0.0.1", 0, health)
+    port = serve_health("127.0.0.1", 0, health)
     lines = [socket.create_connection(("127.0.0.1", port), 60) for _ in range(MOST_LINES)]
     for line in lines:
         line.sendall(b"GET /rea")
-    tell_health(Common(), f"127.0.0.1:{port}", live=False)
+    print_health(Common(), f"127.0.0.1:{port}", live=False)
     assert lines[0].recv(1) == b"", "the one that lasted longest made room"
     lines[-1].sendall(b"dyz HTTP/1.0\r\n\r\n")
     assert b" 200 " in lines[-1].recv(100), "the others are still heard"
@@ -148,7 +148,7 @@ def unused() -> str:
 @pytest.mark.parametrize(
     ("address", "refusal", "words"),
     [
-        (unused, Unwell, "nothing answers at 127.0.0.1"),
+        (unused, ProcessUnhealthy, "nothing answers at 127.0.0.1"),
         (lambda: "router", UsageError, "no HOST:PORT"),
         (lambda: "router:http", UsageError, "no HOST:PORT"),
         (lambda: "router:70000", UsageError, "no HOST:PORT"),
@@ -164,13 +164,13 @@ def test_where_nobody_can_be_asked_it_says_so(
 ) -> None:
     monkeypatch.delenv("ROSE_METRICS__PORT", raising=False)
     with pytest.raises(refusal, match=words):
-        tell_health(Common(), address(), live=False)
+        print_health(Common(), address(), live=False)
 
 
 @pytest.mark.parametrize(("host", "port"), [("a..b", 9464), ("127.0.0.1", 70_000), ("127.0.0.1", -1)])
 def test_where_nothing_can_be_served_it_says_so(host: str, port: int) -> None:
     with pytest.raises(UsageError, match=f"metrics cannot be served on {host}:{port} .*: choose another"):
-        serve(host, port)
+        serve_health(host, port)
 
 
 def test_in_a_container_the_port_is_the_configurations(
@@ -178,8 +178,8 @@ def test_in_a_container_the_port_is_the_configurations(
 ) -> None:
     health = Health()
     health.report("serves")
-    monkeypatch.setenv("ROSE_METRICS__PORT", str(serve("127.0.0.1", 0, health)))
-    tell_health(Common(), None, live=False)
+    monkeypatch.setenv("ROSE_METRICS__PORT", str(serve_health("127.0.0.1", 0, health)))
+    print_health(Common(), None, live=False)
     assert capsys.readouterr().out == "serves\n"
 
 
@@ -203,12 +203,12 @@ def replying(*pieces: bytes) -> str:
 @pytest.mark.parametrize("of_type", [b"Content-Type: text/html\r\n", b""])
 def test_another_server_is_not_taken_for_a_process_that_is_well(of_type: bytes) -> None:
     address = replying(b"HTTP/1.1 200 OK\r\n", of_type, b"Content-Length: 7\r\n\r\nwelcome")
-    with pytest.raises(Unwell, match="is no process of ROSE"):
-        tell_health(Common(), address, live=False)
+    with pytest.raises(ProcessUnhealthy, match="is no process of ROSE"):
+        print_health(Common(), address, live=False)
 
 
 def test_who_does_not_come_to_an_end_is_not_heard_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health_over_http, "ASK_SECONDS", 600.0)
     monkeypatch.setattr(health_over_http, "ANSWER_SECONDS", 0.05)
-    with pytest.raises(Unwell, match="nothing answers at"):
-        tell_health(Common(), replying(b"HTTP/1.1"), live=False)
+    with pytest.raises(ProcessUnhealthy, match="nothing answers at"):
+        print_health(Common(), replying(b"HTTP/1.1"), live=False)

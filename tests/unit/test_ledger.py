@@ -16,20 +16,20 @@ Event = Callable[[Ledger], None]
 
 
 def progress(name: str) -> Event:
-    return lambda ledger: ledger.progress(name, live=True)
+    return lambda ledger: ledger.on_progress(name, live=True)
 
 
 def tombstone(name: str) -> Event:
-    return lambda ledger: ledger.progress(name, live=False)
+    return lambda ledger: ledger.on_progress(name, live=False)
 
 
 def finished(name: str) -> Event:
-    return lambda ledger: ledger.sample(name)
+    return lambda ledger: ledger.on_sample(name)
 
 
 def settled(name: str, outcome: Outcome = Outcome.TRAINED, *, at: float = 0.0) -> Event:
     record = SampleOutcome(trajectory_id=name, group_id="g", outcome=outcome, step=1, policy_version=0, recorded_at=at)
-    return lambda ledger: ledger.outcome(record)
+    return lambda ledger: ledger.on_outcome(record)
 
 
 def group(
@@ -38,19 +38,19 @@ def group(
     record = Group(
         group_id=name, group_size=size, state=state, offset=offset, outcomes_from=outcomes_from, changed_at=0.0
     )
-    return lambda ledger: ledger.group(name, record)
+    return lambda ledger: ledger.on_group(name, record)
 
 
 def forgotten(ledger: Ledger) -> None:
-    ledger.group("g", None)
+    ledger.on_group("g", None)
 
 
 def prompt(place: tuple[int, int] = (0, 3), size: int = 4, *, at_home: bool = True) -> Event:
-    return lambda ledger: ledger.prompt("g", size, place=place, at_home=at_home)
+    return lambda ledger: ledger.on_prompt("g", size, place=place, at_home=at_home)
 
 
 def dead(place: tuple[int, int] = (0, 3)) -> Event:
-    return lambda ledger: ledger.dead_prompt(place)
+    return lambda ledger: ledger.on_dead_prompt(place)
 
 
 def audit_of(*events: Event, **since: float) -> Audit:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.descriptors import no_descriptor_left
-from tests.waiting import WAIT_SECONDS, until
+from tests.support.file_descriptors import no_descriptor_left
+from tests.support.waiting import WAIT_SECONDS, until
 from workers.executor.ipc.messages import NO_LIMIT, REPORT_DECODER, EngineLost, EngineStatus, ServingStats
 from workers.executor.ipc.shared_memory import RingBuffer
 from workers.executor.step_cost import INITIAL_COST, StepCost

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from schemas.errors import UsageError
-from tests.descriptors import no_descriptor_left
-from tests.waiting import WAIT_SECONDS, until
+from tests.support.file_descriptors import no_descriptor_left
+from tests.support.waiting import WAIT_SECONDS, until
 from workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
 from workers.lender import sidecar_link
 from workers.lender.config import LendConfig, read_config

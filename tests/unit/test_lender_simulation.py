@@ -7,21 +7,21 @@ from functools import cache
 
 import pytest
 
-from tests.unit.lender_world import Seen, World, run
+from tests.support.lender_fixtures import LenderSimulation, Seen, run
 from workers.lender.admission import STRICT
 
-LIGHT = World()
-HEAVY = World(prompt=8, token=0.0006)
+LIGHT = LenderSimulation()
+HEAVY = LenderSimulation(prompt=8, token=0.0006)
 """The work of single tokens takes more than half of the time: whatever stretches it further has no end."""
 
-BURSTY = World(rate=10.0, burst=10.0, token=0.00006)
+BURSTY = LenderSimulation(rate=10.0, burst=10.0, token=0.00006)
 
 WORLDS = pytest.mark.parametrize("world", [LIGHT, HEAVY, BURSTY], ids=["light", "heavy", "bursty"])
 SEEDS = pytest.mark.parametrize("seed", [1, 2])
 
 
 @cache
-def seen(world: World, dial: float | None, seed: int) -> Seen:
+def seen(world: LenderSimulation, dial: float | None, seed: int) -> Seen:
     return run(world, dial, seed)
 
 
@@ -36,7 +36,9 @@ def test_slack_alone_lets_serving_hold_five_times_as_much_though_no_token_is_lat
 @SEEDS
 @WORLDS
 @pytest.mark.parametrize("dial", [0.2, 0.5])
-def test_the_guard_holds_what_serving_holds_to_what_the_dial_says(world: World, dial: float, seed: int) -> None:
+def test_the_guard_holds_what_serving_holds_to_what_the_dial_says(
+    world: LenderSimulation, dial: float, seed: int
+) -> None:
     """Against strict: what a request waits for a step that began before it came is the yield bound's."""
     strict, slo = seen(world, STRICT, seed), seen(world, dial, seed)
     assert slo.served == strict.served
@@ -46,7 +48,7 @@ def test_the_guard_holds_what_serving_holds_to_what_the_dial_says(world: World, 
 
 @SEEDS
 @WORLDS
-def test_strict_leaves_serving_what_it_holds_alone(world: World, seed: int) -> None:
+def test_strict_leaves_serving_what_it_holds_alone(world: LenderSimulation, seed: int) -> None:
     alone, strict = seen(world, None, seed), seen(world, STRICT, seed)
     assert strict.occupancy < alone.occupancy + world.rate * 0.02
     assert strict.guest_tokens > 0

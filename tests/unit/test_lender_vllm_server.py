@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.waiting import until
+from tests.support.waiting import until
 from workers.lender import shared_folder
 from workers.lender.config import LendConfig
 from workers.lender.shared_folder import PREFIX, make_folder

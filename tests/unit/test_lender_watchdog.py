@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.waiting import until
+from tests.support.waiting import until
 from workers.lender import watchdog as watchdogs
 from workers.lender import watchdog_page as pulses
 from workers.lender.process_id import ProcessId, current_process_id, open_pidfd, process_id_of, process_state

@@ -13,7 +13,7 @@ from schemas.errors import UsageError
 from workers.executor.config import ExecutorConfig
 from workers.executor.engine_process import EngineProcess
 from workers.executor.vllm.folder import check_folder
-from workers.model_config import most_tokens, refuse_too_long, refuse_unlike
+from workers.model_config import check_agreement, check_context_length, max_context_tokens
 from workers.trainer.policy import load_policy
 
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
@@ -84,7 +84,7 @@ def test_what_trainer_and_engine_compute_differently_is_refused_by_both_in_one_s
     ],
 )
 def test_what_both_compute_alike_is_taken(said: Mapping[str, Any], tmp_path: Path) -> None:
-    refuse_unlike(tmp_path, said)
+    check_agreement(tmp_path, said)
 
 
 @pytest.mark.parametrize(
@@ -132,12 +132,12 @@ def test_what_both_compute_alike_is_taken(said: Mapping[str, Any], tmp_path: Pat
     ],
 )
 def test_a_context_is_as_long_as_both_compute_it_alike(said: Mapping[str, Any], most: int | None) -> None:
-    assert most_tokens(said) == most
+    assert max_context_tokens(said) == most
 
 
 def test_an_executor_whose_turns_could_be_longer_is_refused_before_its_engine_is_made(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, max_position_embeddings=64, original_max_position_embeddings=32, rope_scaling=LONGROPE)
-    refuse_too_long(folder, 32)
+    check_context_length(folder, 32)
     config = ExecutorConfig(model_folder=folder, name="executor", max_model_len=33)
     with pytest.raises(UsageError, match=r"executor\.max_model_len \(33\) is more than the 32 tokens .* at most 32$"):
         EngineProcess(config)

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from tests.unit.tokenizer_kit import CHATML, byte_level, folder, special_tokens, word_marking
+from tests.support.tokenizer_fixtures import CHATML, byte_level, folder, special_tokens, word_marking
 from workers.environments.turn_format import TurnFormat, TurnFormatError
 from workers.executor.vllm.folder import check_folder
 from workers.executor.vllm.types import ModelFolderError

@@ -9,7 +9,7 @@ import msgpack
 import msgspec
 import pytest
 
-from pipeline.command.letters import mended, show_value
+from pipeline.cli.dead_letters import edited_message, show_value
 from pipeline.routing.router import Router
 from pipeline.routing.turn_queue import ReceivedRequest
 from schemas.errors import RecordError
@@ -19,7 +19,7 @@ from schemas.record import Record
 from schemas.turns import TurnDispatch, TurnRequest
 from schemas.wire import RECORDS, decode, encode
 from tests.golden.examples import EXAMPLES
-from tests.unit.routing_fixtures import CONFIG, heartbeat
+from tests.support.routing_fixtures import CONFIG, heartbeat
 from tests.upgrade.next_version import FIELD, VALUE, make_next
 from topics.catalog import RECORD_TOPICS
 from topics.dead_letters import DeadLetter
@@ -111,13 +111,13 @@ def test_a_field_that_is_added_to_a_request_passes_this_router(newer: dict[type[
 def test_a_dead_letter_keeps_what_the_next_version_added_when_it_is_edited_here(
     newer: dict[type[Record], bytes], record: type[Record], tmp_path: Path
 ) -> None:
-    """Sent back from the file that `rose letters show` gives, with one more field set; bytes stay bytes."""
+    """Sent back from the file that `rose dlq show` gives, with one more field set; bytes stay bytes."""
     [topic] = [topic for topic in RECORD_TOPICS if topic.record is record]
     raw = RawMessage(b"key", newer[record])
     letter = DeadLetter(topic=topic, partition=0, offset=0, key=b"key", reason="", dead_lettered_at=0.0, raw=raw)
     file = tmp_path / "letter.json"
     file.write_text(show_value(letter))
-    sent = mended(letter, file, [f'{name_of(record)}="again"']).value
+    sent = edited_message(letter, file, [f'{name_of(record)}="again"']).value
     assert sent is not None
     assert msgpack.unpackb(sent) == msgpack.unpackb(newer[record]) | {name_of(record): "again"}
 

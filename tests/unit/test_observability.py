@@ -12,10 +12,10 @@ import pytest
 import yaml
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from pipeline.observability.files import FOLDER, files
-from pipeline.observability.grafana import UnknownMetric, names_in, of_chosen_jobs
+from pipeline.observability.generated_files import FOLDER, generated_files
+from pipeline.observability.grafana import UnknownMetric, filter_by_job, names_in
+from pipeline.observability.metrics_table import SOURCES, UNITS, Metric, metrics, servers
 from pipeline.observability.pages import DASHBOARDS
-from pipeline.observability.table import SOURCES, UNITS, Metric, metrics, servers
 from pipeline.routing.metrics import COUNTS
 from pipeline.routing.router import Counters
 from workers.executor.metrics import HELD_BACK
@@ -42,7 +42,7 @@ def rules() -> list[dict[str, Any]]:
 
 
 def test_the_page_and_the_dashboards_are_what_the_code_says() -> None:
-    written = files()
+    written = generated_files()
     stale = [path for path, content in written.items() if (ROOT / path).read_text() != content]
     assert stale == [], "run `python -m pipeline.observability`"
     assert {path.name for path in (ROOT / FOLDER).iterdir()} == {f"{each.name}.json" for each in DASHBOARDS}
@@ -95,10 +95,10 @@ def test_the_names_of_counts_and_reasons_are_all_there_are() -> None:
 
 def test_a_query_is_of_the_jobs_that_were_chosen() -> None:
     exporting = {"rose_a_total", "rose_b"}
-    chosen = of_chosen_jobs('rate(rose_a_total{kind="x"}[5m]) / rose_b', exporting)
+    chosen = filter_by_job('rate(rose_a_total{kind="x"}[5m]) / rose_b', exporting)
     assert chosen == 'rate(rose_a_total{job=~"$job",kind="x"}[5m]) / rose_b{job=~"$job"}'
     with pytest.raises(UnknownMetric, match="rose_c"):
-        of_chosen_jobs("rose_b / rose_c", exporting)
+        filter_by_job("rose_b / rose_c", exporting)
 
 
 def test_every_alert_asks_for_what_is_exported_and_has_a_runbook() -> None:

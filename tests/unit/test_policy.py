@@ -20,8 +20,8 @@ from workers.environments.calculator import Calculator
 from workers.environments.turn_format import TurnFormat
 from workers.trainer.config import TrainerConfig
 from workers.trainer.loop import step_settings
-from workers.trainer.policy import ModelFolderError, load_policy, microbatches, padded, token_logprobs
-from workers.trainer.step import StepSettings, TrainingSample, make_optimizer, train_step, try_group, try_policy
+from workers.trainer.policy import ModelFolderError, load_policy, microbatches, pad_rows, token_logprobs
+from workers.trainer.step import StepSettings, TrainingSample, dry_run_group, dry_run_policy, make_optimizer, train_step
 
 SHIPPED = Path(__file__).parents[2] / "workers" / "models" / "calculator"
 STANDARD = step_settings(TrainerConfig(model_folder=SHIPPED, run_folder=Path("run")))
@@ -81,7 +81,7 @@ def test_a_logprob_depends_neither_on_padding_nor_on_the_cache(policy: Any, grou
     """The sampler decodes with a KV cache in uneven batches; the trainer computes whole sequences."""
     samples = [sample for group in groups for sample in group]
     with torch.no_grad():
-        together = token_logprobs(policy, padded([sample.tokens for sample in samples], dtype=torch.long))
+        together = token_logprobs(policy, pad_rows([sample.tokens for sample in samples], dtype=torch.long))
         for row, sample in zip(together, samples, strict=True):
             alone = token_logprobs(policy, torch.tensor([list(sample.tokens)]))[0]
             recorded, mask = torch.tensor(sample.behaviour_logprobs), torch.tensor(sample.loss_mask).bool()
@@ -157,8 +157,8 @@ def test_tokens_are_weighed_at_the_temperatures_they_were_drawn_at(
     """Each of them, also where the turns of a trajectory differ; what is padded beside it changes nothing."""
     mixed, short = groups[0][0], replace(groups[0][1], tokens=groups[0][1].tokens[:9])
     temperatures = [0.7 if at % 2 else 1.3 for at in range(len(mixed.tokens))]
-    tokens = padded([mixed.tokens, short.tokens], dtype=torch.long)
-    drawn_at = padded([temperatures, [0.7] * 9], dtype=torch.float32, filling=1.0)
+    tokens = pad_rows([mixed.tokens, short.tokens], dtype=torch.long)
+    drawn_at = pad_rows([temperatures, [0.7] * 9], dtype=torch.float32, filling=1.0)
     with torch.no_grad():
         logits = policy(input_ids=tokens).logits
         found = token_logprobs(policy, tokens, temperatures=drawn_at)
@@ -178,9 +178,9 @@ def test_to_try_a_group_raises_what_a_step_would_and_changes_no_weight(
     policy: Any, groups: list[list[TrainingSample]]
 ) -> None:
     model = copy.deepcopy(policy)
-    try_group(model, groups[0], settings=STANDARD)
+    dry_run_group(model, groups[0], settings=STANDARD)
     with pytest.raises(IndexError):
-        try_group(model, [replace(groups[0][0], tokens=[10**6] * len(groups[0][0].tokens))], settings=STANDARD)
+        dry_run_group(model, [replace(groups[0][0], tokens=[10**6] * len(groups[0][0].tokens))], settings=STANDARD)
     assert torch.equal(parameters_of(model), parameters_of(policy))
 
 
@@ -188,9 +188,9 @@ def test_a_policy_of_finite_weights_that_computes_no_numbers_is_told(
     policy: Any, groups: list[list[TrainingSample]]
 ) -> None:
     model = copy.deepcopy(policy)
-    assert try_policy(model, groups, settings=STANDARD) and try_policy(model, [], settings=STANDARD)
+    assert dry_run_policy(model, groups, settings=STANDARD) and dry_run_policy(model, [], settings=STANDARD)
     model.model.norm.weight.data.fill_(3e38)
-    assert not try_policy(model, groups, settings=STANDARD)
+    assert not dry_run_policy(model, groups, settings=STANDARD)
 
 
 def test_a_step_repeats_to_the_bit(policy: Any, groups: list[list[TrainingSample]]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from workers.lender.endpoint.weights_proof import ProbeAnswer, ReferenceModel
-from workers.model_config import ConfigRefused, most_tokens
+from workers.model_config import ConfigRefused, max_context_tokens
 from workers.trainer.policy import ModelFolderError, load_policy, token_logprobs
 
 SIZES = {
@@ -130,7 +130,7 @@ def test_a_sliding_window_of_0_is_left_where_it_is_not_read_and_refused_of_layer
 def test_angles_for_long_contexts_are_not_chosen_by_what_comes_beside_a_row(tmp_path: Path) -> None:
     folder = made(tmp_path, "phi3", original_max_position_embeddings=16, rope_parameters=ANGLES)
     model = load_policy(folder)
-    assert most_tokens(model.config.to_dict()) == 16
+    assert max_context_tokens(model.config.to_dict()) == 16
     short, long = [*range(2, 18)], [*range(2, 50)]
     alone, beside = logprobs_of(model, short)[0], logprobs_of(model, short + [0] * 32, long)[0, :16]
     torch.testing.assert_close(beside, alone, atol=1e-5, rtol=0)

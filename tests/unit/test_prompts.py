@@ -7,7 +7,7 @@ from schemas.limits import MAX_GROUP_ID_CHARACTERS
 from schemas.prompts import Prompt, Sampling, trajectory_id
 from schemas.turns import TurnRequest
 from tests.golden.examples import EXAMPLES
-from workers.environments.trajectory import settled_sampling
+from workers.environments.trajectory import with_full_sampling
 
 CONFIGURED = Sampling(temperature=0.7, max_tokens=4096, stop_token_ids=(2,))
 
@@ -30,9 +30,9 @@ def prompt(**fields: object) -> Prompt:
 def test_what_sampling_leaves_out_is_as_configured_also_once_another_worker_goes_on(
     said: dict[str, object], drawn: Sampling
 ) -> None:
-    whole = settled_sampling(prompt(sampling=said), CONFIGURED)
+    whole = with_full_sampling(prompt(sampling=said), CONFIGURED)
     assert whole.sampling.with_defaults(CONFIGURED) == whole.sampling.with_defaults(Sampling()) == drawn
-    assert settled_sampling(whole, Sampling(temperature=2.0)) == whole
+    assert with_full_sampling(whole, Sampling(temperature=2.0)) == whole
 
 
 def test_a_task_without_a_seed_has_one_of_its_group() -> None:

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.clock import format_utc as moment
-from pipeline.replay.legs import legs_of
-from pipeline.replay.life import Found, fold_lives, keep
-from pipeline.replay.text import told
+from pipeline.replay.description import describe_trajectory
+from pipeline.replay.episodes import TrajectoryRecords, fold_trajectory, sort_records
+from pipeline.replay.turn_latency import latency_stages
 from pipeline.replay.why import GroupFacts, PromptAt, TrajectoryFacts, why_group, why_trajectory
 from schemas.progress import Group, GroupState, TrajectoryProgress
 from schemas.prompts import Prompt
@@ -35,9 +35,9 @@ PROGRESS = TrajectoryProgress(
 )
 
 
-def found(*records: Record) -> Found:
-    kept = Found()
-    keep(kept, records)
+def found(*records: Record) -> TrajectoryRecords:
+    kept = TrajectoryRecords()
+    sort_records(kept, records)
     return kept
 
 
@@ -46,7 +46,7 @@ def test_the_legs_of_a_turn_add_up_to_the_turn(steps: list[float], passed: set[i
     stations = [field.name for field in msgspec.structs.fields(TurnTimes)]
     moments = [1_795_304_978.0 + sum(steps[: number + 1]) for number in range(9)]
     times = TurnTimes(**{stations[number]: moments[number] for number in passed})
-    legs = legs_of(times)
+    legs = latency_stages(times)
     first, last = min(passed, default=0), max(passed, default=0)
     assert sum(leg.seconds for leg in legs) == pytest.approx(moments[last] - moments[first], abs=1e-5)
     assert len(legs) == max(0, len(passed) - 1)
@@ -55,7 +55,7 @@ def test_the_legs_of_a_turn_add_up_to_the_turn(steps: list[float], passed: set[i
 def test_the_wait_for_the_requests_own_transaction_is_a_leg() -> None:
     times = TurnTimes(requested_at=10.0, committed_at=10.015, queued_at=10.02, dispatched_at=10.03, received_at=10.04)
     names = ["its transaction", "to the router", "wait for room", "to the inbox"]
-    assert [leg.name for leg in legs_of(times)] == names
+    assert [leg.name for leg in latency_stages(times)] == names
 
 
 def test_a_turn_that_was_given_up_has_no_prefill_and_no_decode() -> None:
@@ -68,7 +68,7 @@ def test_a_turn_that_was_given_up_has_no_prefill_and_no_decode() -> None:
         spans=(),
         times=TurnTimes(requested_at=1.5, finished_at=1_795_304_978.07),
     )
-    text = "\n".join(told(fold_lives(NAME, found(REQUEST, failed))))
+    text = "\n".join(describe_trajectory(fold_trajectory(NAME, found(REQUEST, failed))))
     assert "decode" not in text
     assert "to its end" in text
     assert "failed     by the router" in text
@@ -76,17 +76,17 @@ def test_a_turn_that_was_given_up_has_no_prefill_and_no_decode() -> None:
 
 def test_a_life_is_told_with_every_attempt_and_text() -> None:
     late = replace(RESULT, attempt=0, times=replace(RESULT.times, finished_at=9.0))
-    lives = fold_lives(NAME, found(PROMPT, REQUEST, DISPATCH, RESULT, late, SAMPLE, OUTCOME))
-    [life] = lives.lives
+    lives = fold_trajectory(NAME, found(PROMPT, REQUEST, DISPATCH, RESULT, late, SAMPLE, OUTCOME))
+    [life] = lives.episodes
     turn = life.turns[REQUEST.turn]
     assert turn.request == REQUEST
     assert turn.attempts[DISPATCH.attempt].dispatches == [DISPATCH]
     assert [each for _, attempt in sorted(turn.attempts.items()) for each in attempt.results] == [late, RESULT]
     assert life.samples == [SAMPLE]
-    text = "\n".join(told(lives, lambda tokens: f"<{len(tokens)} tokens>"))
+    text = "\n".join(describe_trajectory(lives, lambda tokens: f"<{len(tokens)} tokens>"))
     for words in (NAME, "calculator", "executor-0", "because", "trained at step 5", "reward 1", "<2"):
         assert words in text
-    assert "<" not in "\n".join(told(lives))
+    assert "<" not in "\n".join(describe_trajectory(lives))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_life_is_told_with_every_attempt_and_text() -> None:
 )
 def test_how_a_trajectory_ended_is_told(ended: Ending, words: str) -> None:
     sample = replace(SAMPLE, ended=ended)
-    assert words in "\n".join(told(fold_lives(NAME, found(PROMPT, sample))))
+    assert words in "\n".join(describe_trajectory(fold_trajectory(NAME, found(PROMPT, sample))))
     cut = words.partition("solved, ")[2].partition(", 1 turns")[0] if ended in TRUNCATED else ""
     why = why_trajectory(group(sampled=frozenset([NAME])), facts(sample, live=False))
     assert why.startswith(f"is finished with reward 1{f' ({cut})' if cut else ''} and waits")
@@ -110,7 +110,7 @@ def test_how_a_trajectory_ended_is_told(ended: Ending, words: str) -> None:
 
 def test_a_prompt_alone_is_told_too() -> None:
     prompt = Prompt(group_id="g", group_size=1, environment="calculator", seed=0)
-    text = "\n".join(told(fold_lives("g:0", found(prompt))))
+    text = "\n".join(describe_trajectory(fold_trajectory("g:0", found(prompt))))
     assert "no turn has been asked for yet" in text
 
 
@@ -126,7 +126,7 @@ def test_two_lives_of_one_trajectory_are_not_mixed(first: int, second: int, orde
             rest.append(replace(DISPATCH, asked=msgspec.Raw(encode(asked)), attempt=0, worker=f"executor-{life}"))
             rest.append(replace(RESULT, turn=turn, attempt=0, worker=f"executor-{life}", times=times))
     order.shuffle(rest)  # type: ignore[attr-defined]
-    lives = fold_lives(NAME, found(*requests, *rest)).lives
+    lives = fold_trajectory(NAME, found(*requests, *rest)).episodes
     assert [len(life.turns) for life in lives] == [first, second]
     for number, told_life in enumerate(lives):
         for own in told_life.turns.values():
@@ -229,9 +229,14 @@ def test_an_open_group_is_told_by_its_trajectories() -> None:
 
 def test_a_result_of_half_a_token_and_a_sample_without_reward_or_reason_are_told_all_the_same() -> None:
     halved = replace(RESULT, tokens=RESULT.tokens[:-1], logprobs=b"\xff" * 5)
-    text = "\n".join(told(fold_lives(NAME, found(PROMPT, REQUEST, halved, replace(SAMPLE, reward=None))), repr))
+    text = "\n".join(
+        describe_trajectory(fold_trajectory(NAME, found(PROMPT, REQUEST, halved, replace(SAMPLE, reward=None))), repr)
+    )
     assert "1 tokens by stop" in text and "no reward" in text and "(9)" not in text and "[9]" in text
-    assert "version 4\n" in "\n".join(told(fold_lives(NAME, found(REQUEST, replace(RESULT, logprobs=b""))))) + "\n"
+    assert (
+        "version 4\n"
+        in "\n".join(describe_trajectory(fold_trajectory(NAME, found(REQUEST, replace(RESULT, logprobs=b""))))) + "\n"
+    )
 
 
 @pytest.mark.parametrize("stamp", [float("nan"), float("inf"), -1e300, 2.0**62, -1.0])

@@ -7,11 +7,10 @@ import msgspec
 import pytest
 
 from pipeline.accounting.ledger import Ledger
-from pipeline.report import figures
+from pipeline.report import charts
 from pipeline.report.history import RunHistory, fold_history
-from pipeline.report.machine import this_machine
 from pipeline.report.page import report_html
-from pipeline.report.summary import Success, Summary, summarise
+from pipeline.report.summary import Success, Summary, describe_machine, summarise
 from schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from schemas.prompts import Sampling
 from schemas.record import Record
@@ -133,11 +132,11 @@ RECORDS: list[Record] = [
 
 def summary_of(history: RunHistory) -> Summary:
     ledger = Ledger()
-    ledger.prompt("g", 2, place=(0, 0), at_home=True)
+    ledger.on_prompt("g", 2, place=(0, 0), at_home=True)
     for record in (FIRST, SECOND):
-        ledger.sample(record.trajectory_id)
+        ledger.on_sample(record.trajectory_id)
     for index in (0, 1):
-        ledger.outcome(outcome(index, Outcome.TRAINED))
+        ledger.on_outcome(outcome(index, Outcome.TRAINED))
     return summarise(
         history,
         ledger.audit(),
@@ -147,7 +146,7 @@ def summary_of(history: RunHistory) -> Summary:
         seconds=12.5,
         broker="a broker",
         success=Success(before=0.25, after=0.75, n=256),
-        machine=this_machine(),
+        machine=describe_machine(),
     )
 
 
@@ -203,7 +202,7 @@ def test_the_page_loads_nothing_and_escapes_what_it_is_given() -> None:
 
 
 def test_of_many_workers_the_pictures_tell_some_apart_and_count_the_others() -> None:
-    many = figures.SHOWN_WORKERS + 5
+    many = charts.SHOWN_WORKERS + 5
     samples = [
         sample(
             index,
@@ -217,9 +216,9 @@ def test_of_many_workers_the_pictures_tell_some_apart_and_count_the_others() -> 
         for index in range(many)
     ]
     history = fold_history([*samples, manifest(0, 0.0)])
-    held, lanes = figures.occupancy(history), figures.timeline(history)
+    held, lanes = charts.occupancy(history), charts.timeline(history)
     assert held is not None and lanes is not None
-    busiest = [f"executor-{index:02}" for index in range(figures.SHOWN_WORKERS)]
+    busiest = [f"executor-{index:02}" for index in range(charts.SHOWN_WORKERS)]
     assert [trace.name for trace in held.data] == [*busiest, "5 others"]
     assert "the 8 busiest of 13 workers" in lanes.layout.legend.title.text
 
@@ -233,6 +232,6 @@ def test_a_run_without_turns_still_has_a_report() -> None:
 def test_where_no_environment_speaks_of_success_none_is_shown() -> None:
     records = [msgspec.structs.replace(each, success=None) if isinstance(each, Sample) else each for each in RECORDS]
     history = fold_history(records)
-    assert figures.learning_curve(history, Success()) is None
-    turns = figures.trajectory_turns(history)
+    assert charts.learning_curve(history, Success()) is None
+    turns = charts.trajectory_turns(history)
     assert turns is not None and [(bar.name, sum(bar.y)) for bar in turns.data] == [("not judged", 2)]

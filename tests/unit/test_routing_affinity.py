@@ -5,8 +5,8 @@ import pytest
 from pipeline.routing.router import Router
 from schemas.heartbeats import ExecutorState, Tenant
 from schemas.turns import TurnDispatch, TurnOutcome
-from tests.unit.routing_fixtures import CONFIG, RoutingSimulation, heartbeat, request
-from tests.unit.routing_steps import started, step
+from tests.support.routing_fixtures import CONFIG, RoutingSimulation, heartbeat, request
+from tests.support.routing_machine import started, step
 
 
 def test_a_next_turn_goes_where_the_last_one_ran() -> None:

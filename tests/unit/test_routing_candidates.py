@@ -13,7 +13,7 @@ import pytest
 from pipeline.routing.candidates import MIN_HEAP_ENTRIES, Candidate, PlacementQuery
 from pipeline.routing.placement import Placement
 from schemas.heartbeats import Hardware
-from tests.unit.routing_fixtures import heartbeat
+from tests.support.routing_fixtures import heartbeat
 
 
 def test_nothing_is_kept_of_executors_that_come_and_go_unseen_by_any_search() -> None:

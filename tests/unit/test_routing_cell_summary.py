@@ -12,8 +12,8 @@ from pipeline.routing.turn_queue import ReceivedRequest
 from schemas.cells import MAX_EXECUTORS, CellSummary
 from schemas.heartbeats import ExecutorState, Hardware, Tenant, WorkerClass
 from schemas.wire import decode, encode
-from tests.unit.routing_fixtures import RoutingSimulation, heartbeat, request
-from tests.unit.routing_steps import STEPS, step
+from tests.support.routing_fixtures import RoutingSimulation, heartbeat, request
+from tests.support.routing_machine import STEPS, step
 
 
 def summary(router: Router, now: float = 0.0) -> CellSummary:

@@ -12,8 +12,8 @@ from pipeline.routing.router import Router
 from schemas.record import Record
 from schemas.turns import TurnDispatch
 from schemas.wire import encode
-from tests.unit.routing_fixtures import CONFIG, request
-from tests.unit.routing_steps import STEPS, WORKERS, settle, started, step
+from tests.support.routing_fixtures import CONFIG, request
+from tests.support.routing_machine import STEPS, WORKERS, settle, started, step
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from pipeline.routing.turn import OutputLengths, TrajectoryState, Turn
 from pipeline.routing.turn_queue import ReceivedRequest
 from schemas.heartbeats import ExecutorState
 from schemas.turns import TurnDispatch
-from tests.unit.routing_fixtures import (
+from tests.support.routing_fixtures import (
     CONFIG,
     TTL_SECONDS,
     RoutingSimulation,

@@ -10,7 +10,7 @@ from pipeline.routing.membership import CellOwnership
 from pipeline.routing.metrics import export_metrics
 from pipeline.routing.router import Router
 from schemas.heartbeats import ExecutorState
-from tests.unit.routing_fixtures import RoutingSimulation, request
+from tests.support.routing_fixtures import RoutingSimulation, request
 
 
 @dataclass

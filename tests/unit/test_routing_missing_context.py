@@ -11,7 +11,7 @@ from schemas.limits import MAX_CHAIN
 from schemas.prompts import Sampling
 from schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnRequest
 from schemas.wire import decode, encode
-from tests.unit.routing_fixtures import CONFIG, heartbeat, packed, request, result
+from tests.support.routing_fixtures import CONFIG, heartbeat, packed, request, result
 
 
 def chained(patience_seconds: float = 100.0) -> TurnRequest:

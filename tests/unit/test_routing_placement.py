@@ -25,7 +25,7 @@ from pipeline.routing.rates import RateBucket, engine_step_rate, rate_bucket, tu
 from pipeline.routing.rendezvous import COMPARED_WINDOW, MIN_COMPARED, compared_count
 from schemas.heartbeats import MAX_HELD_TURNS, Hardware, SlackHeartbeat, Tenant
 from schemas.turns import PlacementCost
-from tests.unit.routing_fixtures import heartbeat
+from tests.support.routing_fixtures import heartbeat
 
 MASK = 2**64 - 1
 

@@ -9,7 +9,7 @@ from schemas.arrays import pack_logprobs
 from schemas.heartbeats import ExecutorState
 from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
 from schemas.wire import decode, encode
-from tests.unit.routing_fixtures import (
+from tests.support.routing_fixtures import (
     CONFIG,
     TTL_SECONDS,
     RoutingSimulation,
@@ -19,7 +19,7 @@ from tests.unit.routing_fixtures import (
     request,
     result,
 )
-from tests.unit.routing_steps import settle, step
+from tests.support.routing_machine import settle, step
 
 
 def preempted(dispatch: TurnDispatch, tokens: int = 5) -> TurnResult:

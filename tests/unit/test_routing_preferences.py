@@ -7,7 +7,7 @@ from pipeline.routing.placement import Placement
 from schemas.heartbeats import MAX_HELD_TURNS, Hardware, Tenant
 from schemas.limits import MAX_CONTEXT_TOKENS
 from schemas.wire import encode
-from tests.unit.routing_fixtures import dispatched, heartbeat, request
+from tests.support.routing_fixtures import dispatched, heartbeat, request
 
 
 def test_equal_executors_share_groups_whatever_the_order_in_which_they_were_met() -> None:

@@ -14,7 +14,7 @@ from pipeline.routing.rates import (
 )
 from pipeline.routing.turn import TRACKED_ENVIRONMENTS, LengthsByEnvironment, OutputLengths
 from schemas.heartbeats import Hardware, Tenant
-from tests.unit.routing_fixtures import heartbeat
+from tests.support.routing_fixtures import heartbeat
 
 RATES = st.floats(1e-3, 1e12)
 STEP = 2 ** (1 / BUCKETS_PER_OCTAVE)

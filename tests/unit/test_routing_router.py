@@ -13,8 +13,8 @@ from schemas.prompts import Sampling
 from schemas.record import Record
 from schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnResult
 from schemas.wire import decode, encode
-from tests.unit.routing_fixtures import CONFIG, RoutingSimulation, dispatched, heartbeat, packed, request, result
-from tests.unit.routing_steps import settle, started, step
+from tests.support.routing_fixtures import CONFIG, RoutingSimulation, dispatched, heartbeat, packed, request, result
+from tests.support.routing_machine import settle, started, step
 
 
 def test_two_executors_that_hold_one_turn_both_run_it_and_the_first_result_wins() -> None:

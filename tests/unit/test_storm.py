@@ -9,7 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.chaos.stalls import (
+from tests.support.storm.lines import Sort
+from tests.support.storm.log_checks import MARK, Log, of_turns
+from tests.support.storm.plan import ROUND, Act, Deed, Part, Plan, Role, cell_of, draw, first_of
+from tests.support.storm.shape import Shape, leaving
+from tests.support.storm.stalls import (
     SESSION_SECONDS,
     Change,
     Happening,
@@ -20,10 +24,6 @@ from tests.chaos.stalls import (
     stalls,
     union,
 )
-from tests.chaos.storm_lines import Sort
-from tests.chaos.storm_log import MARK, Log, of_turns
-from tests.chaos.storm_plan import ROUND, Act, Deed, Part, Plan, Role, cell_of, draw, first_of
-from tests.chaos.storm_shape import Shape, leaving
 
 SHAPES = st.builds(
     Shape,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, processors
 
-from tests.unit.tokenizer_kit import CHATML, byte_level, folder
+from tests.support.tokenizer_fixtures import CHATML, byte_level, folder
 from workers.environments.turn_format import TurnFormat
 from workers.tokenizer import TokenizerError, load_tokenizer
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integration.families import tiny_policy
-from workers.trainer.export import export_policy
+from tests.support.model_families import tiny_policy
+from workers.trainer.checkpoint import export_policy
 from workers.trainer.policy import load_policy
 from workers.weights.folder_names import FolderTensors
 

@@ -17,12 +17,20 @@ from schemas.prompts import PromptSampling
 from schemas.samples import Sample
 from schemas.turns import Refusal, TurnOutcome, TurnRequest, TurnResult
 from schemas.wire import decode, encode
-from tests.unit.trajectory_world import RULES, opened, prompt_of, result_of, stepped
-from workers.environments.home import Home, Unfinished
-from workers.environments.outbox import group_of
+from tests.support.trajectory_fixtures import RULES, opened, prompt_of, result_of, stepped
+from workers.environments.home import Home, OffsetTracker
+from workers.environments.outbox import group_record
 from workers.environments.recovery import Recovery
-from workers.environments.steps import Stepped, Written, advance, asked_again, broken, failed, first_request
-from workers.environments.trajectory import Trajectory, Verdict
+from workers.environments.trajectory import ResultVerdict, Trajectory
+from workers.environments.transitions import (
+    OutgoingRecords,
+    StepResult,
+    advance,
+    fail_at_result,
+    fail_trajectory,
+    first_request,
+    request_again,
+)
 
 
 @dataclass
@@ -36,20 +44,20 @@ class Life:
     samples: list[Sample] = field(default_factory=list)
     trajectories: dict[str, Trajectory] = field(default_factory=dict)
     stepping: dict[str, tuple[int, TurnResult]] = field(default_factory=dict)
-    inputs: Unfinished = field(default_factory=lambda: Unfinished(0))
+    inputs: OffsetTracker = field(default_factory=lambda: OffsetTracker(0))
     applied: list[TurnResult] = field(default_factory=list)
     now: float = 10.0
     lag: int = 2
     """How far behind the worker's knowledge of the end of the requests may be."""
 
-    def commit(self, trajectory_id: str, written: Written) -> None:
+    def commit(self, trajectory_id: str, written: OutgoingRecords) -> None:
         """What a transaction puts on the log, through the wire."""
         if written.snapshot is not None:
             self.snapshots.append((trajectory_id, decode(EnvSnapshot, encode(written.snapshot))))
         if written.request is not None:
             trajectory = self.trajectories[trajectory_id]
             trajectory.requested_from = max(0, len(self.requests) - self.lag)
-            trajectory.lies_at = len(self.requests) if len(self.requests) % 5 else None  # its report may be lost
+            trajectory.request_offset = len(self.requests) if len(self.requests) % 5 else None  # its report may be lost
             self.requests.append(decode(TurnRequest, encode(written.request)))
             self.progress.append((trajectory_id, decode(TrajectoryProgress, encode(trajectory.progress()))))
         if written.sample is not None:
@@ -68,27 +76,27 @@ class Life:
         offset = len(self.results)
         self.results.append(result)
         trajectory = self.trajectories.get(result.trajectory_id)
-        verdict = Verdict.LATE if trajectory is None else trajectory.judge(result)
-        if trajectory is not None and verdict is Verdict.ANCHOR:
-            self.commit(trajectory.trajectory_id, asked_again(trajectory, RULES, self.now))
-        if trajectory is None or verdict not in (Verdict.APPLY, Verdict.FAIL):
-            self.inputs.passed(offset)
+        verdict = ResultVerdict.LATE if trajectory is None else trajectory.classify(result)
+        if trajectory is not None and verdict is ResultVerdict.ANCHOR:
+            self.commit(trajectory.trajectory_id, request_again(trajectory, RULES, self.now))
+        if trajectory is None or verdict not in (ResultVerdict.APPLY, ResultVerdict.FAIL):
+            self.inputs.on_skipped(offset)
             return
-        self.inputs.read(offset)
+        self.inputs.on_read(offset)
         trajectory.applying = True
-        if verdict is Verdict.FAIL:
-            self.inputs.done(offset)
-            self.commit(trajectory.trajectory_id, failed(trajectory, "given up", RULES, self.now))
+        if verdict is ResultVerdict.FAIL:
+            self.inputs.on_done(offset)
+            self.commit(trajectory.trajectory_id, fail_trajectory(trajectory, "given up", RULES, self.now))
         else:
             self.stepping[trajectory.trajectory_id] = (offset, result)
 
-    def steps(self, trajectory_id: str, step: Stepped | None) -> None:
+    def steps(self, trajectory_id: str, step: StepResult | None) -> None:
         """The environment has answered; None is a failure."""
         offset, result = self.stepping.pop(trajectory_id)
         trajectory = self.trajectories[trajectory_id]
         self.now += 1.0
         if step is None:
-            written = broken(
+            written = fail_at_result(
                 trajectory, result, "it broke", offset=offset, rules=RULES, applied_at=self.now, now=self.now
             )
         else:
@@ -96,31 +104,31 @@ class Life:
                 trajectory, result, step, offset=offset, rules=RULES, applied_at=self.now, now=self.now + 0.5
             )
         self.applied.append(result)
-        self.inputs.done(offset)
+        self.inputs.on_done(offset)
         self.commit(trajectory_id, written)
 
     def recovered(self, *, without_results: int | None = None, without_requests: int | None = None) -> Recovery:
         """As who takes the home over reads it back: the newest records, and what they name."""
         recovery = Recovery(Home(0, homes=1))
         prompt = opened(prompt_of()).prompt
-        recovery.group(
-            "g", decode(Group, encode(group_of(prompt, GroupState.OPEN, offset=0, outcomes_from=0, now=1.0)))
+        recovery.on_group(
+            "g", decode(Group, encode(group_record(prompt, GroupState.OPEN, offset=0, outcomes_from=0, now=1.0)))
         )
         for trajectory_id, snapshot in self.snapshots:
-            recovery.snapshot(trajectory_id, snapshot)
+            recovery.on_snapshot(trajectory_id, snapshot)
         for trajectory_id, progress in self.progress:
-            recovery.progress(trajectory_id, progress)
+            recovery.on_progress(trajectory_id, progress)
         for offset in recovery.results:
             if offset != without_results:
-                recovery.result(offset, self.results[offset])
+                recovery.on_result(offset, self.results[offset])
         for (name, turn), begin in recovery.requests.items():
             for offset in range(begin, min(begin + self.lag + 1, len(self.requests))):
                 request = self.requests[offset]
                 if (request.trajectory_id, request.turn) == (name, turn) and offset != without_requests:
-                    recovery.request(offset, request)
+                    recovery.on_request(offset, request)
         for offset in recovery.links:
             if offset != without_requests:
-                recovery.link(offset, self.requests[offset])
+                recovery.on_link(offset, self.requests[offset])
         return recovery
 
 
@@ -221,7 +229,7 @@ def test_no_request_contradicts_itself_wherever_those_before_it_lie(offsets: lis
     trajectory = life.trajectories["g:0"]
     trajectory.prompt = prompt_of(max_turns=200, sampling=PromptSampling.from_sampling(RULES.sampling))
     for offset in offsets:
-        trajectory.lies_at = offset
+        trajectory.request_offset = offset
         life.arrives(result_of(trajectory, tokens=(7, 2)))
         life.steps("g:0", stepped())
         assert life.requests[-1].validation_error == ""
@@ -235,7 +243,7 @@ def test_who_takes_over_accepts_the_results_that_were_accepted(events: list[tupl
         accepted: dict[str, TurnResult] = {}
         for result in life.results[life.inputs.low_water :]:
             trajectory = trajectories.get(result.trajectory_id)
-            if trajectory is not None and trajectory.judge(result) is Verdict.APPLY:
+            if trajectory is not None and trajectory.classify(result) is ResultVerdict.APPLY:
                 trajectory.applying = True
                 accepted[result.trajectory_id] = result
         assert accepted == {trajectory_id: result for trajectory_id, (_, result) in life.stepping.items()}
@@ -316,14 +324,14 @@ def test_a_record_that_is_not_what_was_written_breaks_a_trajectory_but_never_ben
     live = life.trajectories[name]
     recovery = life.recovered()
     if what == "state":
-        recovery.snapshot(name, EnvSnapshot(trajectory_id=name, digest=live.digest, state=b"another"))
+        recovery.on_snapshot(name, EnvSnapshot(trajectory_id=name, digest=live.digest, state=b"another"))
     elif what == "request":
         offset, request = next((at, held) for at, held in enumerate(life.requests) if held.trajectory_id == name)
         last = msgspec.structs.replace(request, turn=live.turn, **context_fields(live.tokens + pack_tokens([1])))
-        recovery.request(offset, last)
+        recovery.on_request(offset, last)
     elif live.applied:
         other = result_of(live, turn=live.turn - 1, tokens=(90, 91, 92, 93, 94, 95))
-        recovery.result(live.applied[-1].offset, other)
+        recovery.on_result(live.applied[-1].offset, other)
     else:
         return
     trajectories, cannot, _ = recovery.finish(RULES.max_context_tokens)
@@ -334,7 +342,7 @@ def test_a_group_that_does_not_say_how_it_is_sampled_breaks_its_trajectories_and
     life = Life()
     life.open(0)
     recovery = life.recovered()
-    unsaid = msgspec.structs.replace(recovery.home.unsettled["g"].prompt, sampling=PromptSampling())
-    recovery.home.unsettled["g"].prompt = unsaid
+    unsaid = msgspec.structs.replace(recovery.home.open_groups["g"].prompt, sampling=PromptSampling())
+    recovery.home.open_groups["g"].prompt = unsaid
     trajectories, lost, _ = recovery.finish(RULES.max_context_tokens)
     assert not trajectories and ["how it is sampled" in each.reason for each in lost] == [True]

@@ -15,9 +15,9 @@ from schemas.prompts import PromptSampling, Sampling
 from schemas.samples import Ending
 from schemas.turns import VersionSpan
 from schemas.wire import decode, encode
-from tests.unit.trajectory_world import RULES, live, opened, prompt_of, result_of, stepped
-from workers.environments.steps import first_request
-from workers.environments.trajectory import problem_of, settled_sampling, turn_sampling
+from tests.support.trajectory_fixtures import RULES, live, opened, prompt_of, result_of, stepped
+from workers.environments.trajectory import result_error, turn_sampling, with_full_sampling
+from workers.environments.transitions import first_request
 
 MALFORMED = {
     "no tokens": {"tokens": b"", "logprobs": b"", "spans": ()},
@@ -41,12 +41,14 @@ MALFORMED = {
 @pytest.mark.parametrize("fields", MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_result_is_told_from_a_sound_one(fields: dict[str, object]) -> None:
     sound = result_of(opened(prompt_of()))
-    assert problem_of(sound, 2) == ""
-    assert problem_of(type(sound)(**{**{name: getattr(sound, name) for name in sound.__struct_fields__}, **fields}), 2)
+    assert result_error(sound, 2) == ""
+    assert result_error(
+        type(sound)(**{**{name: getattr(sound, name) for name in sound.__struct_fields__}, **fields}), 2
+    )
 
 
 def test_a_result_that_overflows_the_longest_context_is_malformed() -> None:
-    assert "more than" in problem_of(result_of(opened(prompt_of())), MAX_CONTEXT_TOKENS - 2)
+    assert "more than" in result_error(result_of(opened(prompt_of())), MAX_CONTEXT_TOKENS - 2)
 
 
 def test_the_reward_is_the_sum_over_the_steps_and_the_last_observation_is_not_read() -> None:
@@ -151,7 +153,7 @@ def test_a_state_near_the_limit_is_saved_or_fails_its_trajectory(size: int, open
 
 @given(st.integers(0, 2**63 - 1))
 def test_a_prompt_with_a_seed_samples_every_turn_of_every_trajectory_with_its_own(seed: int) -> None:
-    prompt = settled_sampling(prompt_of(sampling=PromptSampling(seed=seed, max_tokens=9)), RULES.sampling)
+    prompt = with_full_sampling(prompt_of(sampling=PromptSampling(seed=seed, max_tokens=9)), RULES.sampling)
     drawn = [turn_sampling(prompt, index, turn, room_tokens=100) for index in range(3) for turn in range(3)]
     assert len({sampling.seed for sampling in drawn}) == 9
     assert all(sampling.seed is not None and 0 <= sampling.seed < 2**63 for sampling in drawn)

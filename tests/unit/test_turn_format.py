@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
-from tests.integration.scripted_executors import END, model_folder
-from tests.unit.tokenizer_kit import (
+from tests.support.scripted_executors import END, model_folder
+from tests.support.tokenizer_fixtures import (
     CHATML,
     HEADERS,
     ROLES,

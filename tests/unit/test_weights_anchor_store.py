@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from schemas.errors import RecordError, UsageError
 from schemas.weights import ChunkRef, WeightChunk, WeightManifest
 from schemas.wire import decode, encode
-from tests.unit.weights_world import RUN, Shelf, Tensors, random_tensors
-from workers.weights.anchor_store import AnchorStore, StoreError
+from tests.support.weights_fixtures import RUN, Shelf, Tensors, random_tensors
 from workers.weights.checks import check_manifest
-from workers.weights.geometry import LayoutError
-from workers.weights.publish import merge
+from workers.weights.chunk_stores import AnchorStore, StoreError
+from workers.weights.layout import LayoutError
+from workers.weights.publish import merge_manifests
 
 OPEN = Event()
 
@@ -138,7 +138,7 @@ def test_a_manifest_names_no_place_outside_the_store(name: str) -> None:
 
 def test_the_files_of_ranks_are_numbered_when_their_parts_are_merged() -> None:
     parts = halves()
-    merged = merge(parts)
+    merged = merge_manifests(parts)
     assert merged.files == ("anchor-m.1.a", "anchor-m.1.b")
     check_manifest(merged, {spec.name: spec.shape for spec in merged.tensors})
     owner = {piece.digest: number for number, part in enumerate(parts) for piece in part.slices}
@@ -153,7 +153,7 @@ def test_parts_of_different_versions_or_places_are_not_merged() -> None:
         msgspec.structs.replace(other, files=()),
     ):
         with pytest.raises(LayoutError):
-            merge([one, wrong])
+            merge_manifests([one, wrong])
 
 
 def halves() -> list[WeightManifest]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.weights import ChunkRef, WeightChunk, WeightManifest
-from tests.unit.weights_world import (
+from tests.support.weights_fixtures import (
     Shelf,
     Tensors,
     changed,
@@ -19,12 +19,11 @@ from tests.unit.weights_world import (
     same_bits,
     with_slice,
 )
-from workers.weights import geometry
+from workers.weights import layout
 from workers.weights.assembly import Assembled, Assembly
-from workers.weights.checks import check_manifest
+from workers.weights.checks import Refusal, VersionRefused, check_manifest
 from workers.weights.digests import digest_of
-from workers.weights.geometry import Box, box_of, matrix
-from workers.weights.refusals import Refusal, VersionRefused
+from workers.weights.layout import Box, box_of, matrix
 from workers.weights.tensors import TORCH_DTYPES
 
 SHAPES = st.dictionaries(
@@ -37,7 +36,7 @@ SEED = st.integers(0, 2**32 - 1)
 @pytest.fixture(scope="module", autouse=True)
 def _small_slices() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(geometry, "SLICE_ELEMENTS", 16)
+        patch.setattr(layout, "SLICE_ELEMENTS", 16)
         yield
 
 
@@ -363,7 +362,7 @@ def test_a_shard_fetches_what_meets_it_alone_and_has_it_exactly(
             (ref.partition, ref.offset)
             for piece in manifest.slices
             for ref in piece.chunks
-            if (box := wanted.get(manifest.tensors[piece.tensor].name)) is not None and box.meets(box_of(piece))
+            if (box := wanted.get(manifest.tensors[piece.tensor].name)) is not None and box.intersects(box_of(piece))
         )
         assert assembly.done.tensors.keys() == wanted.keys()
         for name, box in wanted.items():

@@ -21,13 +21,12 @@ from schemas.weights import (
     WeightManifest,
 )
 from schemas.wire import decode, encode
-from tests.unit.weights_world import Shelf, Tensors, bare, changed, covered, random_tensors, with_slice
-from workers.weights import geometry
-from workers.weights.checks import check_chunk, check_manifest
+from tests.support.weights_fixtures import Shelf, Tensors, bare, changed, covered, random_tensors, with_slice
+from workers.weights import layout
+from workers.weights.checks import Refusal, VersionRefused, check_chunk, check_manifest
+from workers.weights.chunk_stores import CHUNK_BYTES
 from workers.weights.digests import NO_BASE, digest_of, whole_digest
-from workers.weights.geometry import DTYPE_BYTES, box_of
-from workers.weights.refusals import Refusal, VersionRefused
-from workers.weights.shelves import CHUNK_BYTES
+from workers.weights.layout import DTYPE_BYTES, box_of
 from workers.weights.tensors import TORCH_DTYPES
 
 SMALL_SLICE_ELEMENTS = 16
@@ -39,7 +38,7 @@ DTYPE = st.sampled_from(sorted(DTYPE_BYTES))
 @pytest.fixture(scope="module", autouse=True)
 def _small_slices() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(geometry, "SLICE_ELEMENTS", SMALL_SLICE_ELEMENTS)
+        patch.setattr(layout, "SLICE_ELEMENTS", SMALL_SLICE_ELEMENTS)
         yield
 
 

@@ -21,12 +21,12 @@ from schemas.weights import (
     WeightManifest,
 )
 from schemas.wire import decode, encode
-from tests.unit.weights_world import RUN, Shelf, random_tensors
-from workers.weights import index, shelves
+from tests.support.weights_fixtures import RUN, Shelf, random_tensors
+from workers.weights import chunk_stores, manifests
+from workers.weights.checks import Refusal, VersionRefused
 from workers.weights.digests import NO_BASE, digest_of
-from workers.weights.geometry import LayoutError
-from workers.weights.index import INLINE_BYTES, check_layout, opened, sealed
-from workers.weights.refusals import Refusal, VersionRefused
+from workers.weights.layout import LayoutError
+from workers.weights.manifests import INLINE_BYTES, check_layout, read_index, write_index
 
 SHAPES = {"embed": (70, 30), "norm": (16,), "scale": ()}
 DIGEST = bytes(16)
@@ -76,42 +76,42 @@ def said(manifest: WeightManifest) -> WeightManifest:
 def test_what_was_sealed_is_opened(chunk_bytes: int) -> None:
     manifest, topic = small(), Shelf()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index, "INLINE_BYTES", 0)
-        patch.setattr(shelves, "CHUNK_BYTES", chunk_bytes)
-        written = sealed(manifest, topic)
+        patch.setattr(manifests, "INLINE_BYTES", 0)
+        patch.setattr(chunk_stores, "CHUNK_BYTES", chunk_bytes)
+        written = write_index(manifest, topic)
     assert not written.slices
     assert not written.tensors
-    assert said(opened(decode(WeightManifest, encode(written)), topic.fetch)) == said(manifest)
+    assert said(read_index(decode(WeightManifest, encode(written)), topic.fetch)) == said(manifest)
 
 
 def test_what_fits_its_record_has_no_index() -> None:
     topic = Shelf()
-    written = sealed(small(), topic)
+    written = write_index(small(), topic)
     assert not topic.chunks
     assert said(written) == said(small())
 
 
 def test_a_model_of_many_experts_fits_a_record() -> None:
     manifest, topic = large(30_000), Shelf()
-    written = sealed(manifest, topic)
+    written = write_index(manifest, topic)
     assert len(encode(written)) < INLINE_BYTES
     assert all(len(chunk.payload) <= MAX_RECORD_BYTES for chunk in topic.chunks.values())
-    assert said(opened(written, topic.fetch)) == said(manifest)
+    assert said(read_index(written, topic.fetch)) == said(manifest)
 
 
 def test_a_model_of_more_tensors_than_a_record_ever_held_fits_too() -> None:
     """A trillion parameters have 69,120 tensors of experts."""
     manifest, topic = large(69_120), Shelf()
-    assert said(opened(sealed(manifest, topic), topic.fetch)) == said(manifest)
+    assert said(read_index(write_index(manifest, topic), topic.fetch)) == said(manifest)
 
 
 def test_the_names_of_files_count_in_what_a_record_holds() -> None:
     """Of as many ranks as there may be, each with a file: they leave no room for what would fit alone."""
     topic, alone = Shelf(), large(2_500)
     manifest = msgspec.structs.replace(alone, files=("anchor-" + "f" * 190,) * 4096)
-    assert not sealed(alone, topic).index
-    written = sealed(manifest, topic)
-    assert said(opened(decode(WeightManifest, encode(written)), topic.fetch)) == said(manifest)
+    assert not write_index(alone, topic).index
+    written = write_index(manifest, topic)
+    assert said(read_index(decode(WeightManifest, encode(written)), topic.fetch)) == said(manifest)
 
 
 def with_first(manifest: WeightManifest, **change: object) -> WeightManifest:
@@ -139,32 +139,32 @@ BEYOND: dict[str, Callable[[WeightManifest], WeightManifest]] = {
 def test_what_no_reader_would_take_is_not_put_anywhere(
     beyond: Callable[[WeightManifest], WeightManifest], inline_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index, "INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr(manifests, "INLINE_BYTES", inline_bytes)
     topic = Shelf()
     with pytest.raises(LayoutError, match=r"^no receiver would take what version 1 says of its tensors and slices: \S"):
-        sealed(beyond(large(6)), topic)
+        write_index(beyond(large(6)), topic)
     assert not topic.chunks
 
 
 def test_an_index_of_more_chunks_than_a_manifest_may_name_is_not_put_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, topic = large(20_000), Shelf()
-    assert sealed(manifest, topic).index
+    assert write_index(manifest, topic).index
     size = sum(len(chunk.payload) for chunk in topic.chunks.values())
     topic.chunks.clear()
-    monkeypatch.setattr(index, "INDEX_BYTES", size - 1)
+    monkeypatch.setattr(manifests, "INDEX_BYTES", size - 1)
     with pytest.raises(LayoutError, match=f"it takes {size} bytes, and an index holds {size - 1}"):
-        sealed(manifest, topic)
+        write_index(manifest, topic)
     assert not topic.chunks
 
 
 def test_it_says_where_what_it_needs_begins() -> None:
     manifest, topic = large(6), Shelf()
-    assert sealed(manifest, topic).first == tuple(FirstChunk(partition=each, offset=100) for each in range(4))
+    assert write_index(manifest, topic).first == tuple(FirstChunk(partition=each, offset=100) for each in range(4))
     in_store = msgspec.structs.replace(manifest, files=("anchor-m.1.0",))
-    assert sealed(in_store, topic).first == ()
+    assert write_index(in_store, topic).first == ()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index, "INLINE_BYTES", 0)
-        assert sealed(in_store, topic).first == (FirstChunk(partition=0, offset=0),), (
+        patch.setattr(manifests, "INLINE_BYTES", 0)
+        assert write_index(in_store, topic).first == (FirstChunk(partition=0, offset=0),), (
             "the index is on the log all the same"
         )
 
@@ -183,8 +183,8 @@ def test_it_says_where_what_it_needs_begins() -> None:
 def test_a_broken_index_is_refused(harm: str, refusal: Refusal) -> None:
     topic = Shelf()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index, "INLINE_BYTES", 0)
-        written = sealed(small(), topic)
+        patch.setattr(manifests, "INLINE_BYTES", 0)
+        written = write_index(small(), topic)
     ((place, chunk),) = topic.chunks.items()
     match harm:
         case "gone":
@@ -203,7 +203,7 @@ def test_a_broken_index_is_refused(harm: str, refusal: Refusal) -> None:
             refs = (msgspec.structs.replace(written.index[0], digest=digest_of(forged)),)
             written = msgspec.structs.replace(written, index=refs)
     with pytest.raises(VersionRefused) as refused:
-        opened(written, topic.fetch)
+        read_index(written, topic.fetch)
     assert refused.value.refusal is refusal
 
 
@@ -213,7 +213,7 @@ def test_no_bytes_of_an_index_do_more_than_be_refused(payload: bytes) -> None:
     stored = topic.put(WeightChunk(model_id="m", version=1, tensor=":index", part=0, payload=payload))
     manifest = msgspec.structs.replace(small(), tensors=(), slices=(), index=(stored.ref(),))
     with pytest.raises(VersionRefused):
-        opened(manifest, topic.fetch)
+        read_index(manifest, topic.fetch)
 
 
 @pytest.mark.parametrize(

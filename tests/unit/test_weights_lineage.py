@@ -7,9 +7,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from schemas.weights import Order, WeightManifest
-from tests.unit.weights_world import bare
+from tests.support.weights_fixtures import bare
+from workers.weights.checks import BASE_REFUSALS, Refusal, VersionRefused
 from workers.weights.lineage import Lineage, Path, Placed
-from workers.weights.refusals import OF_THE_BASE, Refusal, VersionRefused
 
 ANCHOR_BYTES, DELTA_BYTES = 1000, 1
 
@@ -22,7 +22,7 @@ def lineage_of(*links: tuple[int, int | None], held: int | None = None) -> Linea
     """Of (version, base version), at offsets 0, 1, ..."""
     lineage = Lineage(held=None if held is None else (0, held))
     for offset, link in enumerate(links):
-        lineage.learn(manifest(*link), offset)
+        lineage.on_manifest(manifest(*link), offset)
     return lineage
 
 
@@ -47,10 +47,10 @@ def follow(lineage: Lineage, broken: dict[int, Refusal], *, upon_held_only: bool
                 break
             taken = placed
         if taken is not None and (lineage.held is None or taken.order > lineage.held):
-            lineage.took(taken)
+            lineage.on_taken(taken)
         if taken is not path[-1]:
             failed = path[0 if taken is None else list(path).index(taken) + 1]
-            lineage.refuse(path, failed, VersionRefused(broken[failed.manifest.version], "broken"))
+            lineage.on_refused(path, failed, VersionRefused(broken[failed.manifest.version], "broken"))
     return tried
 
 
@@ -69,7 +69,7 @@ def test_the_newest_is_reached_from_what_is_held_or_from_an_anchor(held: int | N
 def test_the_cheaper_of_two_ways_is_tried_first() -> None:
     lineage = lineage_of((1, None), (2, 1), (3, 2), held=1)
     assert versions(lineage.next_path()) == [2, 3]
-    lineage.learn(manifest(3), 9)
+    lineage.on_manifest(manifest(3), 9)
     assert versions(lineage.next_path()) == [2, 3]
     dear = lineage_of((1, None), (4, None), held=1)
     assert versions(dear.next_path()) == [4]
@@ -91,12 +91,12 @@ def test_versions_that_build_on_each_other_in_a_circle_lead_nowhere(links: tuple
 
 def test_a_later_epoch_is_newer_whatever_the_number_and_builds_on_its_own() -> None:
     lineage = lineage_of((9, None), (10, 9), held=10)
-    lineage.learn(manifest(12, 10, epoch=1), 5)
+    lineage.on_manifest(manifest(12, 10, epoch=1), 5)
     assert lineage.next_path() is None, "what it builds on is of another epoch"
-    lineage.learn(manifest(11, epoch=1), 6)
+    lineage.on_manifest(manifest(11, epoch=1), 6)
     assert versions(lineage.next_path()) == [11]
-    lineage.took(Placed(manifest(11, epoch=1), 6))
-    lineage.learn(manifest(13), 7)
+    lineage.on_taken(Placed(manifest(11, epoch=1), 6))
+    lineage.on_manifest(manifest(13), 7)
     assert lineage.next_path() is None, "of an older epoch, so older"
 
 
@@ -113,11 +113,11 @@ def test_a_broken_delta_costs_one_anchor_at_most_until_the_next(refusal: Refusal
     lineage = lineage_of((0, None), (1, 0), (2, 1), held=2)
     tried = []
     for offset, version in enumerate(range(3, 9), start=10):
-        lineage.learn(manifest(version, version - 1), offset)
+        lineage.on_manifest(manifest(version, version - 1), offset)
         tried += follow(lineage, {3: refusal})
     assert tried == expected
-    lineage.learn(manifest(9), 20)
-    lineage.learn(manifest(10, 9), 21)
+    lineage.on_manifest(manifest(9), 20)
+    lineage.on_manifest(manifest(10, 9), 21)
     assert follow(lineage, {}) == [[9, 10]]
 
 
@@ -126,7 +126,7 @@ def test_if_what_is_held_was_to_blame_the_anchor_mends_it() -> None:
     tried = follow(lineage, {3: Refusal.WRONG_RESULT}, upon_held_only=True)
     assert tried == [[3], [0, 1, 2, 3]]
     assert lineage.held == (0, 3)
-    lineage.learn(manifest(4, 3), 9)
+    lineage.on_manifest(manifest(4, 3), 9)
     assert follow(lineage, {}) == [[4]]
 
 
@@ -145,7 +145,7 @@ def test_a_broken_anchor_gives_way_to_the_one_before() -> None:
 def test_a_version_that_is_stored_whole_again_is_not_taken_twice_and_may_be_joined_from() -> None:
     lineage = lineage_of((0, None), (1, 0), (1, None), held=1)
     assert lineage.next_path() is None
-    lineage.learn(manifest(2, 1), 9)
+    lineage.on_manifest(manifest(2, 1), 9)
     assert versions(lineage.next_path()) == [2]
     joiner = lineage_of((1, 0), (1, None), (2, 1))
     assert versions(joiner.next_path()) == [1, 2]
@@ -153,9 +153,9 @@ def test_a_version_that_is_stored_whole_again_is_not_taken_twice_and_may_be_join
 
 def test_what_no_later_path_can_need_is_forgotten() -> None:
     lineage = lineage_of(*CHAIN)
-    lineage.took(Placed(manifest(6, 5), 4))
+    lineage.on_taken(Placed(manifest(6, 5), 4))
     assert sorted(lineage.versions) == [(0, 5), (0, 6), (0, 8)]
-    lineage.took(Placed(manifest(8, 6), 5))
+    lineage.on_taken(Placed(manifest(8, 6), 5))
     assert sorted(lineage.versions) == [(0, 5), (0, 6), (0, 8)]
 
 
@@ -166,7 +166,7 @@ def test_who_can_take_nothing_remembers_no_more_than_a_chain_and_what_it_holds(
 ) -> None:
     lineage = Lineage()
     for version in range(120):
-        lineage.learn(manifest(version, None if version % anchor_every == 0 else version - 1), version)
+        lineage.on_manifest(manifest(version, None if version % anchor_every == 0 else version - 1), version)
         bad = first_bad is not None and version >= first_bad
         follow(lineage, {version: Refusal.WRONG_DTYPE} if bad else {})
         lineage.forget_useless()
@@ -179,8 +179,8 @@ def test_what_failed_is_not_tried_again_when_it_is_learned_again() -> None:
     assert follow(lineage, dict.fromkeys((0, 1), Refusal.WRONG_DTYPE)) == [[1], [0]]
     lineage.forget_useless()
     lineage.versions.clear()
-    lineage.learn(manifest(0), 0)
-    lineage.learn(manifest(1), 1)
+    lineage.on_manifest(manifest(0), 0)
+    lineage.on_manifest(manifest(1), 1)
     assert lineage.next_path() is None
 
 
@@ -191,7 +191,7 @@ def test_a_failure_that_is_remembered_holds_nothing_of_the_attempt() -> None:
     try:
         raise VersionRefused(Refusal.WRONG_CHUNK, "broken") from ValueError("bytes")
     except VersionRefused as why:
-        lineage.refuse(path, path[0], why)
+        lineage.on_refused(path, path[0], why)
     blocked = lineage.blocked()
     assert blocked is not None
     assert (str(blocked[1]), blocked[1].__traceback__, blocked[1].__cause__) == ("broken", None, None)
@@ -215,7 +215,7 @@ class World:
         self.all.append(Placed(manifest, offset))
         if fault is not None:
             self.faults[offset] = fault
-        self.lineage.learn(manifest, offset)
+        self.lineage.on_manifest(manifest, offset)
 
     def catch_up(self) -> None:
         while (path := self.lineage.next_path()) is not None:
@@ -241,10 +241,10 @@ class World:
                 break
             taken = placed
         if taken is not None and (self.lineage.held is None or taken.order > self.lineage.held):
-            self.lineage.took(taken)
+            self.lineage.on_taken(taken)
         if taken is not path[-1]:
             failed = path[0 if taken is None else list(path).index(taken) + 1]
-            self.lineage.refuse(path, failed, VersionRefused(self.faults[failed.offset], "broken"))
+            self.lineage.on_refused(path, failed, VersionRefused(self.faults[failed.offset], "broken"))
 
     def best(self) -> Order | None:
         """The newest version to which a whole path leads from an anchor on."""
@@ -285,7 +285,7 @@ def test_whatever_the_log_the_best_version_that_can_be_proven_is_held(
     assert world.anchors_in_vain <= len(world.faults), "an anchor was fetched twice for one break"
 
 
-@given(st.integers(1, 30), st.integers(1, 6), st.sampled_from(sorted(OF_THE_BASE | {Refusal.MISSING_CHUNK}, key=str)))
+@given(st.integers(1, 30), st.integers(1, 6), st.sampled_from(sorted(BASE_REFUSALS | {Refusal.MISSING_CHUNK}, key=str)))
 def test_one_break_in_an_honest_chain_costs_one_anchor_at_most(at: int, anchor_every: int, fault: Refusal) -> None:
     """Whoever follows version by version: besides the anchors that are due, one more at most."""
     world = World()
@@ -306,7 +306,7 @@ def test_what_is_newest_and_why_it_is_not_taken() -> None:
     blocked = lineage.blocked()
     assert blocked is not None
     assert (blocked[0].manifest.version, blocked[1].refusal) == (1, Refusal.MISSING_CHUNK)
-    lineage.learn(manifest(3), 9)
+    lineage.on_manifest(manifest(3), 9)
     assert lineage.blocked() is None
     assert Lineage().newest is None
     assert Lineage().blocked() is None

@@ -5,14 +5,14 @@ from typing import cast
 
 import pytest
 
-from tests.unit.weights_world import bare
+from tests.support.weights_fixtures import bare
 from topics.reader import Reader
 from topics.settings import BusSettings
 from workers.weights import receive
+from workers.weights.checks import Refusal
 from workers.weights.config import WeightsConfig
 from workers.weights.receive import WeightReceiver
-from workers.weights.refusals import Refusal
-from workers.weights.signing import trust_of
+from workers.weights.trust import make_trust
 
 NO_READER = cast(Reader, None)
 """Of chunks: what is refused for its words is not fetched."""
@@ -20,7 +20,7 @@ NO_READER = cast(Reader, None)
 
 def test_whoever_sees_that_versions_were_refused_finds_why_the_newest_was(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = BusSettings("127.0.0.1:1", "", {})
-    receiver = WeightReceiver(settings, trust_of(settings, "m", WeightsConfig()), shapes={"w": (2, 2)})
+    receiver = WeightReceiver(settings, make_trust(settings, "m", WeightsConfig()), shapes={"w": (2, 2)})
     told: list[tuple[int, str] | None] = []
     counts = receiver._count
 
@@ -30,7 +30,7 @@ def test_whoever_sees_that_versions_were_refused_finds_why_the_newest_was(monkey
 
     monkeypatch.setattr(receiver, "_count", count)
     for version in (1, 2):
-        receiver._lineage.learn(bare(version), version)
+        receiver._lineage.on_manifest(bare(version), version)
     for _ in range(2):
         receiver._catch_up(NO_READER)
     assert sum(receiver.refusals.values()) == 2, "each once"
@@ -48,7 +48,7 @@ def test_what_the_user_says_of_fetches_holds_for_chunks_too(monkeypatch: pytest.
     monkeypatch.setattr(receive, "Reader", reader)
     for properties in ({}, {"fetch.max.bytes": "8000000"}):
         settings = BusSettings("127.0.0.1:1", "", properties)
-        receiver = WeightReceiver(settings, trust_of(settings, "m", WeightsConfig()), shapes={"w": (2, 2)})
+        receiver = WeightReceiver(settings, make_trust(settings, "m", WeightsConfig()), shapes={"w": (2, 2)})
         receiver._stopping.set()
         receiver._follow()
     assert asked == [None, receive.SMALL_FETCHES["fetch.max.bytes"], "8000000", "8000000"]

@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.weights import FirstChunk, WeightManifest
+from tests.support.weights_fixtures import bare
 from tests.unit.test_weights_trust import KEY, OTHER_KEY, TRUST, as_read
-from tests.unit.weights_world import bare
 from topics.catalog import MANIFESTS
 from topics.records import Envelope, RawMessage
+from workers.weights.chunk_stores import lowest_offsets
 from workers.weights.config import WeightsConfig
 from workers.weights.lineage import Placed
-from workers.weights.manifests import manifest_key, signed
-from workers.weights.retention import QUIET_SECONDS, live, released
-from workers.weights.shelves import lowest_offsets
+from workers.weights.manifests import manifest_key, sign_manifest
+from workers.weights.retention import QUIET_SECONDS, live_manifests, what_is_released
 
 OTHER = "other.:run"
 
@@ -28,15 +28,15 @@ def manifest(version: int, base: int | None, *places: tuple[int, int], **fields:
 
 def versions(manifests: list[WeightManifest]) -> list[int]:
     placed = [Placed(each, offset) for offset, each in enumerate(manifests)]
-    return [each.manifest.version for each in live(placed)]
+    return [each.manifest.version for each in live_manifests(placed)]
 
 
 def honest(offset: int, each: WeightManifest, *, at: float = 0.0) -> Envelope:
-    return msgspec.structs.replace(as_read(signed(each, KEY), offset=offset), timestamp_seconds=at)
+    return msgspec.structs.replace(as_read(sign_manifest(each, KEY), offset=offset), timestamp_seconds=at)
 
 
 def forged(offset: int, each: WeightManifest) -> Envelope:
-    return as_read(signed(each, OTHER_KEY), offset=offset)
+    return as_read(sign_manifest(each, OTHER_KEY), offset=offset)
 
 
 def tombstone(offset: int, each: WeightManifest) -> Envelope:
@@ -92,21 +92,21 @@ CHAIN = [
 
 def test_what_is_given_up_is_deleted_once() -> None:
     found = [honest(offset, each) for offset, each in enumerate(CHAIN)]
-    gone = released(TRUST, found)
+    gone = what_is_released(TRUST, found)
     assert (gone.before, gone.files, gone.keys) == ({0: 20}, ["anchor-a"], ["m/:run/0/anchor-a", "m/:run/1"])
     ended = [tombstone(5 + number, each) for number, each in enumerate(CHAIN[:2])]
-    assert released(TRUST, [*found, *ended]).keys == []
+    assert what_is_released(TRUST, [*found, *ended]).keys == []
 
 
 def test_a_manifest_outlives_the_files_that_it_names() -> None:
     """Without the store they cannot be deleted, and nothing else knows of them."""
     found = [honest(offset, each) for offset, each in enumerate(CHAIN)]
-    gone = released(TRUST, found, stored=False)
+    gone = what_is_released(TRUST, found, stored=False)
     assert (gone.before, gone.files, gone.keys) == ({0: 20}, [], ["m/:run/1"])
     whole_again = [manifest(0, None, files=("anchor-a",)), manifest(0, None), *CHAIN[2:]]
     again = [honest(offset, each) for offset, each in enumerate(whole_again)]
-    assert released(TRUST, again, stored=False).keys == ["m/:run/0"], "that of the one without files"
-    assert released(TRUST, again).files == ["anchor-a"]
+    assert what_is_released(TRUST, again, stored=False).keys == ["m/:run/0"], "that of the one without files"
+    assert what_is_released(TRUST, again).files == ["anchor-a"]
 
 
 @given(st.lists(st.sampled_from(["starts", "steps", "deletes", "compacts"]), max_size=40))
@@ -118,7 +118,7 @@ def test_whatever_lies_in_the_store_is_named_on_the_log_until_it_is_deleted(hist
     offsets, version = count(), 0
 
     def delete() -> None:
-        gone = released(TRUST, log)
+        gone = what_is_released(TRUST, log)
         store.difference_update(gone.files)
         log.extend(end(next(offsets), key) for key in gone.keys)
 
@@ -145,13 +145,13 @@ def test_whatever_lies_in_the_store_is_named_on_the_log_until_it_is_deleted(hist
 def test_a_manifest_is_ended_under_the_key_that_it_has_unless_that_is_anothers(key: str, ended: list[str]) -> None:
     """Earlier keys had no file; and whoever may write can put what is signed under any key."""
     first, *rest = (honest(offset, each) for offset, each in enumerate(CHAIN))
-    gone = released(TRUST, [msgspec.structs.replace(first, key=key), *rest])
+    gone = what_is_released(TRUST, [msgspec.structs.replace(first, key=key), *rest])
     assert (gone.files, gone.keys) == (["anchor-a"], ended)
 
 
 def test_a_key_that_a_needed_manifest_has_is_never_ended() -> None:
     found = [manifest(3, None), manifest(4, 3), manifest(4, None), manifest(5, None)]
-    assert released(TRUST, [honest(offset, each) for offset, each in enumerate(found)]).keys == ["m/:run/3"]
+    assert what_is_released(TRUST, [honest(offset, each) for offset, each in enumerate(found)]).keys == ["m/:run/3"]
 
 
 @pytest.mark.parametrize("version", [5, 2**50])
@@ -159,14 +159,14 @@ def test_forged_anchors_delete_nothing_of_what_is_honest(version: int) -> None:
     """Two of them, which say that only what comes behind them is needed."""
     found = [honest(offset, each) for offset, each in enumerate(CHAIN[:2])]
     lies = [forged(5 + n, manifest(version + n, None, (0, 10**6), (1, 10**6))) for n in range(2)]
-    gone = released(TRUST, [*found, *lies])
+    gone = what_is_released(TRUST, [*found, *lies])
     assert (gone.before, gone.files, gone.keys) == ({0: 0}, [], [])
 
 
 def test_nothing_is_deleted_where_the_run_itself_needs_nothing() -> None:
     """What lies there may be on its way: chunks come before their manifest."""
     stranger = honest(9, manifest(0, None, (1, 50), run=OTHER))
-    assert released(TRUST, [*(honest(n, each) for n, each in enumerate(CHAIN)), stranger]).before == {0: 20}
+    assert what_is_released(TRUST, [*(honest(n, each) for n, each in enumerate(CHAIN)), stranger]).before == {0: 20}
 
 
 def test_what_other_runs_need_stays_until_their_manifests_are_ended() -> None:
@@ -175,30 +175,30 @@ def test_what_other_runs_need_stays_until_their_manifests_are_ended() -> None:
     unknown = msgspec.structs.replace(manifest(0, None, (0, 2)), model_id="n")
     other_key = manifest(1, None, (0, 1), run=OTHER)
     late = [honest(offset, each, at=QUIET_SECONDS + 1) for offset, each in enumerate(CHAIN)]
-    found = [*late, honest(7, theirs), as_read(signed(unknown, None), offset=8), forged(9, other_key)]
-    assert released(TRUST, found).before == {0: 1}
-    assert released(TRUST, found).files == ["anchor-a"]
-    assert released(TRUST, found).kept_for == [f"m/{OTHER}", "n/:run"]
+    found = [*late, honest(7, theirs), as_read(sign_manifest(unknown, None), offset=8), forged(9, other_key)]
+    assert what_is_released(TRUST, found).before == {0: 1}
+    assert what_is_released(TRUST, found).files == ["anchor-a"]
+    assert what_is_released(TRUST, found).kept_for == [f"m/{OTHER}", "n/:run"]
     found.append(tombstone(10, other_key))
-    assert released(TRUST, found).before == {0: 2}
+    assert what_is_released(TRUST, found).before == {0: 2}
     found.append(tombstone(11, unknown))
-    assert released(TRUST, found).before == {0: 3}
+    assert what_is_released(TRUST, found).before == {0: 3}
     found.append(tombstone(12, theirs))
-    assert (released(TRUST, found).before, released(TRUST, found).kept_for) == ({0: 20}, [])
-    assert released(TRUST, [*found, honest(13, theirs)]).before == {0: 3}
+    assert (what_is_released(TRUST, found).before, what_is_released(TRUST, found).kept_for) == ({0: 20}, [])
+    assert what_is_released(TRUST, [*found, honest(13, theirs)]).before == {0: 3}
 
 
 def test_forged_anchors_of_another_run_do_not_delete_what_it_needs() -> None:
     mine = [honest(offset, each) for offset, each in enumerate(CHAIN)]
     lies = [forged(8 + n, manifest(8 + n, None, (0, 10**6), run=OTHER)) for n in range(2)]
-    assert released(TRUST, [*mine, honest(7, manifest(7, None, (0, 3), run=OTHER)), *lies]).before == {0: 3}
+    assert what_is_released(TRUST, [*mine, honest(7, manifest(7, None, (0, 3), run=OTHER)), *lies]).before == {0: 3}
 
 
 def test_a_run_that_is_heard_or_keeps_nothing_back_is_not_named() -> None:
     late = [honest(offset, each, at=QUIET_SECONDS + 1) for offset, each in enumerate(CHAIN)]
     heard = [honest(7, manifest(0, None, (0, 3), run=OTHER)), honest(8, manifest(1, 0, (0, 33), run=OTHER), at=2.0)]
-    assert released(TRUST, [*late, *heard]).kept_for == []
-    assert released(TRUST, [*late, honest(7, manifest(0, None, (0, 33), run=OTHER))]).kept_for == []
+    assert what_is_released(TRUST, [*late, *heard]).kept_for == []
+    assert what_is_released(TRUST, [*late, honest(7, manifest(0, None, (0, 33), run=OTHER))]).kept_for == []
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ from cryptography.hazmat.primitives.serialization import (
 from schemas.errors import UsageError
 from topics.settings import BusSettings
 from workers.weights.config import WeightsConfig
-from workers.weights.signing import make_keys, private_key, public_key, signer_of, trust_of
-from workers.weights.trust import Trust
+from workers.weights.trust import Trust, load_signing_key, make_keys, make_trust, private_key, public_key
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 
@@ -56,14 +55,14 @@ def test_a_folder_is_no_name_for_a_key(name: str) -> None:
 def test_a_configuration_says_who_signs_and_whose_versions_are_taken(tmp_path: Path) -> None:
     private, public = tmp_path / "a", make_keys(tmp_path / "a")
     others = make_keys(tmp_path / "b")
-    signer = signer_of(WeightsConfig(signing_key=private, trusted_key=public))
+    signer = load_signing_key(WeightsConfig(signing_key=private, trusted_key=public))
     assert signer is not None
-    trust = trust_of(BusSettings("", "team."), "m", WeightsConfig(run="r", trusted_key=public))
+    trust = make_trust(BusSettings("", "team."), "m", WeightsConfig(run="r", trusted_key=public))
     assert trust == Trust("m", "team.:r", signer.public_key())
-    assert signer_of(WeightsConfig()) is None
-    assert trust_of(BusSettings(""), "m", WeightsConfig()) == Trust("m", ":run", None)
+    assert load_signing_key(WeightsConfig()) is None
+    assert make_trust(BusSettings(""), "m", WeightsConfig()) == Trust("m", ":run", None)
     with pytest.raises(UsageError, match="is not the public key of"):
-        signer_of(WeightsConfig(signing_key=private, trusted_key=others))
+        load_signing_key(WeightsConfig(signing_key=private, trusted_key=others))
 
 
 PRIVATE_PEM = KEY.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

@@ -10,17 +10,17 @@ from schemas.errors import UsageError
 from schemas.record import Record
 from schemas.weights import SIGNATURE_HEADER, WeightChunk, WeightManifest
 from schemas.wire import decode, encode, headers_of
-from tests.unit.test_weights_numbering import manifest
-from tests.unit.weights_world import RUN
+from tests.support.weights_fixtures import RUN
+from tests.unit.test_weights_version_numbers import manifest
 from topics.catalog import MANIFESTS
 from topics.records import Envelope, RawMessage
-from workers.weights.manifests import SignedManifest, manifest_key, signed
-from workers.weights.trust import Doubt, Trust, run_id
+from workers.weights.manifests import SignedManifest, manifest_key, sign_manifest
+from workers.weights.trust import Trust, UntrustedReason, run_id
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 OTHER_KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
 TRUST = Trust("m", RUN, KEY.public_key())
-SIGNED = signed(manifest(7), KEY)
+SIGNED = sign_manifest(manifest(7), KEY)
 
 
 def as_read(
@@ -42,38 +42,40 @@ def plain(record: Record | None) -> Envelope:
 
 
 def test_what_the_owner_of_the_key_signed_is_believed() -> None:
-    assert TRUST.judge(as_read(SIGNED)) == manifest(7)
-    assert TRUST.believes(as_read(SIGNED)) == manifest(7)
+    assert TRUST.verify(as_read(SIGNED)) == manifest(7)
+    assert TRUST.verified(as_read(SIGNED)) == manifest(7)
     assert len(SIGNED.headers[SIGNATURE_HEADER]) == 64
 
 
 def test_nothing_else_is() -> None:
-    assert TRUST.judge(as_read(signed(manifest(7), None))) is Doubt.UNSIGNED
-    assert TRUST.judge(as_read(signed(manifest(7), OTHER_KEY))) is Doubt.FORGED
-    assert TRUST.believes(as_read(signed(manifest(2**50), None))) is None
+    assert TRUST.verify(as_read(sign_manifest(manifest(7), None))) is UntrustedReason.UNSIGNED
+    assert TRUST.verify(as_read(sign_manifest(manifest(7), OTHER_KEY))) is UntrustedReason.FORGED
+    assert TRUST.verified(as_read(sign_manifest(manifest(2**50), None))) is None
 
 
 def test_another_runs_manifest_is_a_stranger_though_the_same_key_signed_it() -> None:
     for run in ("", "run", "other.:run", ":run2"):
         if run:
-            stranger = as_read(signed(manifest(9, run=run), KEY))
-            assert TRUST.judge(stranger) is Doubt.STRANGER
-            assert TRUST.of_any_run(stranger) == manifest(9, run=run)
-    assert TRUST.judge(as_read(signed(manifest(9, run="other.:run"), None))) is Doubt.UNSIGNED
-    assert TRUST.of_any_run(as_read(signed(manifest(9), OTHER_KEY))) is None
+            stranger = as_read(sign_manifest(manifest(9, run=run), KEY))
+            assert TRUST.verify(stranger) is UntrustedReason.STRANGER
+            assert TRUST.verified_of_any_run(stranger) == manifest(9, run=run)
+    assert TRUST.verify(as_read(sign_manifest(manifest(9, run="other.:run"), None))) is UntrustedReason.UNSIGNED
+    assert TRUST.verified_of_any_run(as_read(sign_manifest(manifest(9), OTHER_KEY))) is None
 
 
 def test_without_a_key_the_run_alone_decides() -> None:
     anybody = Trust("m", RUN)
     for key in (None, KEY, OTHER_KEY):
-        assert anybody.believes(as_read(signed(manifest(7), key))) == manifest(7)
-    assert anybody.judge(as_read(signed(manifest(7, run="x"), None))) is Doubt.STRANGER
+        assert anybody.verified(as_read(sign_manifest(manifest(7), key))) == manifest(7)
+    assert anybody.verify(as_read(sign_manifest(manifest(7, run="x"), None))) is UntrustedReason.STRANGER
 
 
 def test_what_is_of_another_model_or_no_manifest_is_nobodys_concern() -> None:
     other = msgspec.structs.replace(manifest(7), model_id="n")
     chunk = WeightChunk(model_id="m", version=9, tensor="a", part=0, payload=b"")
-    assert [TRUST.judge(each) for each in (as_read(signed(other, None)), plain(chunk), plain(None))] == [None] * 3
+    assert [TRUST.verify(each) for each in (as_read(sign_manifest(other, None)), plain(chunk), plain(None))] == [
+        None
+    ] * 3
 
 
 def test_a_field_that_is_added_later_breaks_no_signature() -> None:
@@ -81,7 +83,7 @@ def test_a_field_that_is_added_later_breaks_no_signature() -> None:
     fields = msgspec.msgpack.decode(SIGNED.wire)
     wire = msgspec.msgpack.encode({**fields, "field_from_the_future": [1, 2]})
     newer = SignedManifest(SIGNED.manifest, wire, {SIGNATURE_HEADER: KEY.sign(wire)})
-    assert TRUST.believes(as_read(newer)) == manifest(7)
+    assert TRUST.verified(as_read(newer)) == manifest(7)
 
 
 @given(st.integers(0, 8 * len(SIGNED.wire) - 1))
@@ -90,13 +92,13 @@ def test_a_manifest_with_one_other_bit_is_refused(bit: int) -> None:
     wire[bit // 8] ^= 1 << bit % 8
     # Whatever it decodes to, if it does: the signature is over the bytes.
     raw = RawMessage(b"", bytes(wire), tuple(SIGNED.headers.items()))
-    assert TRUST.judge(Envelope(manifest(7), MANIFESTS, 0, 0, "", 0.0, raw)) is Doubt.FORGED
+    assert TRUST.verify(Envelope(manifest(7), MANIFESTS, 0, 0, "", 0.0, raw)) is UntrustedReason.FORGED
 
 
 @settings(max_examples=200)
 @given(st.binary(min_size=1, max_size=80).filter(lambda signature: signature != SIGNED.headers[SIGNATURE_HEADER]))
 def test_no_other_signature_is_taken(signature: bytes) -> None:
-    assert TRUST.judge(as_read(SIGNED, signature=signature)) is Doubt.FORGED
+    assert TRUST.verify(as_read(SIGNED, signature=signature)) is UntrustedReason.FORGED
 
 
 def test_no_two_runs_have_the_same_name() -> None:

@@ -6,9 +6,9 @@ Keeps true: nobody is asked to leave before all are well again, as where a State
 import random
 from collections.abc import Sequence
 
-from tests.chaos.storm_lines import Lines, Sort
-from tests.chaos.storm_plan import Act, Deed, Plan, Role, Worker
-from tests.chaos.storm_shape import Shape
+from tests.support.storm.lines import Lines, Sort
+from tests.support.storm.plan import Act, Deed, Plan, Role, Worker
+from tests.support.storm.shape import Shape
 
 FLEET = (
     *(Worker(Role.EXECUTOR, number) for number in range(2)),

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.brokers import start_nodes
-from tests.chaos.storm import blow
-from tests.chaos.storm_plan import Role, Worker
-from tests.chaos.storm_shape import Shape
+from tests.support.brokers import start_nodes
+from tests.support.storm.plan import Role, Worker
+from tests.support.storm.run import blow
+from tests.support.storm.shape import Shape
 from tests.upgrade.rolling import FLEET, rolling
 
 SEED = int(os.environ.get("ROSE_CHAOS_SEED", random.randrange(2**20)))

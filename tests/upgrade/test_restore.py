@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.command.submit import settled_groups
-from tests.brokers import KAFKA
-from tests.integration.rose_command import Rose
-from tests.waiting import until
+from pipeline.local.submit import settled_groups
+from tests.support.brokers import KAFKA
+from tests.support.rose_command import Rose
+from tests.support.waiting import until
 
 GROUPS, GROUP_SIZE, GROUPS_PER_STEP = 24, 4, 4
 STEP_SECONDS = 300.0

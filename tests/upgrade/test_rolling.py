@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.brokers import KAFKA, start
-from tests.chaos.storm import NAMESPACE, Report, blow
-from tests.chaos.storm_log import read_all
-from tests.chaos.storm_shape import Shape
+from tests.support.brokers import KAFKA, start
+from tests.support.installed_versions import build, install
+from tests.support.storm.log_checks import read_all
+from tests.support.storm.run import NAMESPACE, Report, blow
+from tests.support.storm.shape import Shape
 from tests.upgrade.next_version import FIELD, ROOT, VALUE, make_next
 from tests.upgrade.rolling import FLEET, rolling
-from tests.upgrade.sites import build, install
 from topics.catalog import DISPATCHED, GRANTS, PROMPTS, RECORD_TOPICS, REQUESTED
 from topics.settings import BusSettings
 

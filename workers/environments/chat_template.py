@@ -4,7 +4,7 @@ Keeps true
 - A format is taken from a template only when rendering one more turn leaves all before it as it was, in text and in
   tokens, for several texts; reasoning that an action begins with is among them. Else one sentence says what changes.
 - White space that a template cuts off the ends of an observation is cut off its framing's observations as well.
-- A template is told what transformers tells it, but for the date (see `rendering.py`).
+- A template is told what transformers tells it, but for the date (see `template_rendering.py`).
 
 Example (ChatML)
     user `a`                      `<|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\n`
@@ -75,15 +75,15 @@ Read = TypeVar("Read")
 
 def has_template(model_folder: Path) -> bool:
     """Whether the folder has a chat template."""
-    return template_of(model_folder) is not None
+    return read_template(model_folder) is not None
 
 
-def framing_of(model_folder: Path, *, marks: Collection[str], named: Mapping[str, str | None]) -> Framing:
+def read_framing(model_folder: Path, *, marks: Collection[str], named: Mapping[str, str | None]) -> Framing:
     """The folder's template as a framing; `marks` are the tokenizer's added tokens as text, `named` its special tokens.
 
     Raises TurnFormatError for a template that is broken or does not only append.
     """
-    template = template_of(model_folder)
+    template = read_template(model_folder)
     assert template is not None
     render = _renderer(template, model_folder, named)
     framing = _framing(render, marks, model_folder)
@@ -99,7 +99,7 @@ def framing_of(model_folder: Path, *, marks: Collection[str], named: Mapping[str
     return framing._replace(trim=_trim(framing, render, model_folder))
 
 
-def written(framing: Framing, observation: str, action: str, turns: int) -> str:
+def framed_conversation(framing: Framing, observation: str, action: str, turns: int) -> str:
     """A conversation of so many observations as the framing writes it."""
     observation = TRIMS[framing.trim](observation)
     first = f"{framing.first_prefix}{observation}{framing.suffix}"
@@ -113,10 +113,10 @@ def probes() -> list[tuple[str, str]]:
 
 
 def _conversation(observation: str, action: str, turns: int) -> Messages:
-    said = [{"role": "user", "content": observation}]
+    messages = [{"role": "user", "content": observation}]
     for _ in range(turns - 1):
-        said += [{"role": "assistant", "content": action}, {"role": "user", "content": observation}]
-    return said
+        messages += [{"role": "assistant", "content": action}, {"role": "user", "content": observation}]
+    return messages
 
 
 def _framing(render: Render, marks: Collection[str], folder: Path) -> Framing:
@@ -149,7 +149,7 @@ def _framing(render: Render, marks: Collection[str], folder: Path) -> Framing:
 
 def _writes(framing: Framing, render: Render, observation: str, action: str, turns: int) -> bool:
     """Whether the template writes this conversation as the framing does."""
-    return render(_conversation(observation, action, turns)) == written(framing, observation, action, turns)
+    return render(_conversation(observation, action, turns)) == framed_conversation(framing, observation, action, turns)
 
 
 def _trim(framing: Framing, render: Render, folder: Path) -> str:
@@ -183,7 +183,7 @@ def _changes(folder: Path, action: str, second: str) -> TurnFormatError:
 
 
 def _renderer(template: str, folder: Path, named: Mapping[str, str | None]) -> Render:
-    from workers.environments.rendering import names_used, rendering
+    from workers.environments.template_rendering import names_used, rendering
 
     known = {name: token for name, token in named.items() if token is not None}
 
@@ -195,7 +195,7 @@ def _renderer(template: str, folder: Path, named: Mapping[str, str | None]) -> R
             raise TurnFormatError(f"{folder}: its chat template fails on plain messages ({reason}): {FIX}") from error
 
     unnamed = sorted(guarded(names_used, template) & set(NAMES) - set(named))
-    if unnamed and told(read_object, folder / CONFIG_FILE).get("tokenizer_class") not in PLAIN_CLASSES:
+    if unnamed and reading(read_object, folder / CONFIG_FILE).get("tokenizer_class") not in PLAIN_CLASSES:
         raise TurnFormatError(
             f"{folder}: its chat template writes {unnamed[0]}, and no file says which token that is: name it in "
             f"{CONFIG_FILE}, or null if there is none"
@@ -204,7 +204,7 @@ def _renderer(template: str, folder: Path, named: Mapping[str, str | None]) -> R
     return lambda messages: guarded(render, messages)
 
 
-def template_of(folder: Path) -> str | None:
+def read_template(folder: Path) -> str | None:
     """The text of the folder's chat template. Raises TurnFormatError."""
     path = folder / TEMPLATE_FILE
     if path.is_file():
@@ -215,14 +215,14 @@ def template_of(folder: Path) -> str | None:
         if text.startswith(BYTE_ORDER_MARK):
             raise TurnFormatError(f"{path} begins with a byte order mark, and so would every context: save it without")
         return text
-    found = told(read_object, folder / CONFIG_FILE).get("chat_template")
+    found = reading(read_object, folder / CONFIG_FILE).get("chat_template")
     if isinstance(found, list):  # several, by name
         default = (each for each in found if isinstance(each, dict) and each.get("name") == "default")
         found = next(default, {}).get("template")
     return found if isinstance(found, str) else None
 
 
-def told(read: Callable[Given, Read], *given: Given.args, **named: Given.kwargs) -> Read:
+def reading(read: Callable[Given, Read], *given: Given.args, **named: Given.kwargs) -> Read:
     """What a function reads of the folder's files. Raises TurnFormatError for one that cannot be read."""
     try:
         return read(*given, **named)

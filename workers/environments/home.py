@@ -34,7 +34,7 @@ FORWARD_BYTES = MAX_MESSAGE_BYTES - 1024
 """A message over this may be too large for its topic once it lies in another batch, under another key."""
 
 
-class Unfinished:
+class OffsetTracker:
     """Offsets of one partition that were read and are not done."""
 
     def __init__(self, begin: int) -> None:
@@ -42,16 +42,16 @@ class Unfinished:
         """The offset after the last one read."""
         self._open: dict[int, None] = {}
 
-    def read(self, offset: int) -> None:
+    def on_read(self, offset: int) -> None:
         """An input with consequences has come."""
         self._open[offset] = None
         self.next = offset + 1
 
-    def passed(self, offset: int) -> None:
+    def on_skipped(self, offset: int) -> None:
         """An input without consequences has come."""
         self.next = offset + 1
 
-    def done(self, offset: int) -> None:
+    def on_done(self, offset: int) -> None:
         """Its consequences are in the transaction that is about to be committed."""
         del self._open[offset]
 
@@ -62,7 +62,7 @@ class Unfinished:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class ResetResult:
     """A trajectory's environment was reset."""
 
     observation: bytes
@@ -70,7 +70,7 @@ class Begun:
     state: bytes
 
 
-class Fate(Enum):
+class DecisionKind(Enum):
     """What becomes of a prompt."""
 
     OPEN = "open"
@@ -83,11 +83,11 @@ class Fate(Enum):
 
 
 @dataclass(slots=True)
-class Decision:
+class PromptDecision:
     """What becomes of one message of the prompt partition. It goes on the log once nothing is awaited."""
 
-    found: Envelope | InvalidMessage
-    fate: Fate
+    message: Envelope | InvalidMessage
+    kind: DecisionKind
     prompt: Prompt | None = None
     """None when the message is none."""
     refusal: str = ""
@@ -98,7 +98,7 @@ class Decision:
     """Where it is forwarded to."""
     awaited: int = 0
     """Environments that are still being reset."""
-    begun: dict[int, Begun | str] = field(default_factory=dict)
+    reset_results: dict[int, ResetResult | str] = field(default_factory=dict)
     """By index in the group; a string says why the environment failed."""
 
     @property
@@ -108,7 +108,7 @@ class Decision:
         return self.prompt
 
 
-class Known(NamedTuple):
+class KnownGroup(NamedTuple):
     """What is remembered of a group."""
 
     size: int
@@ -121,11 +121,11 @@ class Known(NamedTuple):
 
 
 @dataclass(slots=True)
-class Unsettled:
+class OpenGroup:
     """A group of which not every trajectory has an outcome."""
 
     prompt: Prompt
-    waits_for: int
+    missing_outcomes: int
     """A bit for every trajectory without an outcome."""
     outcomes_from: int
 
@@ -133,32 +133,32 @@ class Unsettled:
 class Home:
     """What a worker knows of one home. Everything in it comes from the log."""
 
-    def __init__(self, partition: int, *, homes: int, buried: frozenset[tuple[str, int]] = frozenset()) -> None:
+    def __init__(self, partition: int, *, homes: int, dead_lettered: frozenset[tuple[str, int]] = frozenset()) -> None:
         """`homes`: how many there are. `buried`: name of the topic and offset of what is a dead letter already."""
         self.partition = partition
         self.trajectories: dict[str, Trajectory] = {}
-        self.groups: dict[str, Known] = {}
-        self.unsettled: dict[str, Unsettled] = {}
+        self.groups: dict[str, KnownGroup] = {}
+        self.open_groups: dict[str, OpenGroup] = {}
         self.settled: list[str] = []
         """Groups whose last outcome has come; that is not on the log."""
-        self.results = Unfinished(0)
-        self.spoiled: list[tuple[Envelope | InvalidMessage, str]] = []
+        self.results = OffsetTracker(0)
+        self.undecodable_results: list[tuple[Envelope | InvalidMessage, str]] = []
         """Results that are none and why; not in the dead letters yet."""
-        self.strays: list[str] = []
+        self.orphaned_trajectories: list[str] = []
         """Trajectories of groups that have settled without them: what is on the log of them is to go."""
-        self.asked: dict[str, SettleRequest] = {}
+        self.settle_requests: dict[str, SettleRequest] = {}
         """By trajectory, what is to be settled by hand and was neither begun nor settled yet."""
-        self.decisions: deque[Decision] = deque()
+        self.decisions: deque[PromptDecision] = deque()
         """Begun, not on the log, in order."""
         self._homes = homes
-        self._buried = buried
+        self._dead_lettered = dead_lettered
         self._waiting: deque[Envelope | InvalidMessage] = deque()
         self._prompts_next = 0
 
     def begin(self, *, prompts_from: int, results_from: int) -> None:
         """Its inputs are read from these offsets on."""
         self._prompts_next = prompts_from
-        self.results = Unfinished(results_from)
+        self.results = OffsetTracker(results_from)
 
     def needed(self, request_next: int) -> tuple[int, int]:
         """The first offsets of its requests and of its results that are needed; its next request lies no earlier."""
@@ -171,7 +171,7 @@ class Home:
     def prompts_low_water(self) -> int:
         """The prompt offset to commit."""
         if self.decisions:
-            return self.decisions[0].found.offset
+            return self.decisions[0].message.offset
         return self._waiting[0].offset if self._waiting else self._prompts_next
 
     @property
@@ -179,12 +179,12 @@ class Home:
         """Whether a prompt waits to be decided."""
         return bool(self._waiting)
 
-    def submitted(self, found: Envelope | InvalidMessage) -> None:
+    def on_prompt(self, message: Envelope | InvalidMessage) -> None:
         """A message of the prompt partition has come."""
-        self._waiting.append(found)
-        self._prompts_next = found.offset + 1
+        self._waiting.append(message)
+        self._prompts_next = message.offset + 1
 
-    def decide(self, *, room: bool, outcomes_from: int) -> Decision | None:
+    def decide(self, *, has_room: bool, outcomes_from: int) -> PromptDecision | None:
         """Begin with what waits longest; None when nothing may be begun.
 
         Without `room` no group is opened. A prompt waits while an earlier one of its group is neither open nor refused.
@@ -192,99 +192,104 @@ class Home:
         """
         if not self._waiting:
             return None
-        decision = self._decided(self._waiting[0])
-        if decision.fate is Fate.OPEN:
+        decision = self._decision_for(self._waiting[0])
+        if decision.kind is DecisionKind.OPEN:
             group_id = decision.opens.group_id
-            if not room or any(other.prompt and other.prompt.group_id == group_id for other in self.decisions):
+            if not has_room or any(other.prompt and other.prompt.group_id == group_id for other in self.decisions):
                 return None
-            self._count(decision.opens, outcomes_from)
+            self._on_opened(decision.opens, outcomes_from)
         self.decisions.append(decision)
         self._waiting.popleft()
         return decision
 
-    def _decided(self, found: Envelope | InvalidMessage) -> Decision:
-        if isinstance(found, InvalidMessage):
-            return Decision(found, Fate.REFUSE, refusal=found.reason)
-        prompt = found.record
+    def _decision_for(self, message: Envelope | InvalidMessage) -> PromptDecision:
+        if isinstance(message, InvalidMessage):
+            return PromptDecision(message, DecisionKind.REFUSE, refusal=message.reason)
+        prompt = message.record
         if not isinstance(prompt, Prompt):
-            return Decision(found, Fate.REFUSE, refusal="a message without a value is no prompt")
+            return PromptDecision(message, DecisionKind.REFUSE, refusal="a message without a value is no prompt")
         if (home := home_partition(prompt.group_id, self._homes)) != self.partition:
-            if found.raw.size > FORWARD_BYTES:
+            if message.raw.size > FORWARD_BYTES:
                 reason = f"it is too large to be sent on to the home of its group: produce it to partition {home}"
-                return Decision(found, Fate.REFUSE, prompt, refusal=reason, repeated=True)
-            return Decision(found, Fate.FORWARD, prompt, home=home)
+                return PromptDecision(message, DecisionKind.REFUSE, prompt, refusal=reason, repeated=True)
+            return PromptDecision(message, DecisionKind.FORWARD, prompt, home=home)
         known = self.groups.get(prompt.group_id)
         if known is None or known.state is GroupState.REFUSED:
-            return Decision(found, Fate.OPEN, prompt, awaited=prompt.group_size)
-        if known.offset == found.offset:
-            return Decision(found, Fate.PASS)
+            return PromptDecision(message, DecisionKind.OPEN, prompt, awaited=prompt.group_size)
+        if known.offset == message.offset:
+            return PromptDecision(message, DecisionKind.PASS)
         reason = f"group id {prompt.group_id} was submitted before: give every group an id of its own"
-        return Decision(found, Fate.REFUSE, prompt, refusal=reason, repeated=True)
+        return PromptDecision(message, DecisionKind.REFUSE, prompt, refusal=reason, repeated=True)
 
-    def refuse(self, decision: Decision, reason: str) -> None:
+    def refuse(self, decision: PromptDecision, reason: str) -> None:
         """The prompt opens nothing after all; its group id is free again."""
-        decision.fate, decision.refusal = Fate.REFUSE, reason
-        self.unsettled.pop(decision.opens.group_id, None)
+        decision.kind, decision.refusal = DecisionKind.REFUSE, reason
+        self.open_groups.pop(decision.opens.group_id, None)
 
-    def take_complete(self) -> list[Decision]:
+    def take_complete(self) -> list[PromptDecision]:
         """Those that may go on the log now: what opens a group once it can, all else in the order of the prompts."""
-        complete: list[Decision] = []
-        waits: deque[Decision] = deque()
+        complete: list[PromptDecision] = []
+        waits: deque[PromptDecision] = deque()
         for decision in self.decisions:
-            able = decision.awaited == 0 and (decision.fate is Fate.OPEN or not waits)
+            able = decision.awaited == 0 and (decision.kind is DecisionKind.OPEN or not waits)
             (complete if able else waits).append(decision)
         self.decisions = waits
         return complete
 
-    def buried_before(self, topic: Topic) -> int:
+    def dead_lettered_before(self, topic: Topic) -> int:
         """No dead letter of the topic's is known that lies at or after this offset."""
-        return max((offset + 1 for name, offset in self._buried if name == topic.name), default=0)
+        return max((offset + 1 for name, offset in self._dead_lettered if name == topic.name), default=0)
 
-    def was_buried(self, found: Envelope | InvalidMessage) -> bool:
+    def is_dead_lettered(self, message: Envelope | InvalidMessage) -> bool:
         """Whether this message is a dead letter already."""
-        return (found.topic.name, found.offset) in self._buried
+        return (message.topic.name, message.offset) in self._dead_lettered
 
-    def knows(self, group: Group) -> None:
+    def on_group(self, group: Group) -> None:
         """A group record has been read, or is about to be written."""
         decided_to = group.offset + 1 if group.decided_to is None else group.decided_to
-        self.groups[group.group_id] = Known(group.group_size, group.state, group.offset, decided_to, group.changed_at)
+        self.groups[group.group_id] = KnownGroup(
+            group.group_size, group.state, group.offset, decided_to, group.changed_at
+        )
         if group.state is not GroupState.OPEN:
-            self.unsettled.pop(group.group_id, None)
+            self.open_groups.pop(group.group_id, None)
         elif group.prompt is not None:
-            self.unsettled.setdefault(group.group_id, _all_wait(group.prompt, group.outcomes_from))
+            self.open_groups.setdefault(group.group_id, _all_wait(group.prompt, group.outcomes_from))
 
-    def forget(self, group_id: str) -> None:
+    def on_group_tombstone(self, group_id: str) -> None:
         """A tombstone of a group."""
         self.groups.pop(group_id, None)
-        self.unsettled.pop(group_id, None)
+        self.open_groups.pop(group_id, None)
 
-    def outcome(self, group_id: str, trajectory_id: str, offset: int) -> None:
+    def on_outcome(self, group_id: str, trajectory_id: str, offset: int) -> None:
         """A trajectory has its outcome; saying it twice does no harm."""
-        group = self.unsettled.get(group_id)
+        group = self.open_groups.get(group_id)
         index = trajectory_id[len(group_id) + 1 :]
         if group is None or offset < group.outcomes_from or not index.isdecimal() or int(index) >= MAX_GROUP_SIZE:
             return
-        group.waits_for &= ~(1 << int(index))
-        if not group.waits_for and group_id in self.groups:
-            del self.unsettled[group_id]
+        group.missing_outcomes &= ~(1 << int(index))
+        if not group.missing_outcomes and group_id in self.groups:
+            del self.open_groups[group_id]
             self.settled.append(group_id)
 
-    def ask(self, request: SettleRequest) -> None:
+    def on_settle_request(self, request: SettleRequest) -> None:
         """Somebody wants a trajectory settled."""
         if home_partition(request.group_id, self._homes) == self.partition:
-            self.asked[request.trajectory_id] = request
+            self.settle_requests[request.trajectory_id] = request
 
-    def asked_of(self, decision: Decision) -> dict[int, str]:
+    def settle_requests_of(self, decision: PromptDecision) -> dict[int, str]:
         """Of the group that a decision opens: by index, why a trajectory is not to begin."""
-        group_id, offset = decision.opens.group_id, decision.found.offset
-        found = {index: self.asked.get(trajectory_id(group_id, index)) for index in range(decision.opens.group_size)}
+        group_id, offset = decision.opens.group_id, decision.message.offset
+        found = {
+            index: self.settle_requests.get(trajectory_id(group_id, index))
+            for index in range(decision.opens.group_size)
+        }
         return {index: _by_hand(ask) for index, ask in found.items() if ask is not None and ask.offset == offset}
 
-    def take_asked(self) -> Iterator[tuple[Trajectory, str]]:
+    def take_settle_requests(self) -> Iterator[tuple[Trajectory, str]]:
         """The trajectories that are to be settled now, each once and why; nothing more is applied to them. One whose
         step is under way is left until that is over.
         """
-        for name, request in list(self.asked.items()):
+        for name, request in list(self.settle_requests.items()):
             group, trajectory = self.groups.get(request.group_id), self.trajectories.get(name)
             if group is None or group.offset < request.offset:
                 continue  # it is yet to be opened
@@ -293,14 +298,14 @@ class Home:
                     continue
                 trajectory.applying = True
                 yield trajectory, _by_hand(request)
-            del self.asked[name]
+            del self.settle_requests[name]
 
-    def settle_forgotten(self, low: int) -> list[str]:
+    def settle_expired(self, low: int) -> list[str]:
         """Count groups as settled whose outcomes may be gone, as those before `low` are, and of which nothing lives."""
         live = {trajectory.prompt.group_id for trajectory in self.trajectories.values()}
-        gone = [name for name, group in self.unsettled.items() if group.outcomes_from < low and name not in live]
+        gone = [name for name, group in self.open_groups.items() if group.outcomes_from < low and name not in live]
         for group_id in gone:
-            del self.unsettled[group_id]
+            del self.open_groups[group_id]
         self.settled += gone
         return gone
 
@@ -318,11 +323,11 @@ class Home:
             for group_id in self.settled
         ]
         for record in records:
-            self.knows(record)
+            self.on_group(record)
         self.settled = []
         return records
 
-    def take_old(self, now: float, age_seconds: float) -> list[str]:
+    def take_expired(self, now: float, age_seconds: float) -> list[str]:
         """Some groups that ended so long ago that nothing of them is needed; they are forgotten.
 
         Never the one that tells of most prompts: it says where prompts begin when the group's offsets are gone.
@@ -334,20 +339,20 @@ class Home:
             if known.state is not GroupState.OPEN
             and (known.decided_to, known.offset) < last
             and known.changed_at + age_seconds < now
-            and group_id not in self.unsettled
+            and group_id not in self.open_groups
         ][:OLD_BATCH]
         for group_id in old:
             del self.groups[group_id]
         return old
 
-    def _count(self, prompt: Prompt, outcomes_from: int) -> None:
+    def _on_opened(self, prompt: Prompt, outcomes_from: int) -> None:
         """The group counts as unsettled from now on."""
-        self.unsettled[prompt.group_id] = _all_wait(prompt, outcomes_from)
+        self.open_groups[prompt.group_id] = _all_wait(prompt, outcomes_from)
 
 
 def _by_hand(request: SettleRequest) -> str:
     return f"settled by hand: {request.reason or 'no reason was given'}"
 
 
-def _all_wait(prompt: Prompt, outcomes_from: int) -> Unsettled:
-    return Unsettled(prompt, (1 << prompt.group_size) - 1, outcomes_from)
+def _all_wait(prompt: Prompt, outcomes_from: int) -> OpenGroup:
+    return OpenGroup(prompt, (1 << prompt.group_size) - 1, outcomes_from)

@@ -9,8 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from workers.environments.home import Begun
-from workers.environments.steps import Stepped
+from workers.environments.home import ResetResult
+from workers.environments.transitions import StepResult
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 class Job:
     """One thing to do with one trajectory's environment."""
 
-    life: int
+    generation: int
     """Of the homes for which it is done."""
     trajectory_id: str
     environment: str
@@ -28,7 +28,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reset(Job):
+class ResetJob(Job):
     """Begin the task."""
 
     seed: int
@@ -36,7 +36,7 @@ class Reset(Job):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advance(Job):
+class StepJob(Job):
     """Take an action."""
 
     tokens: bytes
@@ -47,31 +47,31 @@ class Advance(Job):
     """To restore from when the environment is not held any more."""
 
 
-NOBODY = Job(life=-1, trajectory_id="", environment="", ticket=None)
+NO_JOB = Job(generation=-1, trajectory_id="", environment="", ticket=None)
 """Stands for every job that nobody waits for any more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class ResetRefused:
     """The environment does not take the prompt's arguments."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class EnvironmentFailure:
     """The environment failed; the trajectory cannot go on."""
 
     failure: str
 
 
-Answer = Begun | Stepped | Refused | Failed
+JobResult = ResetResult | StepResult | ResetRefused | EnvironmentFailure
 
-Answering = Callable[[Job, Answer], None]
+ResultCallback = Callable[[Job, JobResult], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RunnerLimits:
     """What holds for each runner."""
 
     max_live: int
@@ -84,14 +84,14 @@ class Limits:
     """Of a kind of environments, at once: one for all, and further ones while something is wrong with that."""
 
 
-class Runs(Protocol):
+class Runner(Protocol):
     """Where jobs run: a thread, or a process. Used by one thread; every job is answered once, or the runner ends."""
 
     killable: bool
     """Whether nothing of it is left once it was abandoned."""
 
     @property
-    def beats(self) -> int:
+    def heartbeats(self) -> int:
         """Grows while nothing blocks it."""
         ...
 
@@ -111,12 +111,12 @@ class Runs(Protocol):
         ...
 
     @property
-    def unfit(self) -> str:
+    def load_error(self) -> str:
         """Why there is no such environment; empty unless it has ended by that."""
         ...
 
     @property
-    def ended(self) -> str:
+    def exit_reason(self) -> str:
         """How it ended by itself; empty while it has not."""
         ...
 
@@ -124,27 +124,27 @@ class Runs(Protocol):
         """Begin with these jobs."""
         ...
 
-    def let_go(self, trajectory_ids: list[str]) -> None:
+    def release(self, trajectory_ids: list[str]) -> None:
         """Close the environments of trajectories that have ended."""
         ...
 
-    def withdraw(self, trajectory_ids: list[str]) -> None:
+    def cancel(self, trajectory_ids: list[str]) -> None:
         """Answer no job of these that was started, and hold nothing of them: they go on elsewhere."""
         ...
 
-    def new_life(self, life: int) -> None:
+    def begin_generation(self, generation: int) -> None:
         """Close all environments: what was held of earlier lives does not count any more."""
         ...
 
-    def running(self) -> Job | None:
-        """The job whose own code the runner is in at this moment, where that is known; NOBODY for what was answered."""
+    def current_job(self) -> Job | None:
+        """The job whose own code the runner is in at this moment, where that is known; NO_JOB for what was answered."""
         ...
 
-    def leave(self) -> None:
+    def stop(self) -> None:
         """Have it close everything and end; nobody waits for that."""
         ...
 
-    def abandon(self) -> None:
+    def kill(self) -> None:
         """End it though an environment blocks it, as far as that can be done."""
         ...
 
@@ -153,12 +153,12 @@ class Runs(Protocol):
         ...
 
 
-JOBS: dict[str, type[Reset] | type[Advance]] = {"Reset": Reset, "Advance": Advance}
-ANSWERS: dict[str, type[Begun] | type[Stepped] | type[Refused] | type[Failed]] = {
-    "Begun": Begun,
-    "Stepped": Stepped,
-    "Refused": Refused,
-    "Failed": Failed,
+JOBS: dict[str, type[ResetJob] | type[StepJob]] = {"ResetJob": ResetJob, "StepJob": StepJob}
+RESULTS: dict[str, type[ResetResult] | type[StepResult] | type[ResetRefused] | type[EnvironmentFailure]] = {
+    "ResetResult": ResetResult,
+    "StepResult": StepResult,
+    "ResetRefused": ResetRefused,
+    "EnvironmentFailure": EnvironmentFailure,
 }
 
 
@@ -167,6 +167,6 @@ def job_fields(job: Job, number: int) -> tuple[str, Job]:
     return type(job).__name__, replace(job, ticket=number)
 
 
-def taken_as(kinds: dict[str, type[T]], name: str, fields: object) -> T:
+def decode_as(kinds: dict[str, type[T]], name: str, fields: object) -> T:
     """A job or an answer of what has crossed. Raises KeyError or msgspec.ValidationError for anything else."""
     return msgspec.convert(fields, kinds[name])

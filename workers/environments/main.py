@@ -13,15 +13,15 @@ from schemas.errors import UsageError, describe_error
 from schemas.prompts import Sampling
 from topics.admin import connect
 from topics.settings import BusSettings
-from workers.environments.apart import Apart
 from workers.environments.config import EnvironmentConfig
-from workers.environments.jobs import Answering, Limits, Runs
-from workers.environments.lanes import BEGIN_SECONDS
+from workers.environments.jobs import ResultCallback, Runner, RunnerLimits
+from workers.environments.process_runner import ProcessRunner
 from workers.environments.registry import BUILT_IN, UnknownEnvironment, load_environment
-from workers.environments.runner import Runner
-from workers.environments.serving import Kind
-from workers.environments.stage import LOOK_SECONDS, NewRunner, Stage
-from workers.environments.trajectory import Rules
+from workers.environments.runner_group import BEGIN_SECONDS
+from workers.environments.runner_pool import LOOK_SECONDS, NewRunner, RunnerPool
+from workers.environments.runner_server import ProcessSetup
+from workers.environments.thread_runner import ThreadRunner
+from workers.environments.trajectory import TrajectoryRules
 from workers.environments.turn_format import TurnFormat
 from workers.environments.worker import EnvironmentWorker
 
@@ -40,15 +40,15 @@ def run_environment_worker(settings: BusSettings, config: EnvironmentConfig, nam
     """
     turn_format = TurnFormat(config.model_folder)
     before = set(threading.enumerate())
-    if not all(_apart(config, name) for name in config.environments):
+    if not all(_in_process(config, name) for name in config.environments):
         sys.path[:] = _import_paths(config)
-    limits = Limits(
+    limits = RunnerLimits(
         max_live=config.max_live_environments,
         timeout_seconds=config.step_timeout_seconds,
         max_context_tokens=config.max_context_tokens,
         max_runners=config.max_processes,
     )
-    stage = Stage(_runners(config, turn_format, limits), limits)
+    stage = RunnerPool(_runners(config, turn_format, limits), limits)
     try:
         check = _allowed(config, stage, stop)
         connect(settings)
@@ -61,14 +61,14 @@ def run_environment_worker(settings: BusSettings, config: EnvironmentConfig, nam
         worker = EnvironmentWorker(
             settings,
             name,
-            rules=Rules(
+            rules=TrajectoryRules(
                 model_id=config.model_id,
                 sampling=sampling,
                 turn_patience_seconds=config.turn_patience_seconds,
                 max_context_tokens=config.max_context_tokens,
             ),
             window_groups=config.window_groups,
-            stage=stage,
+            runners=stage,
             check_environment=check,
         )
         worker.run(stop)
@@ -77,7 +77,7 @@ def run_environment_worker(settings: BusSettings, config: EnvironmentConfig, nam
         _end_soon(before)
 
 
-def _apart(config: EnvironmentConfig, name: str) -> bool:
+def _in_process(config: EnvironmentConfig, name: str) -> bool:
     """Whether environments of this name run in a process of their own."""
     return config.isolation == "process" or (config.isolation == "auto" and name not in BUILT_IN)
 
@@ -88,43 +88,43 @@ def _import_paths(config: EnvironmentConfig) -> list[str]:
     return [*(path for path in own if path not in sys.path), *sys.path]
 
 
-def _runners(config: EnvironmentConfig, turn_format: TurnFormat, limits: Limits) -> NewRunner:
+def _runners(config: EnvironmentConfig, turn_format: TurnFormat, limits: RunnerLimits) -> NewRunner:
     """What makes the runner of a kind of environments."""
 
-    def new_runner(name: str, answer: Answering, life: int) -> Runs:
-        if not _apart(config, name):
-            return Runner(turn_format, lambda own: load_environment(own)(), answer, limits, life=life)
-        kind = Kind(
+    def new_runner(name: str, answer: ResultCallback, life: int) -> Runner:
+        if not _in_process(config, name):
+            return ThreadRunner(turn_format, lambda own: load_environment(own)(), answer, limits, generation=life)
+        kind = ProcessSetup(
             environment=name,
             model_folder=str(config.model_folder.resolve()),
             import_paths=_import_paths(config),
             limits=limits,
-            life=life,
+            generation=life,
         )
-        return Apart(kind, answer)
+        return ProcessRunner(kind, answer)
 
     return new_runner
 
 
-def _allowed(config: EnvironmentConfig, stage: Stage, stop: threading.Event) -> Callable[[str], None]:
+def _allowed(config: EnvironmentConfig, stage: RunnerPool, stop: threading.Event) -> Callable[[str], None]:
     """What refuses the name of an environment; only built-in names and those of the config lead to one.
 
     A prompt comes from the bus, and importing what it names would run code that its sender chose. A user's own that run
     in processes are imported there alone. Raises UsageError for a name of the config that leads to none.
     """
     own = dict.fromkeys(config.environments)
-    begun = {name: _begun(stage, name) for name in own if _apart(config, name)}
+    begun = {name: _warm_up(stage, name) for name in own if _in_process(config, name)}
     for name in own:
         if name not in begun:
             load_environment(name)
     deadline = time.monotonic() + BEGIN_SECONDS
     for name, runner in begun.items():
-        while not (runner.ready or runner.ended or stop.wait(LOOK_SECONDS)):
+        while not (runner.ready or runner.exit_reason or stop.wait(LOOK_SECONDS)):
             if time.monotonic() > deadline:
                 raise UnknownEnvironment(f"environment {name!r}: to import it takes longer than {BEGIN_SECONDS:g} s")
-        if runner.ended:
-            how = f"to import it ends the process, which{runner.ended}: mend that module"
-            raise UnknownEnvironment(runner.unfit or f"environment {name!r}: {how}")
+        if runner.exit_reason:
+            how = f"to import it ends the process, which{runner.exit_reason}: mend that module"
+            raise UnknownEnvironment(runner.load_error or f"environment {name!r}: {how}")
 
     @functools.cache
     def check(name: str) -> None:
@@ -140,9 +140,9 @@ def _allowed(config: EnvironmentConfig, stage: Stage, stop: threading.Event) -> 
     return check
 
 
-def _begun(stage: Stage, name: str) -> Runs:
+def _warm_up(stage: RunnerPool, name: str) -> Runner:
     try:
-        return stage.begin(name)
+        return stage.warm_up(name)
     except (OSError, RuntimeError) as error:
         raise UsageError(
             f"environment {name!r}: a process for it cannot be started ({describe_error(error)})"

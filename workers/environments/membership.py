@@ -31,27 +31,27 @@ class WorkerFenced(RoseError):
         super().__init__(f"another environment worker was started as {name!r} and takes its place: use another --name")
 
 
-class Abandoned(Exception):
+class RecoveryAbandoned(Exception):
     """What was under way has no point any more."""
 
 
 class Membership:
     """One member of the group. Used by one thread."""
 
-    def __init__(self, settings: BusSettings, name: str, group: str, *, meanwhile: Callable[[], None]) -> None:
+    def __init__(self, settings: BusSettings, name: str, group: str, *, on_wait: Callable[[], None]) -> None:
         """`meanwhile`: see Reader."""
         session: dict[str, Any] = {
             "session.timeout.ms": settings.properties.get("session.timeout.ms", SESSION_MILLISECONDS),
             "heartbeat.interval.ms": settings.properties.get("heartbeat.interval.ms", HEARTBEAT_MILLISECONDS),
         }
         self._name = name
-        self.reader = Reader(settings, f"rose-{name}", group=group, member_id=name, on_wait=meanwhile, **session)
+        self.reader = Reader(settings, f"rose-{name}", group=group, member_id=name, on_wait=on_wait, **session)
         self.homes: list[int] = []
-        self.moved = False
+        self.rebalanced = False
 
     def join(self) -> None:
         """Ask for homes; they come while reading."""
-        self.reader.subscribe([PROMPTS, COMPLETED], on_assigned=self._assigned, on_revoked=self._revoked)
+        self.reader.subscribe([PROMPTS, COMPLETED], on_assigned=self._on_assigned, on_revoked=self._on_revoked)
 
     def read(self, limit: int, timeout_seconds: float) -> list[Item]:
         """What the homes' prompts and results hold next. Raises WorkerFenced, TopicMissing or BusError."""
@@ -71,14 +71,14 @@ class Membership:
         """Leave: where the broker evicts, the homes go to the others at once."""
         self.reader.close()
 
-    def _assigned(self, places: list[Place]) -> dict[Place, int]:
+    def _on_assigned(self, places: list[Place]) -> dict[Place, int]:
         homes = {topic: sorted(part for other, part in places if other is topic) for topic in (PROMPTS, COMPLETED)}
         if homes[PROMPTS] != homes[COMPLETED]:
             raise RoseError("prompts and results have different numbers of partitions: see `rose topics check`")
         self.homes = homes[PROMPTS]
-        self.moved = True
+        self.rebalanced = True
         return {}  # reading begins once the homes are recovered
 
-    def _revoked(self, _places: list[Place]) -> None:
+    def _on_revoked(self, _places: list[Place]) -> None:
         self.homes = []
-        self.moved = True
+        self.rebalanced = True

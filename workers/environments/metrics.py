@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from schemas.samples import Ending
-from workers.environments.trajectory import Verdict
+from workers.environments.trajectory import ResultVerdict
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Buckets from a calculator's step to a test suite's."""
@@ -80,6 +80,6 @@ STUCK = Gauge(
 for _ending in Ending:
     if _ending is not Ending.UNKNOWN:
         ENDED.labels(_ending.value)
-for _verdict in Verdict:
-    if _verdict not in (Verdict.APPLY, Verdict.FAIL, Verdict.ANCHOR):
+for _verdict in ResultVerdict:
+    if _verdict not in (ResultVerdict.APPLY, ResultVerdict.FAIL, ResultVerdict.ANCHOR):
         DROPPED.labels(_verdict.value)

@@ -58,13 +58,16 @@ def _may_mean(word: str, mark: str) -> bool:
     """
     if BAR.search(word):
         return True
-    said, written = _letters(word), _letters(mark)
-    if len(said) <= SHORT or ("/" in word) is not ("/" in mark):
+    word_letters, mark_letters = _letters(word), _letters(mark)
+    if len(word_letters) <= SHORT or ("/" in word) is not ("/" in mark):
         return False
     if not PLAIN.search(word) or BAR.search(mark):
         return True
     closed = word.endswith((">", "]"))
-    return closed and (said == written or (not said.startswith(written) and not written.startswith(said)))
+    return closed and (
+        word_letters == mark_letters
+        or (not word_letters.startswith(mark_letters) and not mark_letters.startswith(word_letters))
+    )
 
 
 def _words(text: str, longest_first: Sequence[str]) -> list[str]:

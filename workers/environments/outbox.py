@@ -38,9 +38,9 @@ from topics.records import Place
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.environments import metrics
-from workers.environments.home import OLD_BATCH, Begun, Decision, Fate, Home
-from workers.environments.steps import Written, failed_at_opening, first_request
-from workers.environments.trajectory import Rules, Trajectory, begin, settled_sampling
+from workers.environments.home import OLD_BATCH, DecisionKind, Home, PromptDecision, ResetResult
+from workers.environments.trajectory import Trajectory, TrajectoryRules, begin, with_full_sampling
+from workers.environments.transitions import OutgoingRecords, fail_at_opening, first_request
 
 OFFSETS_SECONDS = 1.0
 """What is in no hurry (offsets of late results, groups that have settled) is committed after this long."""
@@ -55,17 +55,17 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class PendingTransition:
     """What goes into the next transaction for one trajectory."""
 
     home: Home
     trajectory_id: str
-    written: Written
+    records: OutgoingRecords
     offset: int | None
     """Of the result that led to it; None when no result did."""
 
 
-def group_of(
+def group_record(
     prompt: Prompt, state: GroupState, *, offset: int, decided_to: int | None = None, outcomes_from: int, now: float
 ) -> Group:
     """What is written of a group when its prompt is decided. The prompt's sampling is said in full."""
@@ -90,10 +90,10 @@ class Outbox:
         name: str,
         reader: Reader,
         *,
-        rules: Rules,
+        rules: TrajectoryRules,
         clock: Callable[[], float],
-        wanted: Callable[[], bool] = lambda: True,
-        meanwhile: Callable[[], None] = noop,
+        still_needed: Callable[[], bool] = lambda: True,
+        on_wait: Callable[[], None] = noop,
     ) -> None:
         """`reader` is the member of the group whose offsets are committed. `wanted`, `meanwhile`: see Writer."""
         self._settings = settings
@@ -101,8 +101,8 @@ class Outbox:
         self._reader = reader
         self._rules = rules
         self._clock = clock
-        self._wanted = wanted
-        self._meanwhile = meanwhile
+        self._still_needed = still_needed
+        self._on_wait = on_wait
         self._writer: Writer | None = None
         self._committed: dict[Place, int] = {}
         self._committed_at = 0.0
@@ -123,8 +123,8 @@ class Outbox:
                 self._settings,
                 f"rose-{self._name}",
                 transactional_id=f"{ENVIRONMENT_TRANSACTIONAL_PREFIX}{self._name}",
-                still_needed=self._wanted,
-                on_wait=self._meanwhile,
+                still_needed=self._still_needed,
+                on_wait=self._on_wait,
             )
 
     def offsets(self, places: Sequence[Place]) -> dict[Place, int | None]:
@@ -134,10 +134,10 @@ class Outbox:
             return committed_offsets(self._reader, self._writer, places)
         except BusError as error:
             trouble = error
-        self._give_up()
+        self._discard_writer()
         raise trouble
 
-    def begins(self, offsets: Mapping[Place, int], request_ends: Mapping[int, int]) -> None:
+    def on_recovered(self, offsets: Mapping[Place, int], request_ends: Mapping[int, int]) -> None:
         """The homes were recovered; the committed offsets of their inputs, and ends that their requests had."""
         self._committed = dict(offsets)
         self._request_next = dict(request_ends)
@@ -152,11 +152,11 @@ class Outbox:
             needed[COMPLETED, partition] = min(results, self._committed[COMPLETED, partition])
         return needed
 
-    def commit(self, homes: Mapping[int, Home], ready: Sequence[Ready]) -> list[str]:
+    def commit(self, homes: Mapping[int, Home], ready: Sequence[PendingTransition]) -> list[str]:
         """One transaction, if there is anything to say; the trajectories that have ended. Raises BusError."""
         decisions = [(home, decision) for home in homes.values() for decision in home.take_complete()]
         touched = {home.partition for home, _ in decisions} | {item.home.partition for item in ready}
-        touched |= {home.partition for home in homes.values() if home.spoiled or home.strays}
+        touched |= {home.partition for home in homes.values() if home.undecodable_results or home.orphaned_trajectories}
         unhurried = time.monotonic() - self._committed_at >= OFFSETS_SECONDS
         if unhurried:
             moved = self._offsets(homes.values())
@@ -184,7 +184,7 @@ class Outbox:
         except (BusError, TopicMissing) as error:
             trouble = error
         if trouble is not None:
-            self._give_up()
+            self._discard_writer()
             raise trouble
         self._committed.update(offsets)
         self._committed_at = time.monotonic()
@@ -194,9 +194,9 @@ class Outbox:
         now = self._clock()
         for trajectory in self._asking:
             trajectory.committed_at = now
-        return ended + [item.trajectory_id for item in ready if item.written.sample is not None]
+        return ended + [item.trajectory_id for item in ready if item.records.sample is not None]
 
-    def _give_up(self) -> None:
+    def _discard_writer(self) -> None:
         """Throw the writer away; never while an error is handled, see `topics/transactions.py`."""
         assert self._writer is not None
         self._writer.close()
@@ -209,40 +209,40 @@ class Outbox:
             offsets[COMPLETED, home.partition] = home.results.low_water
         return offsets
 
-    def _put_decision(self, home: Home, decision: Decision) -> list[str]:
+    def _put_decision(self, home: Home, decision: PromptDecision) -> list[str]:
         """Open, refuse or forward; the trajectories whose environments are not needed any more."""
         assert self._writer is not None
-        if decision.fate is Fate.OPEN:
+        if decision.kind is DecisionKind.OPEN:
             return self._open(home, decision)
-        found, prompt = decision.found, decision.prompt
-        if decision.fate is Fate.FORWARD and prompt is not None:
+        found, prompt = decision.message, decision.prompt
+        if decision.kind is DecisionKind.FORWARD and prompt is not None:
             self._writer.forward(PROMPTS, found.raw, partition=decision.home, key=prompt.group_id.encode())
             self._counted.append((metrics.FORWARDED, 1))
-        if decision.fate is Fate.REFUSE:
+        if decision.kind is DecisionKind.REFUSE:
             self._writer.dead_letter(found, decision.refusal)
             self._counted.append((metrics.REFUSED, 1))
             where = {"home": home.partition, "offset": found.offset}
             log.warning("prompt_refused", group=prompt and prompt.group_id, reason=decision.refusal, **where)
             if prompt is not None and not decision.repeated:
                 self._write_group(home, prompt, GroupState.REFUSED, offset=found.offset)
-        return [trajectory_id(decision.opens.group_id, index) for index in decision.begun]
+        return [trajectory_id(decision.opens.group_id, index) for index in decision.reset_results]
 
-    def _open(self, home: Home, decision: Decision) -> list[str]:
-        prompt, now = settled_sampling(decision.opens, self._rules.sampling), self._clock()
-        outcomes_from = home.unsettled[prompt.group_id].outcomes_from
-        self._write_group(home, prompt, GroupState.OPEN, offset=decision.found.offset, outcomes_from=outcomes_from)
+    def _open(self, home: Home, decision: PromptDecision) -> list[str]:
+        prompt, now = with_full_sampling(decision.opens, self._rules.sampling), self._clock()
+        outcomes_from = home.open_groups[prompt.group_id].outcomes_from
+        self._write_group(home, prompt, GroupState.OPEN, offset=decision.message.offset, outcomes_from=outcomes_from)
         ended = []
         for index in range(prompt.group_size):
-            own_id, begun = trajectory_id(prompt.group_id, index), decision.begun[index]
-            if isinstance(begun, Begun):
+            own_id, begun = trajectory_id(prompt.group_id, index), decision.reset_results[index]
+            if isinstance(begun, ResetResult):
                 trajectory = begin(prompt, index, home=home.partition, observation=begun.observation, state=begun.state)
                 written = first_request(trajectory, self._rules, now)
                 if written.sample is None:
                     home.trajectories[own_id] = trajectory
             else:
                 log.warning("environment_failed", trajectory=own_id, failure=begun)
-                sample = failed_at_opening(prompt, index, begun, self._rules, now)
-                written = Written(sample=sample, ending=Ending.FAILED)
+                sample = fail_at_opening(prompt, index, begun, self._rules, now)
+                written = OutgoingRecords(sample=sample, ending=Ending.FAILED)
             if written.sample is not None:
                 ended.append(own_id)
             self._write(home, own_id, written, home.trajectories.get(own_id))
@@ -253,7 +253,7 @@ class Outbox:
         self, home: Home, prompt: Prompt, state: GroupState, *, offset: int, outcomes_from: int = 0
     ) -> None:
         assert self._writer is not None
-        group = group_of(
+        group = group_record(
             prompt,
             state,
             offset=offset,
@@ -262,13 +262,13 @@ class Outbox:
             now=self._clock(),
         )
         self._writer.write(GROUPS, group, key=group.group_id, partition=home.partition)
-        home.knows(group)
+        home.on_group(group)
 
     def _old_groups(self, homes: Iterable[Home]) -> dict[int, list[str]]:
         """By home, what can be forgotten; seldom anything."""
         if time.monotonic() < self._sweep_at:
             return {}
-        found = {home.partition: home.take_old(self._clock(), OUTCOME_RETENTION_SECONDS) for home in homes}
+        found = {home.partition: home.take_expired(self._clock(), OUTCOME_RETENTION_SECONDS) for home in homes}
         more = any(len(old) >= OLD_BATCH for old in found.values())
         self._sweep_at = time.monotonic() + (AGAIN_SECONDS if more else SWEEP_SECONDS)
         return {partition: old for partition, old in found.items() if old}
@@ -276,30 +276,30 @@ class Outbox:
     def _put_rest(self, home: Home, old_groups: Sequence[str]) -> None:
         """Results that were none, and groups that have settled or are old."""
         assert self._writer is not None
-        for found, reason in home.spoiled:
+        for found, reason in home.undecodable_results:
             self._writer.dead_letter(found, reason)
-            home.results.done(found.offset)
+            home.results.on_done(found.offset)
             self._counted.append((metrics.SPOILED, 1))
             log.warning("result_spoiled", home=home.partition, offset=found.offset, reason=reason)
-        for own_id in home.strays:
+        for own_id in home.orphaned_trajectories:
             self._writer.tombstone(PROGRESS, key=own_id, partition=home.partition)
             self._writer.tombstone(SNAPSHOTS, key=own_id, partition=home.partition)
-        home.spoiled, home.strays = [], []
+        home.undecodable_results, home.orphaned_trajectories = [], []
         for group in home.take_settled(self._clock()):
             self._writer.write(GROUPS, group, key=group.group_id, partition=home.partition)
         for group_id in old_groups:
             self._writer.tombstone(GROUPS, key=group_id, partition=home.partition)
 
-    def _put(self, item: Ready) -> None:
+    def _put(self, item: PendingTransition) -> None:
         if item.offset is not None:
-            item.home.results.done(item.offset)
+            item.home.results.on_done(item.offset)
         trajectory = item.home.trajectories.get(item.trajectory_id)
-        if item.written.sample is not None:
+        if item.records.sample is not None:
             item.home.trajectories.pop(item.trajectory_id, None)
-        self._write(item.home, item.trajectory_id, item.written, trajectory, opened=True)
+        self._write(item.home, item.trajectory_id, item.records, trajectory, opened=True)
 
     def _write(
-        self, home: Home, own_id: str, written: Written, trajectory: Trajectory | None, *, opened: bool = False
+        self, home: Home, own_id: str, written: OutgoingRecords, trajectory: Trajectory | None, *, opened: bool = False
     ) -> None:
         """`opened`: earlier transactions have written of this trajectory."""
         assert self._writer is not None
@@ -309,7 +309,7 @@ class Outbox:
             self._writer.write(SNAPSHOTS, written.snapshot, key=own_id, partition=partition, trajectory_id=own_id)
         if written.request is not None and trajectory is not None:
             # The records of one writer lie in the order in which they were written, so this one lies no earlier.
-            trajectory.requested_from, trajectory.lies_at = self._request_next[partition], None
+            trajectory.requested_from, trajectory.request_offset = self._request_next[partition], None
             trajectory.committed_at = 0.0
             self._asking.append(trajectory)
             self._request_next[partition] += 1
@@ -319,7 +319,7 @@ class Outbox:
                 key=own_id,
                 partition=partition,
                 trajectory_id=own_id,
-                on_delivery=self._requested(trajectory),
+                on_delivery=self._on_request_stored(trajectory),
             )
             self._writer.write(PROGRESS, trajectory.progress(), key=own_id, partition=partition, trajectory_id=own_id)
         if written.sample is not None and written.ending is not None:
@@ -329,11 +329,11 @@ class Outbox:
                 self._writer.tombstone(PROGRESS, key=own_id, partition=partition)
                 self._writer.tombstone(SNAPSHOTS, key=own_id, partition=partition)
 
-    def _requested(self, trajectory: Trajectory) -> Callable[[int, int], None]:
+    def _on_request_stored(self, trajectory: Trajectory) -> Callable[[int, int], None]:
         """For its request, once it is stored: the next one lies behind it, and may go on from it."""
 
         def stored(partition: int, offset: int) -> None:
-            trajectory.lies_at = offset
+            trajectory.request_offset = offset
             if partition in self._request_next:
                 self._request_next[partition] = max(self._request_next[partition], offset + 1)
 

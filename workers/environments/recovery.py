@@ -1,4 +1,4 @@
-"""A home's trajectories built again from what the log says of them. Pure.
+"""Recovery of homes: what the log says of them is read, and their trajectories are built again. `Recovery` is pure.
 
 Keeps true
 - The state built from the log is the one that lived: its places say which results were applied and where the present
@@ -7,24 +7,34 @@ Keeps true
 - A trajectory whose records are gone, or contradict its places, fails with the reason; none is dropped.
 """
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+
+from confluent_kafka import OFFSET_BEGINNING
 
 from schemas.arrays import ITEM_BYTES, count
 from schemas.contexts import ContextMissing, assemble_context
 from schemas.progress import EnvSnapshot, Group, TrajectoryProgress
 from schemas.prompts import Prompt
 from schemas.turns import TurnOutcome, TurnRequest, TurnResult
-from topics.catalog import PROMPTS
+from topics.catalog import COMPLETED, GROUPS, PROGRESS, PROMPTS, REQUESTED, SNAPSHOTS
+from topics.dead_letters import dead_lettered_places
+from topics.fetch import JUMP_RECORDS, RecordFetch, RecordSearch
+from topics.log_reader import await_transactions, read_to_end
+from topics.reader import Reader
+from topics.records import Envelope, Place
+from topics.settings import BusSettings
 from workers.environments.home import Home
-from workers.environments.trajectory import Trajectory, digest_of, problem_of
+from workers.environments.trajectory import Trajectory, TrajectoryRules, digest_of, result_error
 
 Turn = tuple[str, int]
 """A trajectory and one of its turns."""
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class UnrecoverableTrajectory:
     """A trajectory that cannot go on."""
 
     trajectory_id: str
@@ -48,21 +58,21 @@ class Recovery:
     _links: dict[int, TurnRequest] = field(default_factory=dict)
     _results: dict[int, TurnResult] = field(default_factory=dict)
 
-    def group(self, group_id: str, group: Group | None) -> None:
+    def on_group(self, group_id: str, group: Group | None) -> None:
         """The newest counts; None says that the group is forgotten."""
         if group is None:
-            self.home.forget(group_id)
+            self.home.on_group_tombstone(group_id)
         else:
-            self.home.knows(group)
+            self.home.on_group(group)
 
-    def progress(self, trajectory_id: str, progress: TrajectoryProgress | None) -> None:
+    def on_progress(self, trajectory_id: str, progress: TrajectoryProgress | None) -> None:
         """The newest counts; None says that the trajectory has ended."""
         if progress is None:
             self._progress.pop(trajectory_id, None)
         else:
             self._progress[trajectory_id] = progress
 
-    def snapshot(self, trajectory_id: str, snapshot: EnvSnapshot | None) -> None:
+    def on_snapshot(self, trajectory_id: str, snapshot: EnvSnapshot | None) -> None:
         """The newest counts; None says that the trajectory has ended."""
         if snapshot is None:
             self._snapshots.pop(trajectory_id, None)
@@ -97,38 +107,38 @@ class Recovery:
         All before a dead letter have, and a group tells which had when it was opened.
         """
         decided = (known.decided_to for known in self.home.groups.values())
-        return max([low, self.home.buried_before(PROMPTS), *decided])
+        return max([low, self.home.dead_lettered_before(PROMPTS), *decided])
 
     @property
     def live(self) -> int:
         return len(self._progress)
 
-    def request(self, offset: int, request: TurnRequest) -> None:
+    def on_request(self, offset: int, request: TurnRequest) -> None:
         """A present request was found."""
         self._requests[request.trajectory_id, request.turn] = offset, request
 
-    def link(self, offset: int, request: TurnRequest) -> None:
+    def on_link(self, offset: int, request: TurnRequest) -> None:
         """A request that another goes on from was found."""
         self._links[offset] = request
 
-    def result(self, offset: int, result: TurnResult) -> None:
+    def on_result(self, offset: int, result: TurnResult) -> None:
         """A result was found."""
         self._results[offset] = result
 
-    def finish(self, max_context_tokens: int) -> tuple[dict[str, Trajectory], list[Broken], list[str]]:
+    def finish(self, max_context_tokens: int) -> tuple[dict[str, Trajectory], list[UnrecoverableTrajectory], list[str]]:
         """The trajectories that live, those that cannot go on, and those whose group has settled without them."""
         trajectories: dict[str, Trajectory] = {}
-        broken: list[Broken] = []
+        broken: list[UnrecoverableTrajectory] = []
         strays: list[str] = []
         for name, progress in self._progress.items():
-            group = self.home.unsettled.get(progress.group_id)
+            group = self.home.open_groups.get(progress.group_id)
             if group is None:
                 strays.append(name)
                 continue
             try:
                 trajectories[name] = self._rebuilt(progress, group.prompt, max_context_tokens)
             except _Gap as gap:
-                broken.append(Broken(name, group.prompt, progress.index, f"recovery: {gap}"))
+                broken.append(UnrecoverableTrajectory(name, group.prompt, progress.index, f"recovery: {gap}"))
         return trajectories, broken, strays
 
     def _rebuilt(self, progress: TrajectoryProgress, prompt: Prompt, max_context_tokens: int) -> Trajectory:
@@ -163,15 +173,15 @@ class Recovery:
                 TurnOutcome.COMPLETED,
             ):
                 raise _Gap(f"the result of turn {turn} is not on the log any more")
-            if problem := problem_of(result, count(trajectory.tokens)):
+            if problem := result_error(result, count(trajectory.tokens)):
                 raise _Gap(f"the result of turn {turn} is malformed: {problem}")
-            trajectory.ask(max_context_tokens)
-            trajectory.take_in(result, applied)
+            trajectory.begin_turn(max_context_tokens)
+            trajectory.apply_result(result, applied)
             _observe(trajectory, context, applied.observed)
         if trajectory.tokens != context or trajectory.turn != progress.turn:
             raise _Gap(f"the context of turn {progress.turn} does not follow from the results before it")
-        trajectory.asked = request.sampling
-        trajectory.chain, trajectory.lies_at = request.chain, offset
+        trajectory.sampling = request.sampling
+        trajectory.chain, trajectory.request_offset = request.chain, offset
         trajectory.requested = request.context_tokens - count(request.appended)
         return trajectory
 
@@ -190,4 +200,139 @@ def _observe(trajectory: Trajectory, context: bytes, observed: int) -> None:
 
 def outcomes_from(homes: Iterable[Home]) -> int | None:
     """Where the outcomes begin that say which open groups have settled; None when none is open."""
-    return min((group.outcomes_from for home in homes for group in home.unsettled.values()), default=None)
+    return min((group.outcomes_from for home in homes for group in home.open_groups.values()), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredHomes:
+    """Homes as the log says they are."""
+
+    homes: dict[int, Home]
+    broken: list[tuple[Home, UnrecoverableTrajectory]]
+    begins: dict[Place, int]
+    """Where reading their prompts and results goes on."""
+    request_ends: dict[int, int]
+    """By home: the next request lies no earlier."""
+    newest: int
+    """Records read of which the newest of a key counts; compaction bounds them."""
+    fetched: int
+    """Requests and results read."""
+
+
+def recover_homes(
+    settings: BusSettings,
+    reader: Reader,
+    partitions: Sequence[int],
+    *,
+    homes: int,
+    rules: TrajectoryRules,
+    offsets: Callable[[Sequence[Place]], dict[Place, int | None]],
+    on_wait: Callable[[], None],
+) -> RecoveredHomes:
+    """Read these of so many homes back. `reader` is the member of the group that owns them; `offsets` tells those that
+    the group has committed.
+
+    `meanwhile` is called often; what it raises abandons all. Raises TopicMissing, BusError or FetchStalled.
+    """
+    committed = offsets([(topic, partition) for partition in partitions for topic in (PROMPTS, COMPLETED)])
+    written = (GROUPS, PROGRESS, SNAPSHOTS, REQUESTED)
+    await_transactions(settings, [(topic, partition) for topic in written for partition in partitions], on_wait=on_wait)
+    new = [place for place, offset in committed.items() if offset is None]
+    ends = reader.all_watermarks([*new, *((REQUESTED, partition) for partition in partitions)])
+    unknown = [place for place in new if ends[place][1] > 0]
+    letters = _dead_letters(settings, unknown, on_wait)
+    recoveries = {
+        partition: Recovery(Home(partition, homes=homes, dead_lettered=frozenset(letters.get(partition, ()))))
+        for partition in partitions
+    }
+    newest = _read_newest(settings, recoveries, on_wait)
+    fetched = _fetch_contents(settings, recoveries, on_wait)
+    begins: dict[Place, int] = {}
+    broken: list[tuple[Home, UnrecoverableTrajectory]] = []
+    for partition, recovery in recoveries.items():
+        home = recovery.home
+        home.trajectories, cannot, home.orphaned_trajectories = recovery.finish(rules.max_context_tokens)
+        broken += [(home, lost) for lost in cannot]
+        prompts, results = (_begin(recovery, (topic, partition), committed, ends) for topic in (PROMPTS, COMPLETED))
+        begins[PROMPTS, partition], begins[COMPLETED, partition] = prompts, results
+        home.begin(prompts_from=prompts, results_from=results)
+    found = {partition: recovery.home for partition, recovery in recoveries.items()}
+    request_ends = {partition: ends[REQUESTED, partition][1] for partition in partitions}
+    return RecoveredHomes(found, broken, begins, request_ends, newest, fetched)
+
+
+def _begin(
+    recovery: Recovery, place: Place, committed: dict[Place, int | None], ends: dict[Place, tuple[int, int]]
+) -> int:
+    offset = committed[place]
+    if offset is not None:
+        return offset
+    low, end = ends[place]
+    return min(end, recovery.prompts_from(low) if place[0] is PROMPTS else recovery.results_from(low, end))
+
+
+def _dead_letters(
+    settings: BusSettings, places: Sequence[Place], on_wait: Callable[[], None]
+) -> dict[int, list[tuple[str, int]]]:
+    """By home: what is a dead letter already of those inputs whose committed offset is gone."""
+    found: dict[int, list[tuple[str, int]]] = {}
+    for topic in dict.fromkeys(topic for topic, _ in places):
+        for partition, offset in dead_lettered_places(settings, topic, on_wait=on_wait):
+            if (topic, partition) in places:
+                found.setdefault(partition, []).append((topic.name, offset))
+    return found
+
+
+def _read_newest(settings: BusSettings, recoveries: dict[int, Recovery], on_wait: Callable[[], None]) -> int:
+    """Fold the topics of which the newest record of a key counts; how many records there were."""
+    begins = {
+        (topic, partition): OFFSET_BEGINNING for topic in (GROUPS, PROGRESS, SNAPSHOTS) for partition in recoveries
+    }
+    records = 0
+    for envelope in read_to_end(settings, begins, client_id="rose-recovery", on_wait=on_wait):
+        records += 1
+        recovery, record = recoveries[envelope.partition], envelope.record
+        if envelope.topic is GROUPS:
+            assert record is None or isinstance(record, Group)
+            recovery.on_group(envelope.key, record)
+        elif envelope.topic is PROGRESS:
+            assert record is None or isinstance(record, TrajectoryProgress)
+            recovery.on_progress(envelope.key, record)
+        else:
+            assert record is None or isinstance(record, EnvSnapshot)
+            recovery.on_snapshot(envelope.key, record)
+    return records
+
+
+def _fetch_contents(settings: BusSettings, recoveries: dict[int, Recovery], on_wait: Callable[[], None]) -> int:
+    """Fetch the requests and results that live trajectories name; how many records that took."""
+
+    def stopped() -> bool:
+        on_wait()
+        return False
+
+    # The embedded broker answers a fetch with all the rest of a partition: there jumps cost more than they save.
+    far = sys.maxsize if settings.embedded else JUMP_RECORDS
+    requests = {(REQUESTED, partition): recovery.requests for partition, recovery in recoveries.items()}
+    with closing(Reader(settings.for_bounded_reads(), "rose-recovery", report_ends=True, on_wait=on_wait)) as reader:
+        find = RecordSearch(reader, requests, _turn_of, jump_records=far, should_stop=stopped)
+        for _, envelope in find:
+            if isinstance(envelope.record, TurnRequest):
+                recoveries[envelope.partition].on_request(envelope.offset, envelope.record)
+        records = find.records_read
+        named: dict[Place, list[int]] = {}
+        for partition, recovery in recoveries.items():
+            named |= {(REQUESTED, partition): recovery.links, (COMPLETED, partition): recovery.results}
+        offsets_by_place = {place: offsets for place, offsets in named.items() if offsets}
+        for envelope in RecordFetch(reader, offsets_by_place, jump_records=far, should_stop=stopped):
+            records += 1
+            if isinstance(envelope.record, TurnResult):
+                recoveries[envelope.partition].on_result(envelope.offset, envelope.record)
+            elif isinstance(envelope.record, TurnRequest):
+                recoveries[envelope.partition].on_link(envelope.offset, envelope.record)
+    return records
+
+
+def _turn_of(envelope: Envelope) -> Turn | None:
+    request = envelope.record
+    return (request.trajectory_id, request.turn) if isinstance(request, TurnRequest) else None

@@ -3,10 +3,10 @@
 Keeps true
 - For every turn exactly one result is applied: the first COMPLETED one in log order. The rest is told apart, not lost.
 - A context only grows. Sampled tokens stay as they were sampled; mask, logprobs and version spans cover every token.
-- The same log gives the same state: `observe`, `ask` and `take_in` are used alike by the life and by its recovery.
+- The same log gives the same state: `observe`, `ask` and `apply_result` are used alike by the life and by its recovery.
 - What its requests have appended, in the order of its chain and the present one last, is its context.
 
-Example, a task of two turns (`steps.py` says what each of them writes)
+Example, a task of two turns (`transitions.py` says what each of them writes)
     begin(observation `+1+2`)                   -> request of turn 0
     result of turn 0, attempt 0, PREEMPTED      -> ROUTERS: it will come again
     result of turn 0, attempt 1, COMPLETED      -> APPLY; the environment steps; request of turn 1
@@ -29,7 +29,7 @@ from schemas.samples import SampleTurn
 from schemas.turns import Refusal, TurnOutcome, TurnResult, VersionSpan
 
 
-class Verdict(Enum):
+class ResultVerdict(Enum):
     """What a result means to its trajectory."""
 
     APPLY = "apply"
@@ -46,7 +46,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class TrajectoryRules:
     """What holds for all trajectories of a worker."""
 
     model_id: str
@@ -63,7 +63,7 @@ class Trajectory:
     trajectory_id: str
     index: int
     prompt: Prompt
-    """With its sampling said in full, see `settled_sampling`."""
+    """With its sampling said in full, see `with_full_sampling`."""
     home: int
     state: bytes
     """The environment's newest snapshot."""
@@ -73,7 +73,7 @@ class Trajectory:
     """The turn that is asked for; -1 before the first observation."""
     prompted: int = 0
     """Tokens of the first observation."""
-    asked: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = field(default_factory=Sampling)
     """How the present turn is sampled."""
     tokens: bytes = b""
     mask: bytes = b""
@@ -90,35 +90,35 @@ class Trajectory:
     """Tokens that the requests before the present one have appended."""
     requested_from: int = field(default=0, compare=False)
     """The present request lies at or after this offset of the home's requests."""
-    lies_at: int | None = field(default=None, compare=False)
+    request_offset: int | None = field(default=None, compare=False)
     """Where the present request lies, once it is known."""
     committed_at: float = field(default=0.0, compare=False)
     """Unix seconds; when the present request was committed, once it is."""
     applying: bool = field(default=False, compare=False)
     """A result of the present turn was accepted, its step is under way. Not on the log: a restart accepts it anew."""
 
-    def judge(self, result: TurnResult) -> Verdict:
+    def classify(self, result: TurnResult) -> ResultVerdict:
         """What this result means now."""
         if result.outcome is TurnOutcome.REFUSED and result.refusal is Refusal.CONTEXT:
             torn = result.turn == self.turn and self.chain and not self.applying
-            return Verdict.ANCHOR if torn else Verdict.LATE
+            return ResultVerdict.ANCHOR if torn else ResultVerdict.LATE
         if result.outcome in (TurnOutcome.PREEMPTED, TurnOutcome.REFUSED):
-            return Verdict.ROUTERS
+            return ResultVerdict.ROUTERS
         if result.turn != self.turn:
-            return Verdict.LATE
+            return ResultVerdict.LATE
         if self.applying:
-            return Verdict.DUPLICATE
-        return Verdict.FAIL if result.outcome is TurnOutcome.FAILED else Verdict.APPLY
+            return ResultVerdict.DUPLICATE
+        return ResultVerdict.FAIL if result.outcome is TurnOutcome.FAILED else ResultVerdict.APPLY
 
-    def ask(self, max_context_tokens: int) -> None:
+    def begin_turn(self, max_context_tokens: int) -> None:
         """Settle how the present turn is sampled."""
         room = max(1, max_context_tokens - count(self.tokens))
-        self.asked = turn_sampling(self.prompt, self.index, self.turn, room_tokens=room)
+        self.sampling = turn_sampling(self.prompt, self.index, self.turn, room_tokens=room)
 
-    def take_in(self, result: TurnResult, applied: Applied) -> None:
-        """Append the sampled tokens of the present turn and all that is said of them. It has no `problem_of`."""
+    def apply_result(self, result: TurnResult, applied: Applied) -> None:
+        """Append the sampled tokens of the present turn and all that is said of them. It has no `result_error`."""
         assert result.worker is not None
-        self._go_on()
+        self._extend_chain()
         start, sampled = count(self.tokens), count(result.tokens)
         self.tokens += result.tokens
         self.mask += b"\x01" * sampled
@@ -129,7 +129,7 @@ class Trajectory:
                 turn=result.turn,
                 attempt=result.attempt,
                 worker=result.worker,
-                sampling=self.asked,
+                sampling=self.sampling,
                 start=start,
                 end=start + sampled,
                 cached_tokens=min(result.cached_tokens, start),
@@ -146,7 +146,7 @@ class Trajectory:
 
     def anchor(self) -> None:
         """The present turn is asked for with all tokens so far."""
-        self.chain, self.requested, self.lies_at = (), 0, None
+        self.chain, self.requested, self.request_offset = (), 0, None
 
     def observe(self, observation: bytes) -> None:
         """Append an observation's tokens; the next turn begins."""
@@ -158,16 +158,16 @@ class Trajectory:
         self.turn += 1
         self.applying = False
 
-    def _go_on(self) -> None:
+    def _extend_chain(self) -> None:
         """The next request goes on from the present one, if that lies behind its chain; else it is an anchor.
 
         It may lie before it where a broker lost its newest records: it gives their offsets again.
         """
-        behind = self.lies_at is not None and self.lies_at > max(self.chain, default=-1)
-        if self.lies_at is None or not behind or len(self.chain) >= MAX_CHAIN:
+        behind = self.request_offset is not None and self.request_offset > max(self.chain, default=-1)
+        if self.request_offset is None or not behind or len(self.chain) >= MAX_CHAIN:
             self.anchor()
             return
-        self.chain, self.requested, self.lies_at = (*self.chain, self.lies_at), count(self.tokens), None
+        self.chain, self.requested, self.request_offset = (*self.chain, self.request_offset), count(self.tokens), None
 
     @property
     def needs_from(self) -> int:
@@ -206,7 +206,7 @@ def begin(prompt: Prompt, index: int, *, home: int, observation: bytes, state: b
     return trajectory
 
 
-def problem_of(result: TurnResult, context_tokens: int) -> str:
+def result_error(result: TurnResult, context_tokens: int) -> str:
     """Why a COMPLETED result cannot be applied to a context of so many tokens; empty when it can."""
     sampled = count(result.tokens)
     if result.worker is None:
@@ -216,7 +216,7 @@ def problem_of(result: TurnResult, context_tokens: int) -> str:
     return result.part.validation_error
 
 
-def settled_sampling(prompt: Prompt, default: Sampling) -> Prompt:
+def with_full_sampling(prompt: Prompt, default: Sampling) -> Prompt:
     """The prompt with its sampling in full: what a worker is configured to later changes no trajectory that is open."""
     return msgspec.structs.replace(
         prompt, sampling=PromptSampling.from_sampling(prompt.sampling.with_defaults(default))

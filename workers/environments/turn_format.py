@@ -38,16 +38,16 @@ from workers.environments.chat_template import (
     TRIMS,
     TURNS,
     Framing,
-    framing_of,
+    framed_conversation,
     has_template,
     probes,
-    template_of,
-    told,
-    written,
+    read_framing,
+    read_template,
+    reading,
 )
 from workers.environments.chat_template import TurnFormatError as TurnFormatError
 from workers.environments.misspelling import misspelt
-from workers.token_files import MODEL_FILE, model_stops, read_object, tokens_of, vocabulary_of
+from workers.token_files import MODEL_FILE, model_stops, read_object, read_tokens, vocabulary_of
 from workers.tokenizer import TOKENIZER_FILE, check_vocabulary, load_tokenizer
 
 FORMAT_FILE, GENERATION_FILE = "turn_format.json", "generation_config.json"
@@ -100,8 +100,8 @@ class TurnFormat:
         own = (model_folder / FORMAT_FILE).exists()
         if not own and not has_template(model_folder):
             raise TurnFormatError(f"{model_folder} has neither a {TEMPLATE_FILE} nor a {FORMAT_FILE}: {FIX}")
-        self._tokenizer = told(load_tokenizer, model_folder / TOKENIZER_FILE)
-        self._named = told(tokens_of, model_folder).names
+        self._tokenizer = reading(load_tokenizer, model_folder / TOKENIZER_FILE)
+        self._named = reading(read_tokens, model_folder).names
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._marks = {number: token.content for number, token in added if not _is_space(token.content)}
         """Added tokens by id, special or not."""
@@ -109,7 +109,7 @@ class TurnFormat:
         """Any of the stop tokens ends an action; the first is what ends one that was not ended."""
         tried: list[tuple[str, str]] = [(observation, "") for observation in OBSERVATIONS] if own else probes()
         turns = TURNS if framing.stop else 1
-        wholes = {probe: self._encoded(written(framing, *probe, turns)).ids for probe in tried}
+        wholes = {probe: self._encoded(framed_conversation(framing, *probe, turns)).ids for probe in tried}
         self._first = self._around("", framing.first_prefix, framing.suffix)
         self._later = self._around(framing.stop, framing.prefix, framing.suffix)
         self._trim = framing.trim
@@ -126,7 +126,7 @@ class TurnFormat:
         """Read turns as the folder's `turn_format.json` says; its stop tokens. Raises TurnFormatError."""
         file = folder / FORMAT_FILE
         frame = _read(file, Frame)
-        known = template_of(folder) or ""
+        known = read_template(folder) or ""
         for text in (frame.first_prefix, frame.prefix, frame.suffix):
             if (found := misspelt(text, self._marks.values(), known=known)) is not None:
                 meant = f" (is {found[1]!r} meant?)" if found[1] else ""
@@ -148,7 +148,7 @@ class TurnFormat:
 
     def _of_template(self, folder: Path) -> tuple[Framing, tuple[int, ...]]:
         """Read turns as the folder's chat template does; its stop tokens. Raises TurnFormatError."""
-        framing = framing_of(folder, marks=self._marks.values(), named=self._named)
+        framing = read_framing(folder, marks=self._marks.values(), named=self._named)
         stops = (self._id(framing.stop), *self._stops(folder))
         return framing, tuple(dict.fromkeys(stop for stop in stops if stop is not None))
 
@@ -159,7 +159,7 @@ class TurnFormat:
         if stops is None:
             stops = self._id(self._named.get("eos_token"))
         if stops is None:
-            stops = told(model_stops, folder)[: MAX_STOP_TOKENS - 1]
+            stops = reading(model_stops, folder)[: MAX_STOP_TOKENS - 1]
         return (stops,) if isinstance(stops, int) else stops
 
     def _around(self, stop: str, prefix: str, suffix: str) -> _Around:
@@ -192,7 +192,7 @@ class TurnFormat:
         shut = {number: self._marks[number] for number in (*around, *self.stop_token_ids) if number in self._marks}
         shut |= self._beyond_the_model(folder, (*around, *self.stop_token_ids))
         if not shut.keys() <= self._unspeakable:
-            self._tokenizer = told(load_tokenizer, folder / TOKENIZER_FILE, special=shut.values())
+            self._tokenizer = reading(load_tokenizer, folder / TOKENIZER_FILE, special=shut.values())
         self._tokenizer.encode_special_tokens = True
         words = (stop for stop in self.stop_token_ids if not _is_space(self._tokenizer.decode([stop])))
         self._unspeakable = (self._unspeakable.union(shut, words)).difference(self._encoded(UNKNOWN).ids)
@@ -205,10 +205,10 @@ class TurnFormat:
 
     def _beyond_the_model(self, folder: Path, needed: Sequence[int]) -> dict[int, str]:
         """Added tokens that the model has not. Raises TurnFormatError if they are needed, or texts become such ones."""
-        vocabulary = told(vocabulary_of, folder)
+        vocabulary = reading(vocabulary_of, folder)
         if vocabulary is None:
             return {}
-        told(check_vocabulary, self._tokenizer, vocabulary, folder)
+        reading(check_vocabulary, self._tokenizer, vocabulary, folder)
         last = max((*needed, *self._encoded(UNKNOWN).ids), default=-1)
         if last >= vocabulary:
             mark = f" ({self._marks[last]!r})" if last in self._marks else ""
@@ -307,6 +307,6 @@ def _is_space(text: str) -> bool:
 
 def _read(path: Path, kind: type[Any]) -> Any:
     try:
-        return msgspec.convert(told(read_object, path), kind)
+        return msgspec.convert(reading(read_object, path), kind)
     except msgspec.ValidationError as error:
         raise TurnFormatError(f"{path}: {error}") from None

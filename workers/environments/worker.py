@@ -28,18 +28,24 @@ from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, InvalidMessage, Item, Place
 from topics.settings import BusSettings
 from workers.environments import metrics
-from workers.environments.home import Begun, Fate, Home
-from workers.environments.jobs import Advance, Answer, Failed, Job, Refused
-from workers.environments.membership import Abandoned, Membership
-from workers.environments.opening import Resetting, refusal_of, resets
-from workers.environments.outbox import Outbox, Ready
-from workers.environments.recovery import outcomes_from
-from workers.environments.stage import Stage
-from workers.environments.steps import Written, advance, asked_again, broken, failed, failed_at_opening
-from workers.environments.sweeper import Sweeper
-from workers.environments.taking_over import take_over
-from workers.environments.trajectory import Rules, Trajectory, Verdict, problem_of
-from workers.environments.troubles import TROUBLES, Troubles
+from workers.environments.home import DecisionKind, Home, ResetResult
+from workers.environments.jobs import EnvironmentFailure, Job, JobResult, ResetRefused, StepJob
+from workers.environments.log_cleaner import LogCleaner
+from workers.environments.membership import Membership, RecoveryAbandoned
+from workers.environments.outbox import Outbox, PendingTransition
+from workers.environments.prompt_admission import PendingReset, refusal_reason, reset_jobs
+from workers.environments.recovery import outcomes_from, recover_homes
+from workers.environments.recovery_policy import RECOVERABLE, RecoveryPolicy
+from workers.environments.runner_pool import RunnerPool
+from workers.environments.trajectory import ResultVerdict, Trajectory, TrajectoryRules, result_error
+from workers.environments.transitions import (
+    OutgoingRecords,
+    advance,
+    fail_at_opening,
+    fail_at_result,
+    fail_trajectory,
+    request_again,
+)
 
 BATCH = 500
 """Records taken from the bus at once."""
@@ -72,9 +78,9 @@ class EnvironmentWorker:
         settings: BusSettings,
         name: str,
         *,
-        rules: Rules,
+        rules: TrajectoryRules,
         window_groups: int,
-        stage: Stage,
+        runners: RunnerPool,
         check_environment: Callable[[str], object],
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -84,27 +90,27 @@ class EnvironmentWorker:
         self._name = name
         self._rules = rules
         self._window_groups = window_groups
-        self._stage = stage
+        self._runners = runners
         self._check_environment = check_environment
         self._clock = clock
-        self._member = Membership(settings, name, ENVIRONMENT_GROUP, meanwhile=self._meanwhile)
-        self._outcomes = Reader(settings, f"rose-{name}-outcomes", group=ENVIRONMENT_GROUP, on_wait=self._meanwhile)
+        self._member = Membership(settings, name, ENVIRONMENT_GROUP, on_wait=self._on_wait)
+        self._outcomes = Reader(settings, f"rose-{name}-outcomes", group=ENVIRONMENT_GROUP, on_wait=self._on_wait)
         self._outbox = Outbox(
             settings,
             name,
             self._member.reader,
             rules=rules,
             clock=clock,
-            wanted=lambda: not self._stop.is_set(),
-            meanwhile=self._stay,
+            still_needed=lambda: not self._stop.is_set(),
+            on_wait=self._keep_membership,
         )
-        self._troubles = Troubles(name)
-        self._sweeper = Sweeper(settings, name)
+        self._recovery_policy = RecoveryPolicy(name)
+        self._log_cleaner = LogCleaner(settings, name)
         self._stop = threading.Event()
-        self._life = 0
+        self._generation = 0
         self._homes: dict[int, Home] = {}
         self._jobs: list[Job] = []
-        self._ready: list[Ready] = []
+        self._ready: list[PendingTransition] = []
         self._early: list[Item] = []
         """Read amid a commit."""
         self._outcomes_next = 0
@@ -120,11 +126,11 @@ class EnvironmentWorker:
                 try:
                     self._cycle()
                     if self._homes:
-                        self._troubles.well()
+                        self._recovery_policy.on_success()
                     HEALTH.report(f"owns homes {self._member.homes}" if self._homes else "waits for homes")
-                except TROUBLES as trouble:
-                    self._member.moved = True
-                    wait = self._troubles.met(trouble, time.monotonic(), self._outbox.began_at)
+                except RECOVERABLE as trouble:
+                    self._member.rebalanced = True
+                    wait = self._recovery_policy.on_error(trouble, time.monotonic(), self._outbox.began_at)
                     log.warning("trouble", worker=self._name, reason=str(trouble), seconds_to_recovery=wait)
                     HEALTH.report_restart(f"trouble with the broker: {trouble}")
                     stop.wait(wait)
@@ -133,29 +139,29 @@ class EnvironmentWorker:
             self._outcomes.close()
 
     def _cycle(self) -> None:
-        items = self._member.read(BATCH, 0.0 if self._stage.in_flight or self._early else IDLE_SECONDS)
-        if self._member.moved:
+        items = self._member.read(BATCH, 0.0 if self._runners.in_flight or self._early else IDLE_SECONDS)
+        if self._member.rebalanced:
             self._recover()  # what was read is read again
             return
-        self._end_asked()  # first: what they had applied next may be what ends this process
+        self._end_settled_by_hand()  # first: what they had applied next may be what ends this process
         early, self._early = self._early, []
         for item in early + items:
-            self._take(item)
-        self._settle(self._outcomes.read(BATCH, 0.0))
+            self._on_item(item)
+        self._on_settle_items(self._outcomes.read(BATCH, 0.0))
         self._open_groups()
-        self._stage.start(self._jobs)
+        self._runners.start(self._jobs)
         self._jobs = []
-        self._finish(self._stage.answers(STEP_WAIT_SECONDS if self._stage.in_flight else 0.0))
+        self._on_answers(self._runners.results(STEP_WAIT_SECONDS if self._runners.in_flight else 0.0))
         self._write()
         self._sweep()
-        self._show()
+        self._export_gauges()
 
     def _recover(self) -> None:
         """Forget everything and build the homes from the log."""
-        self._member.moved = False
+        self._member.rebalanced = False
         HEALTH.report("builds its homes from the log", ready=False)
-        self._life += 1
-        self._stage.new_life(self._life)
+        self._generation += 1
+        self._runners.begin_generation(self._generation)
         self._homes, self._jobs, self._ready, self._early = {}, [], [], []
         began = time.monotonic()
         self._member.pause()
@@ -164,8 +170,8 @@ class EnvironmentWorker:
         if self._member.homes:
             try:
                 records = self._recover_homes()
-            except Abandoned:
-                self._member.moved, self._homes = True, {}
+            except RecoveryAbandoned:
+                self._member.rebalanced, self._homes = True, {}
                 return
             metrics.RECOVERIES.inc()
             metrics.RECOVERY_READ.inc(records)
@@ -182,27 +188,27 @@ class EnvironmentWorker:
         )
 
     def _recover_homes(self) -> int:
-        """How many records that took. Raises Abandoned."""
+        """How many records that took. Raises RecoveryAbandoned."""
         reader = self._member.reader
-        taken = take_over(
+        taken = recover_homes(
             self._settings,
             reader,
             self._member.homes,
             homes=reader.partition_count(PROMPTS),
             rules=self._rules,
             offsets=self._outbox.offsets,
-            meanwhile=self._meanwhile,
+            on_wait=self._on_wait,
         )
         self._homes = taken.homes
         for home, lost in taken.broken:
             log.error("trajectory_broken", trajectory=lost.trajectory_id, reason=lost.reason)
-            sample = failed_at_opening(lost.prompt, lost.index, lost.reason, self._rules, self._clock())
-            written = Written(sample=sample, ending=Ending.FAILED)
-            self._ready.append(Ready(home, lost.trajectory_id, written, None))
+            sample = fail_at_opening(lost.prompt, lost.index, lost.reason, self._rules, self._clock())
+            written = OutgoingRecords(sample=sample, ending=Ending.FAILED)
+            self._ready.append(PendingTransition(home, lost.trajectory_id, written, None))
         self._recall_outcomes()
         reader.assign(taken.begins)
-        self._outbox.begins(taken.begins, taken.request_ends)
-        self._sweeper.soon()
+        self._outbox.on_recovered(taken.begins, taken.request_ends)
+        self._log_cleaner.request_soon()
         self._paused = False
         return taken.newest + taken.fetched
 
@@ -217,99 +223,99 @@ class EnvironmentWorker:
         if begin is not None and begin < end:
             begins[place] = max(low, begin)
         if begins:
-            self._settle(read_to_end(self._settings, begins, client_id="rose-recovery", on_wait=self._meanwhile))
+            self._on_settle_items(read_to_end(self._settings, begins, client_id="rose-recovery", on_wait=self._on_wait))
         self._outcomes_next = end
         self._outcomes.assign({place: end, asked: asked_end})
         for home in self._homes.values():
-            for group_id in home.settle_forgotten(low):
+            for group_id in home.settle_expired(low):
                 log.warning("outcomes_forgotten", group=group_id, reason="outcomes are kept for 30 days")
 
-    def _stay(self) -> None:
+    def _keep_membership(self) -> None:
         """Stay a member: the others wait for one that does not come to a rebalance. What is read is taken later."""
         HEALTH.report_progress()
         self._early += self._member.read(max(1, BATCH - len(self._early)), 0.0)
 
-    def _meanwhile(self) -> None:
+    def _on_wait(self) -> None:
         """Stay a member; a change of homes, or a stop, abandons what is under way."""
-        self._stay()
-        if self._member.moved or self._stop.is_set():
-            raise Abandoned
+        self._keep_membership()
+        if self._member.rebalanced or self._stop.is_set():
+            raise RecoveryAbandoned
 
-    def _take(self, item: Item) -> None:
+    def _on_item(self, item: Item) -> None:
         if isinstance(item, EndOfPartition):
             return
         home = self._homes[item.partition]
         if item.topic is PROMPTS:
-            home.submitted(item)
+            home.on_prompt(item)
         elif isinstance(item, Envelope) and isinstance(item.record, TurnResult):
-            self._result(home, item.offset, item.record)
-        elif home.was_buried(item):
-            home.results.passed(item.offset)
+            self._on_result(home, item.offset, item.record)
+        elif home.is_dead_lettered(item):
+            home.results.on_skipped(item.offset)
         else:
-            home.results.read(item.offset)
+            home.results.on_read(item.offset)
             reason = item.reason if isinstance(item, InvalidMessage) else "a message without a value is no result"
-            home.spoiled.append((item, reason))
+            home.undecodable_results.append((item, reason))
 
-    def _result(self, home: Home, offset: int, result: TurnResult) -> None:
+    def _on_result(self, home: Home, offset: int, result: TurnResult) -> None:
         trajectory = home.trajectories.get(result.trajectory_id)
-        verdict = Verdict.LATE if trajectory is None else trajectory.judge(result)
-        if trajectory is not None and verdict is Verdict.ANCHOR:
-            self._ask_again(home, trajectory, offset, result.reason)
+        verdict = ResultVerdict.LATE if trajectory is None else trajectory.classify(result)
+        if trajectory is not None and verdict is ResultVerdict.ANCHOR:
+            self._request_again(home, trajectory, offset, result.reason)
             return
-        if trajectory is None or verdict not in (Verdict.APPLY, Verdict.FAIL):
-            home.results.passed(offset)
+        if trajectory is None or verdict not in (ResultVerdict.APPLY, ResultVerdict.FAIL):
+            home.results.on_skipped(offset)
             metrics.DROPPED.labels(verdict.value).inc()
             return
-        home.results.read(offset)
+        home.results.on_read(offset)
         trajectory.applying = True
         now = self._clock()
         failure = f"the turn was given up: {result.reason}"
-        if verdict is Verdict.APPLY:
-            problem = problem_of(result, count(trajectory.tokens))
+        if verdict is ResultVerdict.APPLY:
+            problem = result_error(result, count(trajectory.tokens))
             failure = f"malformed result of {result.worker}: {problem}" if problem else ""
         if failure:
-            written = failed(trajectory, failure, self._rules, now)
-            self._ready.append(Ready(home, trajectory.trajectory_id, written, offset))
+            written = fail_trajectory(trajectory, failure, self._rules, now)
+            self._ready.append(PendingTransition(home, trajectory.trajectory_id, written, offset))
             return
         self._jobs.append(
-            Advance(
-                life=self._life,
+            StepJob(
+                generation=self._generation,
                 trajectory_id=trajectory.trajectory_id,
                 environment=trajectory.prompt.environment,
                 ticket=_Applying(home, trajectory, result, offset, now),
                 tokens=result.tokens,
-                stop_token_ids=trajectory.asked.stop_token_ids,
+                stop_token_ids=trajectory.sampling.stop_token_ids,
                 state=trajectory.state,
             )
         )
 
-    def _ask_again(self, home: Home, trajectory: Trajectory, offset: int, reason: str) -> None:
+    def _request_again(self, home: Home, trajectory: Trajectory, offset: int, reason: str) -> None:
         name = trajectory.trajectory_id
         log.warning("context_torn", trajectory=name, turn=trajectory.turn, reason=reason)
         metrics.TORN.inc()
-        home.results.read(offset)
-        self._ready.append(Ready(home, name, asked_again(trajectory, self._rules, self._clock()), offset))
+        home.results.on_read(offset)
+        self._ready.append(PendingTransition(home, name, request_again(trajectory, self._rules, self._clock()), offset))
 
-    def _settle(self, items: Iterable[Item]) -> None:
+    def _on_settle_items(self, items: Iterable[Item]) -> None:
         """Take outcomes in, and what is to be settled by hand."""
         for item in items:
             if item.topic is SETTLES:
                 if isinstance(item, Envelope) and isinstance(item.record, SettleRequest):
                     for home in self._homes.values():
-                        home.ask(item.record)
+                        home.on_settle_request(item.record)
                 continue
             self._outcomes_next = item.offset + 1
             if isinstance(item, Envelope) and isinstance(item.record, SampleOutcome):
                 for home in self._homes.values():
-                    home.outcome(item.record.group_id, item.record.trajectory_id, item.offset)
+                    home.on_outcome(item.record.group_id, item.record.trajectory_id, item.offset)
 
-    def _end_asked(self) -> None:
+    def _end_settled_by_hand(self) -> None:
         """End what is to be settled by hand."""
         for home in self._homes.values():
-            for trajectory, reason in home.take_asked():
+            for trajectory, reason in home.take_settle_requests():
                 log.warning("trajectory_settled_by_hand", trajectory=trajectory.trajectory_id, reason=reason)
-                written = failed(trajectory, reason, self._rules, self._clock())
-                self._ready.append(Ready(home, trajectory.trajectory_id, written, None))
+                written = fail_trajectory(trajectory, reason, self._rules, self._clock())
+                self._ready.append(PendingTransition(home, trajectory.trajectory_id, written, None))
 
     def _open_groups(self) -> None:
         """Decide prompts, home by home in turn, while the window has room; read more only while none waits."""
@@ -317,15 +323,15 @@ class EnvironmentWorker:
         while able:
             home = able.pop(0)
             room = self._unsettled() < self._window_groups
-            decision = home.decide(room=room, outcomes_from=self._outcomes_next)
+            decision = home.decide(has_room=room, outcomes_from=self._outcomes_next)
             if decision is None:
                 continue
-            if decision.fate is Fate.OPEN:
-                if reason := refusal_of(decision.opens, self._rules, self._check_environment):
+            if decision.kind is DecisionKind.OPEN:
+                if reason := refusal_reason(decision.opens, self._rules, self._check_environment):
                     decision.awaited = 0
                     home.refuse(decision, reason)
                 else:
-                    self._jobs += resets(home, decision, life=self._life)
+                    self._jobs += reset_jobs(home, decision, generation=self._generation)
             if home.waits:
                 able.append(home)
         full = self._unsettled() >= self._window_groups or any(home.waits for home in self._homes.values())
@@ -337,24 +343,24 @@ class EnvironmentWorker:
                 self._member.reader.resume(places)
             self._paused = full
 
-    def _finish(self, answers: Sequence[tuple[Job, Answer]]) -> None:
+    def _on_answers(self, answers: Sequence[tuple[Job, JobResult]]) -> None:
         """Take in what the environments answered."""
         now = self._clock()
         for job, answer in answers:
-            if job.life != self._life:
+            if job.generation != self._generation:
                 continue
             ticket = job.ticket
-            if isinstance(ticket, Resetting):
-                _was_reset(ticket, answer)
+            if isinstance(ticket, PendingReset):
+                _on_reset(ticket, answer)
             else:
                 assert isinstance(ticket, _Applying)
-                self._stepped(ticket, answer, now)
+                self._on_step(ticket, answer, now)
 
-    def _stepped(self, ticket: _Applying, answer: Answer, now: float) -> None:
+    def _on_step(self, ticket: _Applying, answer: JobResult, now: float) -> None:
         trajectory, result = ticket.trajectory, ticket.result
-        if isinstance(answer, Failed):
+        if isinstance(answer, EnvironmentFailure):
             log.warning("environment_failed", trajectory=trajectory.trajectory_id, failure=answer.failure)
-            written = broken(
+            written = fail_at_result(
                 trajectory,
                 result,
                 answer.failure,
@@ -364,7 +370,7 @@ class EnvironmentWorker:
                 now=now,
             )
         else:
-            assert not isinstance(answer, Begun | Refused)
+            assert not isinstance(answer, ResetResult | ResetRefused)
             metrics.STEP_SECONDS.observe(answer.environment_seconds)
             written = advance(
                 trajectory,
@@ -378,36 +384,36 @@ class EnvironmentWorker:
         metrics.APPLIED.inc()
         if tracing.exporter is not None:
             tracing.exporter.on_applied(result, self._settings.topic(COMPLETED), began=ticket.applied_at)
-        self._ready.append(Ready(ticket.home, trajectory.trajectory_id, written, ticket.offset))
+        self._ready.append(PendingTransition(ticket.home, trajectory.trajectory_id, written, ticket.offset))
 
     def _write(self) -> None:
         """Put what is ready on the log; if that fails, all of it is decided again from the log."""
         ready, self._ready = self._ready, []
         ended = self._outbox.commit(self._homes, ready)
         if ended:
-            self._stage.let_go(ended)
+            self._runners.release(ended)
 
     def _sweep(self) -> None:
-        if self._homes and self._sweeper.due(time.monotonic()):
-            self._sweeper.sweep(self._outbox.needed(self._homes))
+        if self._homes and self._log_cleaner.is_due(time.monotonic()):
+            self._log_cleaner.sweep(self._outbox.needed(self._homes))
 
     def _unsettled(self) -> int:
-        return sum(len(home.unsettled) for home in self._homes.values())
+        return sum(len(home.open_groups) for home in self._homes.values())
 
-    def _show(self) -> None:
+    def _export_gauges(self) -> None:
         metrics.HOMES.set(len(self._homes))
         metrics.TRAJECTORIES.set(sum(len(home.trajectories) for home in self._homes.values()))
         metrics.UNSETTLED.set(self._unsettled())
-        metrics.LIVE.set(self._stage.live)
-        metrics.STUCK.set(self._stage.threads_stuck)
+        metrics.LIVE.set(self._runners.live)
+        metrics.STUCK.set(self._runners.threads_stuck)
 
 
-def _was_reset(ticket: Resetting, answer: Answer) -> None:
+def _on_reset(ticket: PendingReset, answer: JobResult) -> None:
     decision = ticket.decision
     decision.awaited -= 1
-    if isinstance(answer, Begun):
-        decision.begun[ticket.index] = answer
-    elif isinstance(answer, Failed):
-        decision.begun[ticket.index] = answer.failure
-    elif isinstance(answer, Refused) and decision.fate is Fate.OPEN:
+    if isinstance(answer, ResetResult):
+        decision.reset_results[ticket.index] = answer
+    elif isinstance(answer, EnvironmentFailure):
+        decision.reset_results[ticket.index] = answer.failure
+    elif isinstance(answer, ResetRefused) and decision.kind is DecisionKind.OPEN:
         ticket.home.refuse(decision, answer.reason)

@@ -21,7 +21,7 @@ from workers.executor.ipc.engine_client import EngineClient
 from workers.executor.ipc.messages import EngineFailed, MessageSender
 from workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
 from workers.executor.vllm.folder import check_folder
-from workers.model_config import refuse_too_long
+from workers.model_config import check_context_length
 
 
 class EngineProcess:
@@ -33,7 +33,7 @@ class EngineProcess:
         Raises ModelFolderError or ConfigRefused.
         """
         self.shapes, _ = check_folder(config.model_folder)
-        refuse_too_long(config.model_folder, config.max_model_len)
+        check_context_length(config.model_folder, config.max_model_len)
         channel, parent = ChannelFds.create(), os.getpid()
         end = die_with_parent(parent, signal.SIGKILL)
         sys.stdout.flush()

@@ -31,13 +31,13 @@ def run_executor(
     """
     from workers.executor.grants import GrantFollower, IntakeGate
     from workers.executor.loop import Executor
-    from workers.weights.anchor_store import store_of
+    from workers.weights.chunk_stores import open_store
     from workers.weights.receive import WeightReceiver
-    from workers.weights.signing import trust_of
+    from workers.weights.trust import make_trust
 
     name, weights = config.worker, weights or WeightsConfig()
-    trust = trust_of(settings, config.model_id, weights)
-    store = store_of(weights)
+    trust = make_trust(settings, config.model_id, weights)
+    store = open_store(weights)
     receiver = WeightReceiver(
         settings, trust, shapes=shapes, store=store, engine_dtype=config.dtype, client_id=f"{name}-weights"
     )

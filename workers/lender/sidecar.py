@@ -40,7 +40,7 @@ from workers.lender.sidecar_link import Connection, connect
 from workers.lender.vllm import SETTING
 from workers.lender.watchdog import Watchdog
 from workers.lender.watchdog_page import StatusPage
-from workers.model_config import refuse_too_long
+from workers.model_config import check_context_length
 from workers.weights.config import WeightsConfig
 from workers.weights.trust import run_id
 
@@ -74,7 +74,7 @@ def lend(plan: LendingPlan, serving: Path, flags: Sequence[str]) -> NoReturn:
     shapes: Mapping[str, tuple[int, ...]] = {}
     if plan.settings is not None:
         shapes, _ = check_folder(plan.executor.model_folder)
-        refuse_too_long(plan.executor.model_folder, plan.executor.max_model_len)
+        check_context_length(plan.executor.model_folder, plan.executor.max_model_len)
     folder = make_folder()
     file, page = folder / "lend.json", StatusPage.create(folder / "pulse")
     file.write_bytes(msgspec.json.encode(_lend_config(plan, folder)))

@@ -1,4 +1,4 @@
-"""Checkpoints: what a trainer must not forget and the log does not say, on disk before anything of it is on the log.
+"""Checkpoints: what a trainer must not forget, on disk before anything of it is on the log, and the final policy.
 
 Keeps true
 - A checkpoint is whole or it is none: tensors first, then the progress file that names their digest, each written
@@ -9,8 +9,10 @@ Keeps true
 """
 
 import hashlib
+import json
 import os
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,66 @@ import torch
 from torch import Tensor
 
 from schemas.errors import RoseError, UsageError
+from workers.weights.folder_names import FolderTensors
+from workers.weights.model_folder import INDEX
+
+WEIGHT_PATTERNS = (
+    *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf"),
+    *("*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data"),
+)
+"""Files of the model that the run began with which are not taken over."""
+
+HIDDEN_PATTERN = ".*"
+
+
+def export_policy(tensors: FolderTensors, target: Path) -> None:
+    """Write the weights, and beside them all other files of the policy's folder; replaces `target`. Raises OSError."""
+    partial = target.with_name(f"{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    _copy_other_files(tensors.folder.resolve(), partial.resolve())
+    _write(tensors, partial)
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)
+
+
+def _write(tensors: FolderTensors, target: Path) -> None:
+    from safetensors.torch import save_file
+
+    total = 0
+    for file in sorted(set(tensors.files.values())):
+        apart = _without_shared_memory(tensors.all_of(file))
+        total += sum(tensor.nbytes for tensor in apart.values())
+        save_file(apart, target / file, metadata={"format": "pt"})
+    if (tensors.folder / INDEX).is_file():
+        index = {"metadata": {"total_size": total}, "weight_map": dict(tensors.files)}
+        (target / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _without_shared_memory(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors of which no two share memory, as safetensors wants them."""
+    apart: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in named:
+        memory = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if memory in taken else tensor.contiguous()
+        taken.add(memory)
+    return apart
+
+
+def _copy_other_files(folder: Path, target: Path) -> None:
+    """With the modes of files that are new: a model may be kept where nobody may write."""
+    target.mkdir()
+    left_out = shutil.ignore_patterns(*WEIGHT_PATTERNS, HIDDEN_PATTERN)
+    names = [path.name for path in folder.iterdir()]
+    for name in set(names) - left_out(str(folder), names):
+        if target.is_relative_to(folder / name):  # the run's own folder lies in that of its model
+            continue
+        if (folder / name).is_dir():
+            if not (folder / name).is_symlink():
+                _copy_other_files(folder / name, target / name)
+        elif (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
+
 
 KEPT = 2
 """Checkpoints that are kept: should the newest not be readable, the one before is."""
@@ -93,20 +155,20 @@ class Checkpoints:
                 "nothing is lost"
             ) from error
 
-    def _save(self, progress: Progress, held: Mapping[str, Tensor]) -> None:
+    def _save(self, progress: Progress, contents: Mapping[str, Tensor]) -> None:
         from safetensors.torch import save_file
 
         self.folder.mkdir(parents=True, exist_ok=True)
         tensors = self._tensors_file(progress.version)
         partial = tensors.with_suffix(".partial")
-        save_file(dict(held), partial)
+        save_file(dict(contents), partial)
         digest = _file_digest(partial)
-        _settle(partial, tensors)
+        _rename_durably(partial, tensors)
         body = msgspec.msgpack.encode(_File(progress=progress, tensors_digest=digest))
         name = self._progress_file(progress.version)
         partial = name.with_suffix(".partial")
         partial.write_bytes(_digest(body) + body)
-        _settle(partial, name)
+        _rename_durably(partial, name)
         for version in self._versions()[KEPT:]:
             self._progress_file(version).unlink(missing_ok=True)
             self._tensors_file(version).unlink(missing_ok=True)
@@ -117,7 +179,7 @@ class Checkpoints:
             file = self._progress_file(version)
             try:
                 yield self._read(version)
-            except (OSError, msgspec.DecodeError, _Broken) as error:
+            except (OSError, msgspec.DecodeError, _CorruptCheckpoint) as error:
                 log.warning("checkpoint broken, trying the one before", file=str(file), reason=str(error))
 
     def restore(self, progress: Progress, model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -147,7 +209,7 @@ class Checkpoints:
         data = self._progress_file(version).read_bytes()
         digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
         if _digest(body) != digest:
-            raise _Broken("its digest is not that of its content")
+            raise _CorruptCheckpoint("its digest is not that of its content")
         file = self._decoder.decode(body)
         found = file.progress.identity
         if self._identity is not None and found != self._identity:
@@ -157,7 +219,7 @@ class Checkpoints:
                 f"{self._identity.model_id}: name another run or checkpoint folder"
             )
         if _file_digest(self._tensors_file(version)) != file.tensors_digest:
-            raise _Broken("the digest of its tensors is another")
+            raise _CorruptCheckpoint("the digest of its tensors is another")
         return file.progress
 
     def _versions(self) -> list[int]:
@@ -172,7 +234,7 @@ class Checkpoints:
         return self.folder / f"step-{version:08d}.safetensors"
 
 
-class _Broken(Exception):
+class _CorruptCheckpoint(Exception):
     """A checkpoint that was cut short or has rotted."""
 
 
@@ -192,7 +254,7 @@ def _file_digest(file: Path) -> bytes:
         return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).digest()
 
 
-def _settle(partial: Path, name: Path) -> None:
+def _rename_durably(partial: Path, name: Path) -> None:
     """Make a file that was written beside its place appear there whole, and stay there."""
     with partial.open("rb") as written:
         os.fsync(written.fileno())

@@ -29,7 +29,7 @@ REMEMBERED_GROUPS = 65_536
 is forgotten while samples are unread that were there at the start."""
 
 
-class Taken(Enum):
+class SampleStatus(Enum):
     """What `offer` did with a sample."""
 
     HELD = "held"
@@ -112,33 +112,33 @@ class GroupAssembly:
         """The trajectories of a group that are held."""
         return [held.sample.trajectory_id for held in self._members.get(group_id, {}).values()]
 
-    def passed(self, partition: int, offset: int) -> None:
+    def on_read(self, partition: int, offset: int) -> None:
         """The record at this place has been read, whatever it was, or there is none up to it."""
         self._next[partition] = max(self._next[partition], offset + 1)
 
-    def is_old(self, partition: int, offset: int) -> bool:
+    def is_from_before(self, partition: int, offset: int) -> bool:
         """Whether what lies there was there at the start, and may be settled already."""
         return offset < self._ends[partition]
 
-    def offer(self, sample: Sample, *, partition: int, offset: int, outcomes_end: int) -> Taken:
+    def on_sample(self, sample: Sample, *, partition: int, offset: int, outcomes_end: int) -> SampleStatus:
         """Take a sample in. `outcomes_end`: an end of the outcomes that was seen by now."""
-        self.passed(partition, offset)
-        where = _Where(partition, offset, self._known_from if self.is_old(partition, offset) else outcomes_end)
+        self.on_read(partition, offset)
+        where = _Where(partition, offset, self._known_from if self.is_from_before(partition, offset) else outcomes_end)
         if sample.group_id in self._leaving:
             self._leaving[sample.group_id].append(where)
         if sample.group_id in self._settled or sample.trajectory_id in self._trajectories:
-            return Taken.DUPLICATE
+            return SampleStatus.DUPLICATE
         members = self._members.get(sample.group_id)
         size = next(iter(members.values())).sample.group_size if members else sample.group_size
         index = _index(sample)
         if index is None or index >= size:
-            return Taken.STRANGER
+            return SampleStatus.STRANGER
         members = self._members.setdefault(sample.group_id, {})
         members[index] = _Held(sample, where)
         self._trajectories.add(sample.trajectory_id)
         if len(members) == size:
             self._complete[sample.group_id] = None
-        return Taken.HELD
+        return SampleStatus.HELD
 
     def take(self, count: int) -> tuple[CompleteGroup, ...]:
         """The next `count` complete groups, or as many as there are. They are held until they are settled."""
@@ -167,14 +167,14 @@ class GroupAssembly:
         while len(self._settled) > REMEMBERED_GROUPS and not old_left:
             del self._settled[next(iter(self._settled))]
         asks_again = not fresh or len(fresh) < len(set(group_ids))  # as may the next start, which must know the answer
-        return self._place(fresh, self._known_from if old_left or asks_again else outcomes_end)
+        return self._resume_point(fresh, self._known_from if old_left or asks_again else outcomes_end)
 
-    def committed(self, group_ids: Iterable[str]) -> None:
+    def on_committed(self, group_ids: Iterable[str]) -> None:
         """The outcomes of these groups are on the log, with their place."""
         for name in group_ids:
             self._leaving.pop(name, None)
 
-    def _place(self, settling: Collection[str], outcomes_from: int) -> ResumePoint:
+    def _resume_point(self, settling: Collection[str], outcomes_from: int) -> ResumePoint:
         """Before everything that has no outcome on the log, but for what these groups hold."""
         offsets = dict(self._next)
         held = (one.where for members in self._members.values() for one in members.values())

@@ -37,29 +37,36 @@ from schemas.wire import decode, encode
 from topics.errors import BusError
 from topics.health import HEALTH
 from topics.settings import TRANSACTION_MILLISECONDS, BusSettings
-from workers.model_config import most_tokens
+from workers.model_config import max_context_tokens
 from workers.trainer import metrics
-from workers.trainer.checkpoint import CheckpointRefused, Checkpoints, Identity, Progress
+from workers.trainer.checkpoint import CheckpointRefused, Checkpoints, Identity, Progress, export_policy
 from workers.trainer.config import TrainerConfig
-from workers.trainer.export import export_policy
 from workers.trainer.groups import CompleteGroup
 from workers.trainer.loss import LossBounds
 from workers.trainer.policy import load_policy
+from workers.trainer.selection import (
+    SelectedGroup,
+    SelectionRules,
+    mark_failed,
+    mark_skipped,
+    outcomes_of,
+    select_samples,
+    still_relevant,
+)
 from workers.trainer.step import (
     StepMetrics,
     StepSettings,
     TrainingSample,
+    dry_run_group,
+    dry_run_policy,
     make_optimizer,
     train_step,
-    try_group,
-    try_policy,
 )
-from workers.trainer.step_log import StepLine, StepLog, decoded, encoded
+from workers.trainer.step_log import StepLine, StepLog, decode_line, encode_line
 from workers.trainer.stream import SampleStream, Settlement
-from workers.trainer.verdicts import JudgedGroup, Rules, failed, judge, outcomes_of, recent, skipped
 from workers.weights.config import WeightsConfig
 from workers.weights.folder_names import FolderTensors
-from workers.weights.publish import publisher_of
+from workers.weights.publish import make_publisher
 from workers.weights.snapshot import NotFinite, Snapshot
 
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
@@ -68,13 +75,13 @@ OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 NO_MEMORY_ON_CPU = "DefaultCPUAllocator"
 """What torch's RuntimeError names when the machine's own memory is not enough."""
 
-STEPS_IN_VAIN = 2
+MAX_FRUITLESS_STEPS = 2
 """On end, of which no minibatch had a finite gradient: one may be its groups' fault, so many are the policy's."""
 
 log = structlog.get_logger("trainer")
 
 
-class StepsInVain(RoseError):
+class NoProgress(RoseError):
     """The policy computes what no gradient can be made of."""
 
 
@@ -108,10 +115,10 @@ class Trainer:
         self._tensors.check_values()
         self._optimizer = make_optimizer(self._model, learning_rate=config.learning_rate)
         self._step_settings = step_settings(config)
-        self._rules = Rules(
+        self._rules = SelectionRules(
             max_staleness=config.max_staleness,
             vocabulary=self._model.get_input_embeddings().num_embeddings,
-            context_tokens=most_tokens(self._model.config.to_dict()) or MAX_CONTEXT_TOKENS,
+            context_tokens=max_context_tokens(self._model.config.to_dict()) or MAX_CONTEXT_TOKENS,
             leave_out_truncated=config.truncated == "leave_out",
         )
         self._identity = Identity(
@@ -120,12 +127,12 @@ class Trainer:
         self._checkpoints = Checkpoints(config.checkpoints, self._identity)
         self._step_log = StepLog(config.run_folder)
         self._stream = SampleStream(settings, config.model_id, total_groups=config.total_groups, stop=stop)
-        self._publisher = publisher_of(settings, config.model_id, weights, meanwhile=self._stream.unless_stopped)
+        self._publisher = make_publisher(settings, config.model_id, weights, on_wait=self._stream.check_stopped)
         self._version = 0
         self._abandoned: tuple[tuple[int, int], ...] = ()
         self._progress: Progress | None = None
         """Of the present version, as it is on disk."""
-        self._in_vain = 0
+        self._fruitless = 0
         """Steps on end of which no minibatch had a finite gradient."""
         self._waiting_since = perf_counter()
 
@@ -140,7 +147,7 @@ class Trainer:
             while groups := self._stream.take(self._config.groups_per_step):
                 self._step(groups)
             HEALTH.report("ends: the last version goes to the log", lasts_seconds=self._config.hung_seconds)
-            self._publisher.settle(HEALTH.report_progress)
+            self._publisher.wait_until_published(HEALTH.report_progress)
             self._publisher.close()
         except BusError as error:
             if error.is_fenced:
@@ -158,14 +165,14 @@ class Trainer:
         newest = self._publisher.newest
         progress = next((one for one in self._checkpoints.newest_first() if _may_be_of(one, newest)), None)
         if progress is None:
-            self._begin()
+            self._start_fresh()
         elif newest is None and progress.version and self._stream.fresh:
-            self._carry_over(self._checkpoints, progress)
+            self._import_checkpoint(self._checkpoints, progress)
         else:
-            self._go_on_from(progress, newest)
+            self._resume_from(progress, newest)
         metrics.POLICY_VERSION.set(self._version)
 
-    def _begin(self) -> None:
+    def _start_fresh(self) -> None:
         """Without a checkpoint of this run: with another's, where one is named, or with the model folder."""
         taken = self._publisher.next_version - 1
         if taken >= 0:
@@ -178,13 +185,13 @@ class Trainer:
             progress = next(others.newest_first(), None)
             if progress is None:
                 raise CheckpointRefused(f"trainer.begin_from names {others.folder}, where no whole checkpoint is")
-            self._carry_over(others, progress)
+            self._import_checkpoint(others, progress)
             return
         torch.manual_seed(self._config.seed)
         self._version = 0
         self._save_and_publish(self._stream.settlement(()), line=None)
 
-    def _carry_over(self, checkpoints: Checkpoints, progress: Progress) -> None:
+    def _import_checkpoint(self, checkpoints: Checkpoints, progress: Progress) -> None:
         """Begin a log that knows nothing of this checkpoint: of what its step settled, this one never heard."""
         checkpoints.restore(progress, self._model, self._optimizer)
         self._version = self._publisher.begin_epoch(epoch=progress.epoch, version=progress.version)
@@ -196,7 +203,7 @@ class Trainer:
         )
         self._save_and_publish(self._stream.settlement(()), line=None)
 
-    def _go_on_from(self, progress: Progress, newest: WeightManifest | None) -> None:
+    def _resume_from(self, progress: Progress, newest: WeightManifest | None) -> None:
         self._checkpoints.restore(progress, self._model, self._optimizer)
         self._progress, self._version, self._abandoned = progress, progress.version, progress.abandoned
         snapshot = self._snapshot()
@@ -221,21 +228,23 @@ class Trainer:
             log.warning(f"{why}: a new epoch begins", policy_of=progress.version, now=self._version)
             self._save_and_publish(settlement, line=None)
         if progress.step_line:
-            line = decoded(progress.step_line)
+            line = decode_line(progress.step_line)
             self._step_log.append(line)
-            self._in_vain = int(line.skipped_minibatches > 0 and not line.tokens)
+            self._fruitless = int(line.skipped_minibatches > 0 and not line.tokens)
 
     def _step(self, groups: Sequence[CompleteGroup]) -> None:
         HEALTH.report("learns", lasts_seconds=self._config.hung_seconds)
         waited = perf_counter() - self._waiting_since
         began = perf_counter()
-        judged = [judge(group, self._version, rules=self._rules, abandoned=self._abandoned) for group in groups]
+        judged = [
+            select_samples(group, self._version, rules=self._rules, abandoned=self._abandoned) for group in groups
+        ]
         judged, done = self._learn(judged)
-        judged = self._without_skipped(judged, done)
+        judged = self._reject_skipped(judged, done)
         trained, now = perf_counter(), time.time()
-        self._publisher.settle(HEALTH.report_progress)  # no checkpoint is two versions ahead of the log
+        self._publisher.wait_until_published(HEALTH.report_progress)  # no checkpoint is two versions ahead of the log
         before, self._version = self._version, self._publisher.next_version
-        self._refuse_numberless(judged)
+        self._check_policy_finite(judged)
         line = StepLine.of(judged, done, before=before, version=self._version, abandoned=self._abandoned)
         line.waiting_seconds, line.training_seconds, line.ended_at = waited, trained - began, now
         outcomes = outcomes_of(judged, step=self._version, policy_version=before, now=now)
@@ -245,7 +254,7 @@ class Trainer:
         log.info("step", step=line.step, reward=line.reward_mean, success=line.success_rate, groups=line.groups)
         self._waiting_since = perf_counter()
 
-    def _learn(self, groups: list[JudgedGroup]) -> tuple[list[JudgedGroup], StepMetrics]:
+    def _learn(self, groups: list[SelectedGroup]) -> tuple[list[SelectedGroup], StepMetrics]:
         """Train on these groups; those on which that raises are judged anew, as failed, and left out."""
         try:
             return groups, self._train_on(groups)
@@ -254,50 +263,50 @@ class Trainer:
                 raise
             log.error("a step raised: looking for the group", version=self._version, error=traceback.format_exc())
             self._restore()
-            judged = [self._tried(group) for group in groups]
+            judged = [self._try_group(group) for group in groups]
             left = [group for group in judged if group.trained]
             if not left and sum(bool(group.trained) for group in groups) > 1:
                 raise  # all of several: that is no group's fault
         self._restore()
         return judged, self._train_on(judged)
 
-    def _train_on(self, groups: Sequence[JudgedGroup]) -> StepMetrics:
+    def _train_on(self, groups: Sequence[SelectedGroup]) -> StepMetrics:
         return train_step(self._model, self._optimizer, _trained(groups), settings=self._step_settings)
 
-    def _refuse_numberless(self, groups: Sequence[JudgedGroup]) -> None:
+    def _check_policy_finite(self, groups: Sequence[SelectedGroup]) -> None:
         """The present version that the step made, if it computes none. Raises PolicyRefused."""
-        if not try_policy(self._model, _trained(groups), settings=self._step_settings):
+        if not dry_run_policy(self._model, _trained(groups), settings=self._step_settings):
             raise PolicyRefused(
                 f"version {self._version} is neither kept nor published: its logprobs of the samples that it learned "
                 "from are no numbers; start again with a lower trainer.learning_rate"
             )
 
-    def _without_skipped(self, groups: list[JudgedGroup], done: StepMetrics) -> list[JudgedGroup]:
-        """Those of minibatches that were not applied are judged anew, as failed. Raises StepsInVain."""
+    def _reject_skipped(self, groups: list[SelectedGroup], done: StepMetrics) -> list[SelectedGroup]:
+        """Those of minibatches that were not applied are judged anew, as failed. Raises NoProgress."""
         if not done.skipped_minibatches:
-            self._in_vain = 0 if done.tokens else self._in_vain
+            self._fruitless = 0 if done.tokens else self._fruitless
             return groups
         trained = [group for group in groups if group.trained]
         left_out = {trained[place].group_id for place in done.skipped_groups}
-        self._in_vain = 0 if done.tokens else self._in_vain + 1
-        if self._in_vain >= STEPS_IN_VAIN:
-            raise StepsInVain(
-                f"in {self._in_vain} steps on end no gradient was finite: what the policy of version {self._version} "
+        self._fruitless = 0 if done.tokens else self._fruitless + 1
+        if self._fruitless >= MAX_FRUITLESS_STEPS:
+            raise NoProgress(
+                f"in {self._fruitless} steps on end no gradient was finite: what the policy of version {self._version} "
                 "computes overflows, and the groups of the last of these steps are not settled; begin again with "
                 "another model folder or a lower trainer.learning_rate"
             )
         log.error("gradients are not finite, groups left out", version=self._version, groups=sorted(left_out))
-        return [skipped(group) if group.group_id in left_out else group for group in groups]
+        return [mark_skipped(group) if group.group_id in left_out else group for group in groups]
 
-    def _tried(self, group: JudgedGroup) -> JudgedGroup:
+    def _try_group(self, group: SelectedGroup) -> SelectedGroup:
         try:
             samples = [TrainingSample.of(sample) for sample in group.trained]
-            try_group(self._model, samples, settings=self._step_settings)
+            dry_run_group(self._model, samples, settings=self._step_settings)
         except Exception as error:  # as above
             if _out_of_memory(error):
                 raise
             log.error("group left out", group=group.group_id, error=repr(error))
-            return failed(group, error)
+            return mark_failed(group, error)
         return group
 
     def _restore(self) -> None:
@@ -314,7 +323,7 @@ class Trainer:
         saving = perf_counter()
         if line is not None:
             line.publishing_seconds = saving - trained
-        self._abandoned = recent(self._abandoned, self._version, max_staleness=self._rules.max_staleness)
+        self._abandoned = still_relevant(self._abandoned, self._version, max_staleness=self._rules.max_staleness)
         self._progress = Progress(
             identity=self._identity,
             version=self._version,
@@ -322,7 +331,7 @@ class Trainer:
             weights_digest=snapshot.digest(),
             abandoned=self._abandoned,
             outcomes=tuple(encode(outcome) for outcome in settlement.outcomes),
-            step_line=b"" if line is None else encoded(line),
+            step_line=b"" if line is None else encode_line(line),
         )
         self._checkpoints.save(self._progress, self._model, self._optimizer)
         if line is not None:
@@ -347,7 +356,7 @@ class Trainer:
                 metrics.PUBLISHING_SECONDS.observe(perf_counter() - began)
                 metrics.POLICY_VERSION.set(done.result().version)
 
-        publishing = self._publisher.start(snapshot, self._version, settlement.commit)
+        publishing = self._publisher.publish_snapshot(snapshot, self._version, settlement.commit)
         publishing.add_done_callback(published)
 
 
@@ -363,7 +372,7 @@ def step_settings(config: TrainerConfig) -> StepSettings:
     )
 
 
-def _trained(groups: Sequence[JudgedGroup]) -> list[list[TrainingSample]]:
+def _trained(groups: Sequence[SelectedGroup]) -> list[list[TrainingSample]]:
     return [[TrainingSample.of(sample) for sample in group.trained] for group in groups if group.trained]
 
 

@@ -22,10 +22,10 @@ def run_trainer(
     from transformers.utils.logging import disable_progress_bar
 
     from workers.trainer.loop import Trainer
-    from workers.trainer.stream import Stopped
+    from workers.trainer.stream import StreamStopped
 
     disable_progress_bar()
     torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    with suppress(Stopped):
+    with suppress(StreamStopped):
         Trainer(settings, config, weights or WeightsConfig(), stop).run()

@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from schemas.samples import Outcome
-from workers.trainer.groups import Taken
+from workers.trainer.groups import SampleStatus
 from workers.trainer.step_log import StepLine
 
 SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
@@ -76,7 +76,7 @@ PUBLISHING_SECONDS = Histogram(
     registry=TRAINER,
 )
 
-for _taken in (*Taken, OTHER_MODEL, DEAD_LETTER):
+for _taken in (*SampleStatus, OTHER_MODEL, DEAD_LETTER):
     SAMPLES.labels(_taken if isinstance(_taken, str) else _taken.value)
 for _outcome in Outcome:
     OUTCOMES.labels(_outcome.value)

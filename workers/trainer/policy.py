@@ -21,7 +21,7 @@ from torch import Tensor
 
 from schemas.errors import UsageError
 from workers.engine_layers import replace_unlike_layers
-from workers.model_config import CONFIG, SHORT_AND_LONG, ConfigRefused, compute_as_engines, refuse_unlike
+from workers.model_config import CONFIG, SHORT_AND_LONG, ConfigRefused, check_agreement, match_engine_numerics
 from workers.weights.model_folder import INDEX, FolderError, folder_tensors, held_tensors, read_config, weight_files
 
 REASON_CHARACTERS = 300
@@ -42,10 +42,10 @@ def load_policy(folder: Path) -> Any:
     if not (folder / CONFIG).is_file():
         raise ModelFolderError(f"{folder} is not a model folder: it has no config.json")
     try:
-        refuse_unlike(folder, read_config(folder))
+        check_agreement(folder, read_config(folder))
         weight_files(folder)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        compute_as_engines(config)
+        match_engine_numerics(config)
         if (folder / INDEX).is_file():  # where there is a model.safetensors as well, transformers would take that
             config.transformers_weights = INDEX
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -62,7 +62,7 @@ def load_policy(folder: Path) -> Any:
     except FolderError as error:
         raise ModelFolderError(f"{folder} does not load as a causal language model: {error}") from None
     except Exception as error:  # transformers, safetensors and json raise a dozen unrelated types for broken files
-        raise ModelFolderError(f"{folder} does not load as a causal language model: {_told(error)}") from error
+        raise ModelFolderError(f"{folder} does not load as a causal language model: {_one_line(error)}") from error
     if report["missing_keys"] or report["mismatched_keys"]:
         names = ", ".join(sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])[:3])
         raise ModelFolderError(f"{folder}: the weights do not fit config.json, beginning with {names}")
@@ -72,7 +72,7 @@ def load_policy(folder: Path) -> Any:
     _keep_short_angles(model)
     replace_unlike_layers(model)
     model.eval()
-    _try(model, folder)
+    _probe_policy(model, folder)
     return model
 
 
@@ -95,18 +95,18 @@ def _refuse_untied(model: Any, folder: Path) -> None:
             )
 
 
-def _try(model: Any, folder: Path) -> None:
+def _probe_policy(model: Any, folder: Path) -> None:
     """What a model cannot compute it raises only when it computes. Raises ModelFolderError."""
     tokens = torch.arange(min(PROBED, model.get_input_embeddings().num_embeddings))[None]
     try:
-        numberless = overflows(model, tokens)
+        numberless = produces_nonfinite(model, tokens)
     except Exception as error:  # as above
-        raise ModelFolderError(f"{folder} loads, and transformers cannot compute it: {_told(error)}") from error
+        raise ModelFolderError(f"{folder} loads, and transformers cannot compute it: {_one_line(error)}") from error
     if numberless:
         raise ModelFolderError(f"{folder}: the policy computes logprobs that are no numbers, of whatever it is given")
 
 
-def _told(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:REASON_CHARACTERS]
 
 
@@ -146,7 +146,7 @@ def token_logprobs(model: Any, tokens: Tensor, temperatures: Tensor | None = Non
     return torch.nn.functional.pad(picked, (1, 0))
 
 
-def overflows(model: Any, tokens: Tensor, temperatures: Tensor | None = None) -> bool:
+def produces_nonfinite(model: Any, tokens: Tensor, temperatures: Tensor | None = None) -> bool:
     """Whether logprobs of these tokens are no numbers though the weights are. A weight that is none is told by name
     when it is to be published.
     """
@@ -167,7 +167,7 @@ def microbatches(lengths: Sequence[int], *, tokens: int) -> Iterator[list[int]]:
         yield batch
 
 
-def padded(rows: Sequence[Sequence[float]], *, dtype: torch.dtype, filling: float = 0) -> Tensor:
+def pad_rows(rows: Sequence[Sequence[float]], *, dtype: torch.dtype, filling: float = 0) -> Tensor:
     """Rows of unequal length as one tensor, `filling` on the right."""
     width = max(len(row) for row in rows)
     return torch.tensor([[*row, *[filling] * (width - len(row))] for row in rows], dtype=dtype)

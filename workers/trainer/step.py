@@ -21,7 +21,7 @@ from schemas.arrays import unpack_logprobs, unpack_tokens
 from schemas.samples import Sample
 from topics.health import HEALTH
 from workers.trainer.loss import LossBounds, beyond_clip, group_advantages, grpo_loss
-from workers.trainer.policy import microbatches, overflows, padded, token_logprobs
+from workers.trainer.policy import microbatches, pad_rows, produces_nonfinite, token_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class TrainingSample:
 
     @classmethod
     def of(cls, sample: Sample) -> Self:
-        """A sample of the bus that `verdicts.judge` found fit to learn from."""
+        """A sample of the bus that `selection.select_samples` found fit to learn from."""
         assert sample.reward is not None
         tokens = unpack_tokens(sample.tokens)
         temperatures = [1.0] * len(tokens)
@@ -165,25 +165,25 @@ def train_step(
     return metrics
 
 
-def try_group(model: Any, group: Sequence[TrainingSample], *, settings: StepSettings) -> None:
+def dry_run_group(model: Any, group: Sequence[TrainingSample], *, settings: StepSettings) -> None:
     """Compute a group's gradient and throw it away: raises what a step on it would raise, and changes no weight."""
     _gradients(model, [_Row(sample, 1.0) for sample in group if any(sample.loss_mask)], settings)
     model.zero_grad(set_to_none=True)
 
 
-def try_policy(model: Any, groups: Sequence[Sequence[TrainingSample]], *, settings: StepSettings) -> bool:
+def dry_run_policy(model: Any, groups: Sequence[Sequence[TrainingSample]], *, settings: StepSettings) -> bool:
     """Whether a policy of finite weights computes numbers, tried on the longest samples of these groups: as many as one
     pass takes, since what overflows does so everywhere.
     """
     samples = [sample for group in groups for sample in group if any(sample.loss_mask)]
     longest = next(microbatches([len(sample.tokens) for sample in samples], tokens=settings.microbatch_tokens), [])
-    return not (longest and overflows(model, *_inputs([samples[index] for index in longest])))
+    return not (longest and produces_nonfinite(model, *_inputs([samples[index] for index in longest])))
 
 
 def _inputs(samples: Sequence[TrainingSample]) -> tuple[Tensor, Tensor]:
     """Tokens and temperatures of one pass."""
-    tokens = padded([sample.tokens for sample in samples], dtype=torch.long)
-    return tokens, padded([sample.temperatures for sample in samples], dtype=torch.float32, filling=1.0)
+    tokens = pad_rows([sample.tokens for sample in samples], dtype=torch.long)
+    return tokens, pad_rows([sample.temperatures for sample in samples], dtype=torch.float32, filling=1.0)
 
 
 def _gradients(model: Any, rows: Sequence[_Row], settings: StepSettings) -> _Sums:
@@ -191,8 +191,8 @@ def _gradients(model: Any, rows: Sequence[_Row], settings: StepSettings) -> _Sum
     sums = _Sums(tokens=sum(sum(row.sample.loss_mask) for row in rows))
     for indices in microbatches([len(row.sample.tokens) for row in rows], tokens=settings.microbatch_tokens):
         part = [rows[index] for index in indices]
-        mask = padded([row.sample.loss_mask for row in part], dtype=torch.float32)
-        behaviour = padded([row.sample.behaviour_logprobs for row in part], dtype=torch.float32)
+        mask = pad_rows([row.sample.loss_mask for row in part], dtype=torch.float32)
+        behaviour = pad_rows([row.sample.behaviour_logprobs for row in part], dtype=torch.float32)
         advantages = torch.tensor([[row.advantage] for row in part])
         logprobs = token_logprobs(model, *_inputs([row.sample for row in part]))
         summed = grpo_loss(

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from schemas.samples import Outcome
-from workers.trainer.verdicts import JudgedGroup, staleness
+from workers.trainer.selection import SelectedGroup, staleness
 
 if TYPE_CHECKING:  # computes with torch, which the report of a run can do without
     from workers.trainer.step import StepMetrics
 
-NAME = "metrics.jsonl"
+STEP_LOG = "metrics.jsonl"
 
 
 class StepLine(msgspec.Struct, kw_only=True):
@@ -67,15 +67,15 @@ class StepLine(msgspec.Struct, kw_only=True):
     @classmethod
     def of(
         cls,
-        groups: Sequence[JudgedGroup],
+        groups: Sequence[SelectedGroup],
         done: "StepMetrics",
         *,
         before: int,
         version: int,
         abandoned: Sequence[tuple[int, int]] = (),
     ) -> Self:
-        """What a step from version `before` made of these groups; `abandoned` is `judge`'s. Times are the caller's."""
-        settled = [pair for group in groups for pair in zip(group.samples, group.verdicts, strict=True)]
+        """What a step from version `before` made of these groups; `abandoned` as `select_samples` takes it."""
+        settled = [pair for group in groups for pair in zip(group.samples, group.decisions, strict=True)]
         rewarded = [sample for sample, verdict in settled if verdict.outcome is not Outcome.INFRA_FAILED]
         ages = [staleness(sample, before, abandoned) for group in groups for sample in group.trained]
         line = cls(
@@ -108,7 +108,7 @@ class StepLog:
     def __init__(self, run_folder: Path) -> None:
         """Drops a last line that was cut short. Raises OSError, or DecodeError if it is somebody else's file."""
         run_folder.mkdir(parents=True, exist_ok=True)
-        self._file = run_folder / NAME
+        self._file = run_folder / STEP_LOG
         content = self._file.read_bytes() if self._file.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
         if whole != content:
@@ -125,18 +125,18 @@ class StepLog:
             self.last_step = line.step
 
 
-def decoded(data: bytes) -> StepLine:
+def decode_line(data: bytes) -> StepLine:
     """A step's line from its bytes. Raises msgspec.DecodeError."""
     return msgspec.json.decode(data, type=StepLine)
 
 
-def encoded(line: StepLine) -> bytes:
+def encode_line(line: StepLine) -> bytes:
     """A step's line as one line of JSON, without its end."""
     return msgspec.json.encode(line)
 
 
 def read_step_log(run_folder: Path) -> list[dict[str, Any]]:
     """The lines of a run so far, for a report; empty before the first."""
-    file = run_folder / NAME
+    file = run_folder / STEP_LOG
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-    return [msgspec.to_builtins(decoded(line)) for line in lines if line.endswith(b"\n")]
+    return [msgspec.to_builtins(decode_line(line)) for line in lines if line.endswith(b"\n")]

@@ -8,7 +8,7 @@ Keeps true
   one: it needs no checkpoint, and reads back what is live, not what was. Whatever was committed last: each sample
   before that place has an outcome, and the outcomes of what lies at or after it, and of what the last settlement named,
   lie at or after the place in the outcomes (`groups.py`).
-- One stream a model: a newer one fences the older, which then cannot settle anything (`standing.py`).
+- One stream a model: a newer one fences the older, which then cannot settle anything (`fencing.py`).
 - What is no sample, or one that nobody asked for, is a dead letter once.
 - No sample is deleted before every trainer that the broker remembers has settled it, of whatever model.
 
@@ -17,7 +17,7 @@ Example (any trainer)
     with SampleStream(settings, "policy") as stream, WeightPublisher(settings, "policy") as publisher:
         version = stream.publish(publisher, tensors)
         while groups := stream.take(16):
-            judged = [judge(group, version, rules=rules) for group in groups]
+            judged = [select_samples(group, version, rules=rules) for group in groups]
             learn([group.trained for group in judged])
             outcomes = outcomes_of(judged, step=version + 1, policy_version=version, now=time.time())
             version = stream.publish(publisher, tensors, outcomes)
@@ -48,8 +48,8 @@ from topics.retention import delete_before, lowest_committed
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.trainer import metrics
-from workers.trainer.groups import CompleteGroup, GroupAssembly, ResumePoint, Taken
-from workers.trainer.standing import OUTCOMES_PLACE, Standing
+from workers.trainer.fencing import OUTCOMES_PLACE, FencedCommitter
+from workers.trainer.groups import CompleteGroup, GroupAssembly, ResumePoint, SampleStatus
 
 if TYPE_CHECKING:  # both compute with torch, which who only reads samples can do without
     from torch import Tensor
@@ -73,7 +73,7 @@ class WrongLog(UsageError):
     """The log is not the one that this trainer has read."""
 
 
-class Stopped(RoseError):
+class StreamStopped(RoseError):
     """Asked to stop before it was known where the trainer stands."""
 
     def __init__(self) -> None:
@@ -123,22 +123,22 @@ class SampleStream:
         self._publishing = False
         self._committed_groups: deque[str] = deque()
         """As whichever thread committed them says: the assembly belongs to the stream's."""
-        self._standing = Standing(settings, model_id, client_id, self._stop)
+        self._committer = FencedCommitter(settings, model_id, client_id, self._stop)
         self._reader = Reader(
-            settings, client_id, group=f"{TRAINER_PREFIX}{model_id}", report_ends=True, on_wait=self.unless_stopped
+            settings, client_id, group=f"{TRAINER_PREFIX}{model_id}", report_ends=True, on_wait=self.check_stopped
         )
         self.fresh = False
         """No trainer of the model has ever settled anything on this log, as far as the broker remembers."""
-        self._buried: set[tuple[int, int]] | None = None
-        self._handed: set[str] = set()
-        self._ended: set[str] = set()
+        self._dead_lettered: set[tuple[int, int]] | None = None
+        self._handed_out: set[str] = set()
+        self._ended_groups: set[str] = set()
         """Groups that count towards the total, where there is one: settled, or refused."""
         try:
-            self._stand_where_the_log_says()
+            self._recover_position()
         except BaseException as error:
             self.close()
             if isinstance(error, BusError) and self._stop.is_set():
-                raise Stopped from error
+                raise StreamStopped from error
             raise
 
     def __enter__(self) -> Self:
@@ -155,13 +155,13 @@ class SampleStream:
     @property
     def ended(self) -> bool:
         """Whether the run's groups are settled or refused, all of them."""
-        return bool(self._total) and len(self._ended) >= self._total
+        return bool(self._total) and len(self._ended_groups) >= self._total
 
-    def unless_stopped(self) -> None:
+    def check_stopped(self) -> None:
         """For who reads the log back: the loop turns over, unless it is to stop. Raises Stopped."""
         HEALTH.report_progress()
         if self._stop.is_set():
-            raise Stopped
+            raise StreamStopped
 
     def take(self, count: int) -> tuple[CompleteGroup, ...]:
         """The next `count` groups, in the order in which they became complete; waits for them.
@@ -169,18 +169,18 @@ class SampleStream:
         Fewer where the run has fewer left; none when it has ended, or `stop` is set. Raises BusError.
         """
         while not self._stop.is_set():
-            wanted = min(count, self._left()) if self._total else count
-            if wanted <= 0:
+            target = min(count, self._left()) if self._total else count
+            if target <= 0:
                 break
-            if self._assembly.complete_groups >= wanted:
-                groups = self._assembly.take(wanted)
-                self._handed.update(group.group_id for group in groups)
+            if self._assembly.complete_groups >= target:
+                groups = self._assembly.take(target)
+                self._handed_out.update(group.group_id for group in groups)
                 return groups
             for item in self._reader.read(BATCH, LOOK_SECONDS):
-                self._take_in(item)
+                self._on_item(item)
             HEALTH.report("waits for groups")
             metrics.HELD_SAMPLES.set(self._assembly.held_samples)
-            self._delete_what_is_old()
+            self._delete_expired()
         return ()
 
     def settle(self, outcomes: Sequence[SampleOutcome]) -> None:
@@ -202,11 +202,11 @@ class SampleStream:
             if left_out := set(self._assembly.members(name)) - by_group[name]:
                 raise ValueError(f"group {name} is settled whole: {min(left_out)} has no outcome")
         while self._committed_groups:
-            self._assembly.committed([self._committed_groups.popleft()])
+            self._assembly.on_committed([self._committed_groups.popleft()])
         resume = self._assembly.settle(by_group.keys(), outcomes_end=self._outcomes_end)
-        self._handed -= fresh
+        self._handed_out -= fresh
         if self._total:
-            self._ended |= fresh
+            self._ended_groups |= fresh
         return Settlement(self, tuple(one for one in outcomes if one.group_id in fresh), resume)
 
     def publish(
@@ -222,24 +222,24 @@ class SampleStream:
         the log is stored whole again under its number, any other begins a new epoch. Raises what `settle` and
         `WeightPublisher.publish` do.
         """
-        publisher.settle()  # before the copy: there are two at most
+        publisher.wait_until_published()  # before the copy: there are two at most
         settlement = self.settlement(outcomes)
         snapshot, newest, version = publisher.snapshot(named_tensors), publisher.newest, publisher.next_version
         if newest is not None and not self._publishing:
             version = newest.version if newest.digest == snapshot.digest() else publisher.begin_epoch()
         self._publishing = True
-        publisher.start(snapshot, version, settlement.commit)
+        publisher.publish_snapshot(snapshot, version, settlement.commit)
         return version
 
     def close(self) -> None:
         """What was not committed is handed out again by the model's next stream. What is being committed still is."""
-        self._standing.close()
+        self._committer.close()
         self._reader.close()
 
-    def _stand_where_the_log_says(self) -> None:
+    def _recover_position(self) -> None:
         places: list[Place] = [(SAMPLES, part) for part in range(self._reader.partition_count(SAMPLES))]
-        committed = self._standing.begin(self._reader, places)
-        await_transactions(self._settings, [OUTCOMES_PLACE], client_id=self._client_id, on_wait=self.unless_stopped)
+        committed = self._committer.claim(self._reader, places)
+        await_transactions(self._settings, [OUTCOMES_PLACE], client_id=self._client_id, on_wait=self.check_stopped)
         forgotten = None in committed.values()  # the broker drops the offsets of who was away for a week
         self.fresh = all(committed[place] is None for place in places)
         known_from = 0 if self._total or forgotten else committed[OUTCOMES_PLACE] or 0
@@ -258,21 +258,21 @@ class SampleStream:
         self._delete_at = 0.0
         begins = {(SAMPLES, part): offset for part, offset in self._committed.items()}
         if self._total:
-            self._ended.update(self._assembly.settled)
-            begins |= self._follow_to_the_end()
+            self._ended_groups.update(self._assembly.settled)
+            begins |= self._catch_up()
         self._reader.assign(begins)
 
-    def _follow_to_the_end(self) -> dict[Place, int]:
+    def _catch_up(self) -> dict[Place, int]:
         """Take in what is said of the groups so far; what was mended must not count meanwhile. Returns what follows."""
         places: list[Place] = [(GROUPS, part) for part in range(self._reader.partition_count(GROUPS))]
         begins = {place: low for place, (low, _) in self._reader.all_watermarks(places).items()}
         for envelope in self._read_back(begins):
-            self._follow(envelope)
+            self._on_group(envelope)
             begins[GROUPS, envelope.partition] = envelope.offset + 1
         return begins
 
     def _read_back(self, begins: Mapping[Place, int]) -> Iterator[Envelope]:
-        return read_to_end(self._settings, begins, client_id=self._client_id, on_wait=self.unless_stopped)
+        return read_to_end(self._settings, begins, client_id=self._client_id, on_wait=self.check_stopped)
 
     def _begin_and_end(self, place: Place, committed: int | None) -> tuple[int, int]:
         low, high = self._reader.watermarks(place)
@@ -287,53 +287,53 @@ class SampleStream:
         return max(begin, low), high
 
     def _left(self) -> int:
-        return self._total - len(self._ended | self._handed)
+        return self._total - len(self._ended_groups | self._handed_out)
 
-    def _take_in(self, item: Item) -> None:
+    def _on_item(self, item: Item) -> None:
         if item.topic is GROUPS:
             if not isinstance(item, EndOfPartition):
-                self._follow(item)
+                self._on_group(item)
             return
         if isinstance(item, EndOfPartition):  # behind the last record there may be what ends its transaction
-            self._assembly.passed(item.partition, item.offset - 1)
+            self._assembly.on_read(item.partition, item.offset - 1)
             return
-        self._assembly.passed(item.partition, item.offset)
+        self._assembly.on_read(item.partition, item.offset)
         if isinstance(item, InvalidMessage):
-            self._bury(item, item.reason)
+            self._dead_letter(item, item.reason)
         elif not isinstance(item.record, Sample):
-            self._bury(item, "it has no value")
+            self._dead_letter(item, "it has no value")
         elif item.record.model_id != self.model_id:
             metrics.SAMPLES.labels(metrics.OTHER_MODEL).inc()
         else:
-            self._offer(item, item.record)
+            self._on_sample(item, item.record)
 
-    def _offer(self, item: Envelope, sample: Sample) -> None:
-        taken = self._assembly.offer(
+    def _on_sample(self, item: Envelope, sample: Sample) -> None:
+        taken = self._assembly.on_sample(
             sample, partition=item.partition, offset=item.offset, outcomes_end=self._outcomes_end
         )
         metrics.SAMPLES.labels(taken.value).inc()
-        if taken is Taken.STRANGER:
-            self._bury(item, f"{sample.trajectory_id} is no trajectory of group {sample.group_id}")
-        elif taken is Taken.DUPLICATE and not self._assembly.is_old(item.partition, item.offset):
+        if taken is SampleStatus.STRANGER:
+            self._dead_letter(item, f"{sample.trajectory_id} is no trajectory of group {sample.group_id}")
+        elif taken is SampleStatus.DUPLICATE and not self._assembly.is_from_before(item.partition, item.offset):
             log.warning("sample dropped", trajectory=sample.trajectory_id, reason="it has come before")
 
-    def _follow(self, item: Envelope | InvalidMessage) -> None:
+    def _on_group(self, item: Envelope | InvalidMessage) -> None:
         """Take in what an environment worker says of a group."""
         if isinstance(item, Envelope) and isinstance(item.record, Group):
             name = item.record.group_id
             if item.record.state is not GroupState.OPEN:
-                self._ended.add(name)
+                self._ended_groups.add(name)
             elif not self._assembly.is_settled(name):
-                self._ended.discard(name)  # a mended prompt has opened it
+                self._ended_groups.discard(name)  # a mended prompt has opened it
 
-    def _bury(self, item: Envelope | InvalidMessage, reason: str) -> None:
+    def _dead_letter(self, item: Envelope | InvalidMessage, reason: str) -> None:
         metrics.SAMPLES.labels(metrics.DEAD_LETTER).inc()
-        if self._buried is None:
-            self._buried = dead_lettered_places(self._settings, SAMPLES, client_id=self._client_id)
-        if (item.partition, item.offset) in self._buried:
+        if self._dead_lettered is None:
+            self._dead_lettered = dead_lettered_places(self._settings, SAMPLES, client_id=self._client_id)
+        if (item.partition, item.offset) in self._dead_lettered:
             return
         log.warning("no sample", partition=item.partition, offset=item.offset, reason=reason)
-        self._standing.dead_letter(item, reason)
+        self._committer.dead_letter(item, reason)
 
     def _commit(self, settlement: Settlement, manifest: "SignedManifest | None") -> None:
         offsets: dict[Place, int] = {(SAMPLES, part): at for part, at in settlement.resume.offsets.items()}
@@ -342,18 +342,18 @@ class SampleStream:
         def write(writer: Writer) -> None:
             for outcome in settlement.outcomes:
                 name = outcome.trajectory_id
-                writer.write(OUTCOMES, outcome, key=name, trajectory_id=name, on_delivery=self._stored)
+                writer.write(OUTCOMES, outcome, key=name, trajectory_id=name, on_delivery=self._on_stored)
             if manifest is not None:
                 manifest.write(writer)
 
-        self._standing.transact(write, offsets, self._reader)
+        self._committer.commit(write, offsets, self._reader)
         self._committed = dict(settlement.resume.offsets)
         self._committed_groups.extend({outcome.group_id for outcome in settlement.outcomes})
 
-    def _stored(self, _partition: int, offset: int) -> None:
+    def _on_stored(self, _partition: int, offset: int) -> None:
         self._outcomes_end = max(self._outcomes_end, offset + 1)
 
-    def _delete_what_is_old(self) -> None:
+    def _delete_expired(self) -> None:
         if time.monotonic() < self._delete_at:
             return
         self._delete_at = time.monotonic() + DELETING_SECONDS

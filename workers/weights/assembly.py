@@ -14,18 +14,17 @@ from torch import Tensor
 
 from schemas.weights import ChunkRef, SliceRef, WeightChunk, WeightManifest
 from workers.weights import codec
-from workers.weights.checks import check_chunk
+from workers.weights.checks import Refusal, VersionRefused, check_chunk
 from workers.weights.codec import CodecError
 from workers.weights.digests import digest_of
-from workers.weights.geometry import Box, box_of
-from workers.weights.refusals import Refusal, VersionRefused
-from workers.weights.tensors import Matrix, empty, finite, put, take, words_of
+from workers.weights.layout import Box, box_of
+from workers.weights.tensors import Matrix, bits_of, empty_tensor, finite, read_box, write_box
 
 Fetch = Callable[[list[ChunkRef]], Iterable[tuple[ChunkRef, WeightChunk | bytes]]]
 """Hands out what lies at every reference, in no order of slices. May raise VersionRefused."""
 
 
-class Stopped(Exception):
+class ReceiverStopped(Exception):
     """The receiver was told to stop; what was fetched is thrown away."""
 
 
@@ -44,15 +43,15 @@ class Assembled:
         return Assembled({name: tensor.clone() for name, tensor in self.tensors.items()}, self.digests, self.version)
 
     def words(self, name: str) -> Matrix:
-        return words_of(self.tensors[name])
+        return bits_of(self.tensors[name])
 
 
 class Assembly:
     """Builds versions one upon the other. `wanted` has the part of each tensor that is needed; None is everything."""
 
-    def __init__(self, start: Assembled | None, wanted: Mapping[str, Box] | None) -> None:
+    def __init__(self, start: Assembled | None, shard: Mapping[str, Box] | None) -> None:
         self.done = start.copy() if start is not None else Assembled({})
-        self._wanted = wanted
+        self._shard = shard
 
     def add(self, manifest: WeightManifest, fetch: Fetch) -> None:
         """Go on to the version of a checked manifest.
@@ -63,7 +62,7 @@ class Assembly:
             raise VersionRefused(Refusal.WRONG_BASE, f"it builds on version {manifest.base_version}")
         base = self.done if manifest.base_version is not None else self._begin(manifest)
         names = [spec.name for spec in manifest.tensors]
-        pieces = [(names[piece.tensor], piece) for piece in manifest.slices if self._wants(piece, names)]
+        pieces = [(names[piece.tensor], piece) for piece in manifest.slices if self._parts_of_shard(piece, names)]
         changed = [(name, piece) for name, piece in pieces if piece.chunks]
         for name, piece in pieces:
             if manifest.base_version is not None:
@@ -75,33 +74,33 @@ class Assembly:
             raise VersionRefused(Refusal.MISSING_CHUNK, f"{len(changed) - len(decoded)} slices did not come whole")
         words = {name: base.words(name) for name in base.tensors}
         for (name, box), flat in decoded.items():
-            put(words[name], box, flat)
+            write_box(words[name], box, flat)
         base.digests = {(name, box_of(piece)): piece.digest for name, piece in pieces}
         base.version = manifest.version
         self.done = base
 
     def _begin(self, manifest: WeightManifest) -> Assembled:
-        wanted = {spec.name: spec for spec in manifest.tensors if self._wanted is None or spec.name in self._wanted}
-        return Assembled({name: empty(spec) for name, spec in wanted.items()})
+        specs = {spec.name: spec for spec in manifest.tensors if self._shard is None or spec.name in self._shard}
+        return Assembled({name: empty_tensor(spec) for name, spec in specs.items()})
 
-    def _wants(self, piece: SliceRef, names: Sequence[str]) -> bool:
-        if self._wanted is None:
+    def _parts_of_shard(self, piece: SliceRef, names: Sequence[str]) -> bool:
+        if self._shard is None:
             return True
-        wanted = self._wanted.get(names[piece.tensor])
-        return wanted is not None and wanted.meets(box_of(piece))
+        box = self._shard.get(names[piece.tensor])
+        return box is not None and box.intersects(box_of(piece))
 
 
 def _check_base(base: Assembled, name: str, piece: SliceRef) -> None:
     box = box_of(piece)
     have = base.digests.get((name, box))
     if have is None:  # the publisher cuts in another way than before
-        have = digest_of(take(base.words(name), box).data)
+        have = digest_of(read_box(base.words(name), box).data)
     if have != piece.base_digest:
         raise VersionRefused(Refusal.WRONG_BASE, f"{name} is not what version {base.version} was built on")
 
 
 def _decode(base: Assembled, name: str, piece: SliceRef, payload: bytes, manifest: WeightManifest) -> Matrix:
-    old = take(base.words(name), box_of(piece))
+    old = read_box(base.words(name), box_of(piece))
     try:
         new = codec.decode(old, payload, manifest.tensors[piece.tensor].dtype)
     except CodecError as error:

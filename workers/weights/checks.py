@@ -7,12 +7,58 @@ bounded by `MAX_INDEX_CHUNKS`, and takes some five times its bytes as objects. P
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 
 from schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightChunk, WeightManifest
 from workers.weights.config import HOLDS
 from workers.weights.digests import digest_of, whole_digest
-from workers.weights.geometry import DTYPE_BYTES, matrix
-from workers.weights.refusals import Refusal, VersionRefused
+from workers.weights.layout import DTYPE_BYTES, matrix
+
+
+class Refusal(Enum):
+    """Why a receiver does not take a version."""
+
+    UNKNOWN_TENSOR = "unknown_tensor"
+    MISSING_TENSOR = "missing_tensor"
+    BAD_SHAPE = "bad_shape"
+    """Another shape or element type than the model's, or a tensor named twice."""
+    BAD_TILING = "bad_tiling"
+    """The slices do not cover each element once, or their sizes do not follow from their coordinates."""
+    WRONG_DTYPE = "wrong_dtype"
+    """An element type that the receiver's engine cannot hold exactly."""
+    UNSIGNED = "unsigned"
+    """Signed by nobody, where a key is set: nothing is learned from it."""
+    FORGED = "forged"
+    """Signed by another key, or changed since: nothing is learned from it."""
+    STRANGER = "stranger"
+    """Of another run or namespace: nothing is learned from it."""
+    WRONG_BASE = "wrong_base"
+    """It builds on a version that is not on the log, or on other bytes than that version's."""
+    MISSING_CHUNK = "missing_chunk"
+    """The log does not hold it any more, or never did."""
+    WRONG_CHUNK = "wrong_chunk"
+    """What lies at the place is another chunk, or not of the size that the manifest says."""
+    WRONG_DIGEST = "wrong_digest"
+    """A chunk is not intact, or all slices together are not what the manifest says."""
+    WRONG_RESULT = "wrong_result"
+    """A slice does not decode to what was published."""
+    NOT_FINITE = "not_finite"
+    """A weight of it is no finite number."""
+    UNREADABLE = "unreadable"
+    """Reading it raised what nobody expects: see the log."""
+
+
+BASE_REFUSALS = frozenset({Refusal.WRONG_BASE, Refusal.WRONG_RESULT})
+"""Refusals that may be the fault of what a version was built upon."""
+
+
+class VersionRefused(Exception):
+    """A version that must not be taken; the one that serves, serves on."""
+
+    def __init__(self, refusal: Refusal, detail: str) -> None:
+        super().__init__(detail)
+        self.refusal = refusal
+
 
 PAYLOAD_HEAD_BYTES = 1
 """What a dense payload has before the elements."""
@@ -92,14 +138,14 @@ def _check_sizes(piece: SliceRef, manifest: WeightManifest) -> None:
 
 
 def check_chunk(
-    found: WeightChunk | bytes, ref: ChunkRef, manifest: WeightManifest, *, tensor: str, part: int
+    chunk: WeightChunk | bytes, ref: ChunkRef, manifest: WeightManifest, *, tensor: str, part: int
 ) -> bytes:
     """The payload of what was found at the place of `ref`, a record or bytes of a file; or raise VersionRefused."""
     expected = (manifest.model_id, manifest.version, tensor, part)
-    if isinstance(found, bytes):
-        payload = found
-    elif (found.model_id, found.version, found.tensor, found.part) == expected:
-        payload = found.payload
+    if isinstance(chunk, bytes):
+        payload = chunk
+    elif (chunk.model_id, chunk.version, chunk.tensor, chunk.part) == expected:
+        payload = chunk.payload
     else:
         raise VersionRefused(Refusal.WRONG_CHUNK, f"partition {ref.partition} offset {ref.offset} holds another chunk")
     if len(payload) != ref.bytes:

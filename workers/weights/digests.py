@@ -3,7 +3,7 @@
 from blake3 import blake3
 
 from schemas.weights import WeightManifest
-from workers.weights.geometry import Box, box_of
+from workers.weights.layout import Box, box_of
 
 DIGEST_BYTES = 16
 

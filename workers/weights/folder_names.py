@@ -124,7 +124,7 @@ def layer_of(name: str) -> str:
     return ".".join(parts[:ends])
 
 
-def _same_bits(loaded: Tensor, held: Tensor) -> bool:
+def _same_bits(loaded: Tensor, current: Tensor) -> bool:
     loaded = loaded.detach().cpu()
     bits = BITS[loaded.element_size()]
-    return torch.equal(loaded.contiguous().view(bits), held.to(loaded.dtype).contiguous().view(bits))
+    return torch.equal(loaded.contiguous().view(bits), current.to(loaded.dtype).contiguous().view(bits))

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from schemas.weights import Order, WeightManifest
-from workers.weights.refusals import OF_THE_BASE, Refusal, VersionRefused
+from workers.weights.checks import BASE_REFUSALS, Refusal, VersionRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Lineage:
     suspects: dict[int, VersionRefused] = field(default_factory=dict)
     """By offset, manifests that failed upon what is held: they are tried once more from an anchor."""
 
-    def learn(self, manifest: WeightManifest, offset: int) -> None:
+    def on_manifest(self, manifest: WeightManifest, offset: int) -> None:
         """Take in a manifest of the run; one that is known already changes nothing."""
         placed = self.versions.setdefault(manifest.order, [])
         if all(each.offset != offset for each in placed):
@@ -74,7 +74,7 @@ class Lineage:
         aim = max(newer)
         return min((paths[aim] for paths in (upon_held, from_anchors) if aim in paths), key=payload_bytes)
 
-    def took(self, placed: Placed) -> None:
+    def on_taken(self, placed: Placed) -> None:
         """The receiver has this version now; what no later path can need is forgotten."""
         self.held = placed.order
         whole = self._paths(upon_held=False).get(placed.order)
@@ -99,10 +99,10 @@ class Lineage:
         kept, newest = {placed.order for placed in to_held}, max(anchors)
         self.versions = {order: found for order, found in self.versions.items() if order >= newest or order in kept}
 
-    def refuse(self, path: Path, placed: Placed, why: VersionRefused) -> None:
+    def on_refused(self, path: Path, placed: Placed, why: VersionRefused) -> None:
         """A path could be followed up to this version of it."""
         upon_held = path[0].manifest.base_version is not None
-        where = self.suspects if upon_held and why.refusal in OF_THE_BASE else self.failed
+        where = self.suspects if upon_held and why.refusal in BASE_REFUSALS else self.failed
         where[placed.offset] = VersionRefused(why.refusal, str(why))  # a traceback holds all that was in memory
 
     def blocked(self) -> tuple[Placed, VersionRefused] | None:
@@ -115,7 +115,7 @@ class Lineage:
             if why is not None:
                 return at, why
             base = at.manifest.base_version
-            below = self.versions.get((at.manifest.epoch, base)) if base is not None and _rises(at) else None
+            below = self.versions.get((at.manifest.epoch, base)) if base is not None and _sort_key(at) else None
             if not below:
                 return at, VersionRefused(Refusal.WRONG_BASE, f"version {base}, on which it builds, is not on the log")
             at = below[-1]
@@ -130,7 +130,7 @@ class Lineage:
         while above:
             for placed in self.versions[above.pop()]:
                 base = placed.manifest.base_version
-                if base is None or placed.offset in self.failed or not _rises(placed):
+                if base is None or placed.offset in self.failed or not _sort_key(placed):
                     continue
                 order = placed.manifest.epoch, base
                 if order in self.versions and order not in found:
@@ -159,7 +159,7 @@ class Lineage:
                     continue
                 if base is None:
                     ways += [] if upon_held else [[placed]]
-                elif _rises(placed) and (before := paths.get((placed.manifest.epoch, base))) is not None:
+                elif _sort_key(placed) and (before := paths.get((placed.manifest.epoch, base))) is not None:
                     ways.append([*before, placed])
             if ways:
                 paths[order] = min(ways, key=payload_bytes)
@@ -171,6 +171,6 @@ def payload_bytes(path: Path) -> int:
     return sum(placed.manifest.payload_bytes for placed in path)
 
 
-def _rises(placed: Placed) -> bool:
+def _sort_key(placed: Placed) -> bool:
     base = placed.manifest.base_version
     return base is None or base < placed.manifest.version

@@ -1,4 +1,4 @@
-"""Manifests on the log: their key and signature, and what a run has there.
+"""Manifests on the log: key and signature, the index of a large manifest, and what a run has there.
 
 Keeps true
 - What is signed is what travels: the bytes are made once.
@@ -6,12 +6,27 @@ Keeps true
 - Of a manifest that names files nothing takes the place: compaction, too, drops it only after its tombstone.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from schemas.weights import SIGNATURE_HEADER, WeightManifest
+from schemas.limits import MAX_RECORD_BYTES
+from schemas.weights import (
+    MAX_INDEX_CHUNKS,
+    MAX_SLICES,
+    MAX_TENSORS,
+    SIGNATURE_HEADER,
+    ChunkRef,
+    FirstChunk,
+    SliceRef,
+    TensorSpec,
+    WeightChunk,
+    WeightIndex,
+    WeightManifest,
+)
 from schemas.wire import encode
 from topics.catalog import MANIFESTS
 from topics.log_reader import read_to_end
@@ -19,9 +34,98 @@ from topics.queries import noop
 from topics.records import Envelope
 from topics.settings import BusSettings
 from topics.writer import Writer
+from workers.weights.checks import Refusal, VersionRefused, check_chunk
+from workers.weights.chunk_stores import CHUNK_BYTES, ChunkSink, lowest_offsets, put_payload
+from workers.weights.layout import LayoutError
 from workers.weights.trust import Trust
 
-PLACE = (MANIFESTS, 0)
+INLINE_BYTES = MAX_RECORD_BYTES // 2
+"""Of a record that has its tensors and slices itself, at most, beside `first`."""
+
+INDEX_BYTES = MAX_INDEX_CHUNKS * CHUNK_BYTES
+"""Of an index, at most."""
+
+INDEX = ":index"
+"""What the chunks of an index have for the name of a tensor."""
+
+FetchIndex = Callable[[list[ChunkRef]], Iterable[tuple[ChunkRef, WeightChunk]]]
+"""Hands out what lies at every reference, in no order. May raise VersionRefused."""
+
+INDEX_BATCH = 1_000
+"""Tensors or slices read back at once: other threads run between two."""
+
+_decoder = msgspec.msgpack.Decoder(WeightIndex)
+_tensors = msgspec.msgpack.Decoder(tuple[TensorSpec, ...]).decode
+_slices = msgspec.msgpack.Decoder(tuple[SliceRef, ...]).decode
+
+
+def check_layout(tensors: Sequence[TensorSpec], slices: int) -> None:
+    """Raises LayoutError for tensors that no receiver would take, or more of them or of slices than one would."""
+    try:
+        _check_readable(_tensors, tensors, MAX_TENSORS)
+        if slices > MAX_SLICES:
+            raise ValueError(f"{slices} slices, and {MAX_SLICES} are the most")
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+        raise LayoutError(f"no receiver would take these tensors: {error}") from error
+
+
+def write_index(manifest: WeightManifest, sink: ChunkSink) -> WeightManifest:
+    """The manifest as it is to be written, once its index is on the shelf. Raises BusError or LayoutError."""
+    index = _index_of(manifest)
+    bare = msgspec.structs.replace(manifest, tensors=(), slices=())
+    if len(index) + len(msgspec.msgpack.encode(bare)) > INLINE_BYTES:
+        stored = put_payload(sink, index, model_id=manifest.model_id, version=manifest.version, tensor=INDEX)
+        sink.close()
+        refs = tuple(chunk.ref() for chunk in stored)
+        written = msgspec.structs.replace(bare, index=refs)
+    else:
+        written = manifest
+    on_log = () if manifest.files else (chunk for piece in manifest.slices for chunk in piece.chunks)
+    lowest = sorted(lowest_offsets(chain(on_log, written.index)).items())
+    first = tuple(FirstChunk(partition=partition, offset=offset) for partition, offset in lowest)
+    return msgspec.structs.replace(written, first=first)
+
+
+def _index_of(manifest: WeightManifest) -> bytes:
+    """What it says of tensors and slices. Raises LayoutError where no reader would take that."""
+    try:
+        index = msgspec.msgpack.encode(WeightIndex(tensors=manifest.tensors, slices=manifest.slices))
+        if len(index) > INDEX_BYTES:
+            raise ValueError(f"it takes {len(index)} bytes, and an index holds {INDEX_BYTES}")
+        _check_readable(_tensors, manifest.tensors, MAX_TENSORS)
+        _check_readable(_slices, manifest.slices, MAX_SLICES)
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+        what = f"no receiver would take what version {manifest.version} says of its tensors and slices"
+        raise LayoutError(f"{what}: {error}") from error
+    return index
+
+
+def _check_readable(read: Callable[[bytes], object], values: Sequence[object], most: int) -> None:
+    if len(values) > most:
+        raise ValueError(f"there are {len(values)} of them, and {most} are the most")
+    for at in range(0, len(values), INDEX_BATCH):
+        read(msgspec.msgpack.encode(values[at : at + INDEX_BATCH]))
+
+
+def read_index(manifest: WeightManifest, fetch: FetchIndex) -> WeightManifest:
+    """The manifest with all its tensors and slices. Raises VersionRefused, and what `fetch` raises."""
+    if not manifest.index:
+        return manifest
+    part_at = {(ref.partition, ref.offset): part for part, ref in enumerate(manifest.index)}
+    parts: dict[int, bytes] = {}
+    for ref, found in fetch(list(manifest.index)):
+        part = part_at[ref.partition, ref.offset]
+        parts[part] = check_chunk(found, ref, manifest, tensor=INDEX, part=part)
+    if len(parts) < len(manifest.index):
+        raise VersionRefused(Refusal.MISSING_CHUNK, "its index did not come whole")
+    try:
+        index = _decoder.decode(b"".join(parts[part] for part in range(len(parts))))
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
+        raise VersionRefused(Refusal.WRONG_CHUNK, f"its index cannot be read: {error}") from None
+    return msgspec.structs.replace(manifest, tensors=index.tensors, slices=index.slices)
+
+
+MANIFEST_PARTITION = (MANIFESTS, 0)
 """Manifests lie in one partition, so versions have an order."""
 
 
@@ -51,18 +155,18 @@ class SignedManifest:
         )
 
 
-def signed(manifest: WeightManifest, key: Ed25519PrivateKey | None) -> SignedManifest:
+def sign_manifest(manifest: WeightManifest, key: Ed25519PrivateKey | None) -> SignedManifest:
     """Signed over the bytes that will travel; without a key as it is. Raises RecordError."""
     wire = encode(manifest)
     return SignedManifest(manifest, wire, {} if key is None else {SIGNATURE_HEADER: key.sign(wire)})
 
 
-def read_manifests(settings: BusSettings, *, meanwhile: Callable[[], None] = noop) -> Iterator[Envelope]:
+def read_manifests(settings: BusSettings, *, on_wait: Callable[[], None] = noop) -> Iterator[Envelope]:
     """All that is on the topic, believed or not. `meanwhile`: see `read_to_end`. Raises TopicMissing or BusError."""
-    yield from read_to_end(settings, {PLACE: 0}, client_id="rose-weights", on_wait=meanwhile)
+    yield from read_to_end(settings, {MANIFEST_PARTITION: 0}, client_id="rose-weights", on_wait=on_wait)
 
 
 def newest_manifest(settings: BusSettings, trust: Trust) -> WeightManifest | None:
     """The newest manifest that is believed. Raises TopicMissing or BusError."""
-    found = filter(None, map(trust.believes, read_manifests(settings)))
+    found = filter(None, map(trust.verified, read_manifests(settings)))
     return max(found, key=lambda manifest: manifest.order, default=None)

@@ -142,10 +142,10 @@ def held_tensors(
     by_file: dict[str, list[str]] = {}
     for name in names:
         by_file.setdefault(held[name].file, []).append(name)
-    for file, wanted in by_file.items():
+    for file, names_in_file in by_file.items():
         try:
             with safe_open(folder / file, framework="pt") as opened:
-                for name in wanted:
+                for name in names_in_file:
                     yield name, opened.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise FolderError(f"{folder / file} is no readable safetensors file: {error}") from None

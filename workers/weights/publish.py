@@ -42,19 +42,23 @@ from topics.queries import noop
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.weights import codec
-from workers.weights.anchor_store import AnchorStore, store_of
+from workers.weights.chunk_stores import AnchorStore, ChunkSink, LogChunkSink, StoredChunk, open_store, put_payload
 from workers.weights.config import DEFAULT_RUN, WeightsConfig
 from workers.weights.digests import NO_BASE, whole_digest
-from workers.weights.geometry import Box, LayoutError, cut
-from workers.weights.index import check_layout, sealed
-from workers.weights.manifests import PLACE, SignedManifest, read_manifests, signed
-from workers.weights.numbering import Numbering
-from workers.weights.retention import release
-from workers.weights.shelves import LogShelf, Shelf, Stored, put_payload
-from workers.weights.signing import refuse_unsigned, signer_of
+from workers.weights.layout import Box, LayoutError, slices_of
+from workers.weights.manifests import (
+    MANIFEST_PARTITION,
+    SignedManifest,
+    check_layout,
+    read_manifests,
+    sign_manifest,
+    write_index,
+)
+from workers.weights.retention import delete_released
 from workers.weights.snapshot import Snapshot, snapshot_of
 from workers.weights.tensors import TORCH_DTYPES
-from workers.weights.trust import Trust, run_id
+from workers.weights.trust import Trust, load_signing_key, require_signing_key, run_id
+from workers.weights.version_numbers import VersionNumbers
 
 LOOK_SECONDS = 1.0
 """Between two looks whether a version is on the log: one that is large, over a link that is slow, takes minutes."""
@@ -92,7 +96,7 @@ class WeightPublisher:
         store: AnchorStore | None = None,
         store_above_bytes: int = 0,
         key: Ed25519PrivateKey | None = None,
-        meanwhile: Callable[[], None] = noop,
+        on_wait: Callable[[], None] = noop,
     ) -> None:
         """Raises TopicMissing, BusError, or UsageError for a run without a proper name, or no key where one must be.
 
@@ -101,7 +105,7 @@ class WeightPublisher:
         `store`, if there is one. `key` signs the manifests. `meanwhile` is called often while the log is read back: see
         `read_back`.
         """
-        refuse_unsigned(settings, key, "signing_key")
+        require_signing_key(settings, key, "signing_key")
         register(PUBLISHING)
         self.trust = Trust(model_id, run_id(settings.namespace, run), None if key is None else key.public_key())
         """Whose manifests on the log count as this run's."""
@@ -113,9 +117,9 @@ class WeightPublisher:
         self._store = store
         self._store_above_bytes = store_above_bytes
         self._key = key
-        self._meanwhile = meanwhile
+        self._on_wait = on_wait
         self._writer = Writer(settings, f"rose-weights-{model_id}")
-        self._log = LogShelf(self._writer, self._writer.partition_count(CHUNKS))
+        self._log = LogChunkSink(self._writer, self._writer.partition_count(CHUNKS))
         self._base: Snapshot | None = None
         self._base_version = -1
         self._chain_bytes = self._chain_versions = 0
@@ -132,28 +136,28 @@ class WeightPublisher:
         self.close()
 
     @cached_property
-    def _numbering(self) -> Numbering:
+    def _version_numbers(self) -> VersionNumbers:
         """Read from the log when it is first asked for: by then an older publisher may have been fenced."""
-        numbering = Numbering()
-        await_transactions(self._settings, [PLACE], client_id="rose-weights", on_wait=self._meanwhile)
-        found = read_manifests(self._settings, meanwhile=self._meanwhile)
-        numbering.learn(filter(None, map(self.trust.of_any_run, found)), self.trust.run)
+        numbering = VersionNumbers()
+        await_transactions(self._settings, [MANIFEST_PARTITION], client_id="rose-weights", on_wait=self._on_wait)
+        found = read_manifests(self._settings, on_wait=self._on_wait)
+        numbering.learn(filter(None, map(self.trust.verified_of_any_run, found)), self.trust.run)
         return numbering
 
     @property
     def newest(self) -> WeightManifest | None:
         """The run's newest version on the log, as far as it is believed. Raises TopicMissing or BusError."""
-        return self._numbering.newest
+        return self._version_numbers.newest
 
     @property
     def epoch(self) -> int:
         """Of the version that is published next. Raises TopicMissing or BusError."""
-        return self._numbering.epoch
+        return self._version_numbers.epoch
 
     @property
     def next_version(self) -> int:
         """The lowest number that no version has. Raises TopicMissing or BusError."""
-        return self._numbering.next_version
+        return self._version_numbers.next_version
 
     def begin_epoch(self, *, epoch: int = -1, version: int = -1) -> int:
         """Go back: whatever is published from here on is newer than all before. Returns the lowest number that is free.
@@ -162,9 +166,9 @@ class WeightPublisher:
         `version`, where the log may have lost it. The first version of an epoch is an anchor. Raises TopicMissing or
         BusError.
         """
-        self.settle()
+        self.wait_until_published()
         self._base = None
-        return self._numbering.begin_epoch(epoch=epoch, version=version)
+        return self._version_numbers.begin_epoch(epoch=epoch, version=version)
 
     def publish(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None = None, *, step: int | None = None
@@ -177,10 +181,12 @@ class WeightPublisher:
         Raises, here or from the future: VersionTaken, BusError, StoreError, LayoutError for tensors that cannot travel.
         After that the publisher is of no more use.
         """
-        self.settle()  # before the copy: there are two at most
-        return self.start(self.snapshot(named_tensors), self.next_version if version is None else version, step=step)
+        self.wait_until_published()  # before the copy: there are two at most
+        return self.publish_snapshot(
+            self.snapshot(named_tensors), self.next_version if version is None else version, step=step
+        )
 
-    def start(
+    def publish_snapshot(
         self,
         snapshot: Snapshot,
         version: int,
@@ -193,23 +199,23 @@ class WeightPublisher:
         `commit` puts the signed manifest on the log, on the publisher's thread: for who has more to say in one
         transaction. What the future returns has all slices, what is written may have them in an index.
         """
-        self.settle()
-        self._numbering.check(version, snapshot.digest())
+        self.wait_until_published()
+        self._version_numbers.check(version, snapshot.digest())
         step = version if step is None else step
         self._publishing = self._thread.submit(self._publish, snapshot, version, step, commit or self._write)
         return self._publishing
 
-    def settle(self, meanwhile: Callable[[], None] = noop) -> None:
+    def wait_until_published(self, on_wait: Callable[[], None] = noop) -> None:
         """Wait until the last version is on the log; `meanwhile` is called every second. Raises what `publish` does."""
         if self._publishing is not None:
             while not wait([self._publishing], LOOK_SECONDS).done:
-                meanwhile()
+                on_wait()
             self._publishing.result()
 
     def close(self) -> None:
         """`settle`, and end."""
         try:
-            self.settle()
+            self.wait_until_published()
         finally:
             self._thread.shutdown()
             self._cleaner.shutdown()
@@ -237,10 +243,10 @@ class WeightPublisher:
             (number, name, box)
             for number, name in enumerate(snapshot.specs)
             if name in snapshot.words
-            for box in cut(snapshot.boxes[name], column_parts=self._column_parts)
+            for box in slices_of(snapshot.boxes[name], column_parts=self._column_parts)
         ]
         check_layout(tuple(snapshot.specs.values()), len(boxes))
-        shelf = self._log if base is not None else self._shelf_of_anchor(snapshot, version)
+        shelf = self._log if base is not None else self._anchor_sink(snapshot, version)
         pending = [
             (number, name, box, self._put_slice(shelf, name, box, snapshot, base, version))
             for number, name, box in boxes
@@ -255,7 +261,7 @@ class WeightPublisher:
         manifest = WeightManifest(
             model_id=self.trust.model_id,
             run=self.trust.run,
-            epoch=self._numbering.epoch,
+            epoch=self._version_numbers.epoch,
             version=version,
             base_version=None if base is None else self._base_version,
             step=step,
@@ -265,7 +271,7 @@ class WeightPublisher:
             files=shelf.files,
             published_at=published_at,
         )
-        manifest = merge([manifest])
+        manifest = merge_manifests([manifest])
         sent = manifest.payload_bytes
         self._chain_versions, self._chain_bytes = (
             (0, 0) if base is None else (self._chain_versions + 1, self._chain_bytes + sent)
@@ -290,11 +296,11 @@ class WeightPublisher:
         return manifest
 
     def _commit(self, manifest: WeightManifest, commit: Callable[[SignedManifest], None]) -> None:
-        self._numbering.take(manifest)
-        commit(signed(sealed(manifest, self._log), self._key))
+        self._version_numbers.take(manifest)
+        commit(sign_manifest(write_index(manifest, self._log), self._key))
         waits = self._cleaning is not None and not self._cleaning.running() and not self._cleaning.done()
         if manifest.base_version is None and not waits:
-            self._cleaning = self._cleaner.submit(release, self._settings, self.trust, self._store)
+            self._cleaning = self._cleaner.submit(delete_released, self._settings, self.trust, self._store)
 
     def _write(self, manifest: SignedManifest) -> None:
         manifest.write(self._writer)
@@ -312,14 +318,14 @@ class WeightPublisher:
         fits = base is not None and base.specs == snapshot.specs and base.boxes == snapshot.boxes
         return base if fits and version > self._base_version else None
 
-    def _shelf_of_anchor(self, snapshot: Snapshot, version: int) -> Shelf:
+    def _anchor_sink(self, snapshot: Snapshot, version: int) -> ChunkSink:
         if self._store is None or snapshot.model_bytes <= self._store_above_bytes:
             return self._log
         return self._store.create(self.trust.model_id, self.trust.run, version)
 
     def _put_slice(
-        self, shelf: Shelf, name: str, box: Box, now: Snapshot, base: Snapshot | None, version: int
-    ) -> list[Stored]:
+        self, sink: ChunkSink, name: str, box: Box, now: Snapshot, base: Snapshot | None, version: int
+    ) -> list[StoredChunk]:
         """Put the chunks of a slice on the shelf, if it changed."""
         new = now.within(name, box)
         if base is None:
@@ -328,10 +334,10 @@ class WeightPublisher:
             return []
         else:
             payload = codec.encode(base.within(name, box), new, now.specs[name].dtype)
-        return put_payload(shelf, payload, model_id=self.trust.model_id, version=version, tensor=name)
+        return put_payload(sink, payload, model_id=self.trust.model_id, version=version, tensor=name)
 
 
-def _slice_ref(number: int, box: Box, digest: bytes, base_digest: bytes, chunks: Sequence[Stored]) -> SliceRef:
+def _slice_ref(number: int, box: Box, digest: bytes, base_digest: bytes, chunks: Sequence[StoredChunk]) -> SliceRef:
     return SliceRef(
         tensor=number,
         row_start=box.row_start,
@@ -344,7 +350,7 @@ def _slice_ref(number: int, box: Box, digest: bytes, base_digest: bytes, chunks:
     )
 
 
-def merge(parts: Sequence[WeightManifest]) -> WeightManifest:
+def merge_manifests(parts: Sequence[WeightManifest]) -> WeightManifest:
     """One manifest of those that the ranks' `put` returned for the same version.
 
     Raises LayoutError if the parts are not of one version that builds on one other.
@@ -352,14 +358,14 @@ def merge(parts: Sequence[WeightManifest]) -> WeightManifest:
     if len({(part.order, part.base_version, part.tensors) for part in parts}) > 1:
         raise LayoutError("the ranks' parts are not of one version: give `put` the same `version` and `anchor`")
     files = tuple(file for part in parts for file in part.files)
-    slices = [piece for part in parts for piece in _in_files(part, files)]
+    slices = [piece for part in parts for piece in _renumber_file(part, files)]
     slices.sort(key=lambda piece: (piece.tensor, piece.row_start, piece.column_start))
     sent = sum(chunk.bytes for piece in slices for chunk in piece.chunks)
     manifest = msgspec.structs.replace(parts[0], slices=tuple(slices), files=files, payload_bytes=sent)
     return msgspec.structs.replace(manifest, digest=whole_digest(manifest))
 
 
-def _in_files(part: WeightManifest, files: Sequence[str]) -> Iterator[SliceRef]:
+def _renumber_file(part: WeightManifest, files: Sequence[str]) -> Iterator[SliceRef]:
     """The part's slices, its one file being called by its number among all ranks' files."""
     if len(files) == len(part.files):
         yield from part.slices
@@ -368,21 +374,21 @@ def _in_files(part: WeightManifest, files: Sequence[str]) -> Iterator[SliceRef]:
         raise LayoutError("the ranks' anchors are not all in the store: give all publishers the same store")
     number = files.index(part.files[0])
     for piece in part.slices:
-        chunks = tuple(_at(chunk, number) for chunk in piece.chunks)
+        chunks = tuple(_chunk_in_file(chunk, number) for chunk in piece.chunks)
         yield msgspec.structs.replace(piece, chunks=chunks)
 
 
-def _at(chunk: ChunkRef, file: int) -> ChunkRef:
+def _chunk_in_file(chunk: ChunkRef, file: int) -> ChunkRef:
     return ChunkRef(partition=file, offset=chunk.offset, bytes=chunk.bytes, digest=chunk.digest)
 
 
-def publisher_of(
+def make_publisher(
     settings: BusSettings,
     model_id: str,
     config: WeightsConfig,
     *,
     run: str | None = None,
-    meanwhile: Callable[[], None] = noop,
+    on_wait: Callable[[], None] = noop,
 ) -> WeightPublisher:
     """The publisher that a configuration describes; `run` instead of the configuration's. `meanwhile`: see there.
 
@@ -396,8 +402,8 @@ def publisher_of(
         anchor_every=config.anchor_every,
         anchor_max_age_seconds=config.anchor_max_age_seconds,
         column_parts=config.column_parts,
-        store=store_of(config),
+        store=open_store(config),
         store_above_bytes=config.store_above_bytes,
-        key=signer_of(config),
-        meanwhile=meanwhile,
+        key=load_signing_key(config),
+        on_wait=on_wait,
     )

@@ -9,7 +9,8 @@ Keeps true
 - Nothing is ever raised into the engine: a refused version is counted and logged, and the old one serves on.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -23,22 +24,58 @@ from torch import Tensor
 
 from schemas.errors import RoseError, describe_error
 from schemas.weights import ChunkRef, WeightChunk, WeightManifest
+from topics.catalog import CHUNKS
+from topics.fetch import RecordFetch
 from topics.metrics import register, unregister
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope
 from topics.settings import BusSettings
 from workers.weights import codec
-from workers.weights.anchor_store import AnchorStore
-from workers.weights.assembly import Assembled, Assembly, Stopped
-from workers.weights.checks import check_manifest
-from workers.weights.fetch import ChunkFetch
-from workers.weights.geometry import Box
-from workers.weights.index import opened
+from workers.weights.assembly import Assembled, Assembly, ReceiverStopped
+from workers.weights.checks import Refusal, VersionRefused, check_manifest
+from workers.weights.chunk_stores import AnchorStore
+from workers.weights.layout import Box
 from workers.weights.lineage import Lineage, Path, Placed
-from workers.weights.manifests import PLACE
-from workers.weights.refusals import Refusal, VersionRefused
-from workers.weights.signing import refuse_unsigned
-from workers.weights.trust import Doubt, Trust
+from workers.weights.manifests import MANIFEST_PARTITION, read_index
+from workers.weights.trust import Trust, UntrustedReason, require_signing_key
+
+MAX_GAP = 8
+"""A gap of more chunks than this is jumped over: so much the bus client has fetched ahead already."""
+
+CHUNKS_PER_READ = 8
+"""Chunks taken from the bus client at once: under 8 MB."""
+
+
+class ChunkFetch:
+    """Iterate for `(ref, chunk)` of every chunk that is there, each partition in order; then see `missing`."""
+
+    def __init__(self, reader: Reader, refs: Iterable[ChunkRef], stop: Event) -> None:
+        """`reader` reports ends of partitions and is used for nothing else meanwhile."""
+        self.missing: list[ChunkRef] = []
+        self._refs = {(ref.partition, ref.offset): ref for ref in refs}
+        places: dict[int, list[int]] = defaultdict(list)
+        for partition, offset in self._refs:
+            places[partition].append(offset)
+        offsets_by_place = {(CHUNKS, partition): offsets for partition, offsets in places.items()}
+        self._fetch = RecordFetch(
+            reader, offsets_by_place, jump_records=MAX_GAP, batch=CHUNKS_PER_READ, should_stop=stop.is_set
+        )
+
+    @property
+    def bytes_read(self) -> int:
+        """Of all chunks that came, wanted or passed over."""
+        return self._fetch.bytes_read
+
+    def __iter__(self) -> Iterator[tuple[ChunkRef, WeightChunk]]:
+        """Ends early on `stop`. Raises BusError or FetchStalled."""
+        for envelope in self._fetch:
+            ref = self._refs[envelope.partition, envelope.offset]
+            if isinstance(envelope.record, WeightChunk):
+                yield ref, envelope.record
+            else:  # a tombstone: somebody deleted it
+                self.missing.append(ref)
+        self.missing += [self._refs[partition, offset] for (_, partition), offset in self._fetch.missing]
+
 
 LOOK_SECONDS = 0.2
 """How long one look for manifests lasts; also how soon `stop` is noticed."""
@@ -59,14 +96,14 @@ SMALL_FETCHES = {"fetch.max.bytes": str(4 * 2**20), "queued.max.messages.kbytes"
 """An answer hands out nothing before it is whole: over a slow link one of many megabytes looks like a broker that is
 gone. And a shard that wants a part of the chunks should not have all of them fetched ahead."""
 
-DOUBTS = {
-    Doubt.UNSIGNED: Refusal.UNSIGNED,
-    Doubt.FORGED: Refusal.FORGED,
-    Doubt.STRANGER: Refusal.STRANGER,
+REFUSAL_OF = {
+    UntrustedReason.UNSIGNED: Refusal.UNSIGNED,
+    UntrustedReason.FORGED: Refusal.FORGED,
+    UntrustedReason.STRANGER: Refusal.STRANGER,
 }
 """What becomes of manifests that are not believed."""
 
-DOUBT_SENTENCES = {
+UNTRUSTED_SENTENCES = {
     Refusal.UNSIGNED: "versions are signed by nobody, and weights.trusted_key is set: set the trainer's signing_key",
     Refusal.FORGED: "versions are signed by another key than weights.trusted_key, or were changed since",
     Refusal.STRANGER: "versions are of another run or namespace than {run}: set run.name to that of the trainer",
@@ -121,25 +158,25 @@ class WeightReceiver:
         trust: Trust,
         *,
         shapes: Mapping[str, Sequence[int]],
-        wanted: Mapping[str, Box] | None = None,
+        shard: Mapping[str, Box] | None = None,
         store: AnchorStore | None = None,
         engine_dtype: str | None = None,
         client_id: str = "rose-weights",
     ) -> None:
         """`trust`: whose versions are taken. `shapes`: of every tensor, as `model_folder.folder_shapes` reads them.
 
-        `wanted`: the part of each tensor that this receiver's shard needs (`shards.wanted_by`); None is everything.
+        `wanted`: the part of each tensor that this receiver's shard needs (`shards.shard_of`); None is everything.
         `store`: where the trainer puts large anchors. `engine_dtype`: what must hold every value exactly, if given.
         Raises UsageError where there must be a key and `trust` has none.
         """
-        refuse_unsigned(settings, trust.key, "trusted_key")
+        require_signing_key(settings, trust.key, "trusted_key")
         register(RECEIVING)
         self.refusals: dict[Refusal, int] = dict.fromkeys(Refusal, 0)
         """Versions not taken, by reason."""
         self._settings = settings
         self._trust = trust
         self._shapes = shapes
-        self._wanted = wanted
+        self._shard = shard
         self._store = store
         self._engine_dtype = engine_dtype
         self._client_id = client_id
@@ -152,9 +189,9 @@ class WeightReceiver:
         self._lineage = Lineage()
         self._counted: set[int] = set()
         """Offsets of manifests that were counted as refused."""
-        self._doubted: set[Refusal] = set()
+        self._untrusted: set[Refusal] = set()
         """What was told of manifests that are not believed; it is told once."""
-        self._doubted_to = -1
+        self._untrusted_to = -1
         """Offset of the last of them that was counted."""
         self._fetched_bytes = 0
         self._stopping = Event()
@@ -199,9 +236,9 @@ class WeightReceiver:
 
     def refuse(self, version: int, reason: str) -> None:
         """For an engine that does not take what was staged: `refused_newest` until another version is staged."""
-        self._tell(version, reason)
+        self._log_refusal(version, reason)
 
-    def _tell(self, version: int, reason: str) -> None:
+    def _log_refusal(self, version: int, reason: str) -> None:
         with self._changed:
             self._refused_newest = version, reason[:REASON_CHARACTERS]
             self._changed.notify_all()
@@ -210,7 +247,7 @@ class WeightReceiver:
         while not self._stopping.is_set():
             try:
                 self._follow()
-            except Stopped:
+            except ReceiverStopped:
                 return
             except RoseError as error:
                 log.warning("fetching anew", model=self._trust.model_id, reason=str(error))
@@ -227,36 +264,36 @@ class WeightReceiver:
             closing(Reader(small, self._client_id, report_ends=True)) as chunks,
         ):
             self._lineage.versions.clear()  # all that may still be taken is read again
-            manifests.assign({PLACE: OFFSET_BEGINNING})
+            manifests.assign({MANIFEST_PARTITION: OFFSET_BEGINNING})
             at_end = False
             while not self._stopping.is_set():
                 read = manifests.read(MANIFEST_BATCH, LOOK_SECONDS)
-                learned = [self._learn(item) for item in read if isinstance(item, Envelope)]
+                learned = [self._on_manifest(item) for item in read if isinstance(item, Envelope)]
                 first_end = not at_end and any(isinstance(item, EndOfPartition) for item in read)
                 at_end = at_end or first_end
                 if first_end or (at_end and any(learned)):
                     self._catch_up(chunks)
 
-    def _learn(self, envelope: Envelope) -> bool:
+    def _on_manifest(self, envelope: Envelope) -> bool:
         """Whether a manifest is believed; then it is known from here on."""
-        judged = self._trust.judge(envelope)
+        judged = self._trust.verify(envelope)
         if isinstance(judged, WeightManifest):
-            self._lineage.learn(judged, envelope.offset)
+            self._lineage.on_manifest(judged, envelope.offset)
             self.newest = max(self.newest, judged.version)
             return True
-        if judged is not None and envelope.offset > self._doubted_to:
-            self._doubted_to = envelope.offset
-            self._doubt(DOUBTS[judged])
+        if judged is not None and envelope.offset > self._untrusted_to:
+            self._untrusted_to = envelope.offset
+            self._on_untrusted(REFUSAL_OF[judged])
         return False
 
-    def _doubt(self, refusal: Refusal) -> None:
+    def _on_untrusted(self, refusal: Refusal) -> None:
         """Something is on the log that is not believed: counted, and told once. Nothing is learned from it."""
-        reason = DOUBT_SENTENCES[refusal].format(run=self._trust.run)
-        if refusal not in self._doubted:
-            self._doubted.add(refusal)
+        reason = UNTRUSTED_SENTENCES[refusal].format(run=self._trust.run)
+        if refusal not in self._untrusted:
+            self._untrusted.add(refusal)
             log.warning("version not believed", model=self._trust.model_id, reason=refusal.value, detail=reason)
         if self._lineage.newest is None:
-            self._tell(-1, reason)
+            self._log_refusal(-1, reason)
         self._count(refusal)
 
     def _count(self, refusal: Refusal) -> None:
@@ -274,36 +311,36 @@ class WeightReceiver:
         try:
             while (path := self._lineage.next_path()) is not None:
                 try:
-                    refused += self._take(path, chunks)
+                    refused += self._follow_path(path, chunks)
                 except RoseError as error:
-                    self._tell(path[-1].manifest.version, str(error))
+                    self._log_refusal(path[-1].manifest.version, str(error))
                     raise
             self._lineage.forget_useless()
             blocked = self._lineage.blocked()
             newest = self._lineage.newest
             if blocked is not None and newest is not None:
                 placed, why = blocked
-                self._tell(newest.manifest.version, f"version {placed.manifest.version}: {why}")
-                refused += self._refused(placed, why)
+                self._log_refusal(newest.manifest.version, f"version {placed.manifest.version}: {why}")
+                refused += self._on_refused(placed, why)
         finally:
             for refusal in refused:
                 self._count(refusal)
 
-    def _take(self, path: Path, chunks: Reader) -> list[Refusal]:
+    def _follow_path(self, path: Path, chunks: Reader) -> list[Refusal]:
         """Follow a path as far as it goes, and stage what that led to; what is to be counted."""
         started, fetched_before = perf_counter(), self._fetched_bytes
-        assembly = Assembly(None if path[0].manifest.base_version is None else self._current, self._wanted)
+        assembly = Assembly(None if path[0].manifest.base_version is None else self._current, self._shard)
         taken: tuple[Placed, WeightManifest] | None = None
         failure: tuple[Placed, VersionRefused] | None = None
         for placed in path:
             try:
-                manifest = opened(placed.manifest, partial(self._fetch_from_log, chunks))
+                manifest = read_index(placed.manifest, partial(self._fetch_from_log, chunks))
                 check_manifest(manifest, self._shapes, engine_dtype=self._engine_dtype)
                 assembly.add(manifest, partial(self._fetch, manifest, chunks))
             except VersionRefused as refused:
                 failure = placed, refused
                 break
-            except (Stopped, RoseError):
+            except (ReceiverStopped, RoseError):
                 raise
             except (
                 Exception
@@ -314,11 +351,11 @@ class WeightReceiver:
             taken = placed, manifest
         if taken is not None and (self._lineage.held is None or taken[0].order > self._lineage.held):
             self._stage(assembly.done, taken[1], self._fetched_bytes - fetched_before, perf_counter() - started)
-            self._lineage.took(taken[0])
+            self._lineage.on_taken(taken[0])
         if failure is None:
             return []
-        self._lineage.refuse(path, *failure)
-        return self._refused(*failure)
+        self._lineage.on_refused(path, *failure)
+        return self._on_refused(*failure)
 
     def _stage(self, done: Assembled, manifest: WeightManifest, fetched_bytes: int, seconds: float) -> None:
         self._current = done
@@ -331,7 +368,7 @@ class WeightReceiver:
             self._refused_newest = None
             self._changed.notify_all()
 
-    def _refused(self, placed: Placed, why: VersionRefused) -> list[Refusal]:
+    def _on_refused(self, placed: Placed, why: VersionRefused) -> list[Refusal]:
         """Logged once, at the manifest which is to blame; what is to be counted."""
         if placed.offset in self._counted:
             return []
@@ -355,7 +392,7 @@ class WeightReceiver:
             self._fetched_bytes += len(payload)
             yield ref, payload
         if self._stopping.is_set():
-            raise Stopped
+            raise ReceiverStopped
 
     def _fetch_from_log(self, chunks: Reader, refs: list[ChunkRef]) -> Iterable[tuple[ChunkRef, WeightChunk]]:
         missing = refs
@@ -368,7 +405,7 @@ class WeightReceiver:
             finally:
                 self._fetched_bytes += fetch.bytes_read
             if self._stopping.is_set():
-                raise Stopped
+                raise ReceiverStopped
             missing = fetch.missing
             if not missing:
                 return

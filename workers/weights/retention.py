@@ -26,10 +26,9 @@ from topics.records import Envelope
 from topics.retention import delete_before
 from topics.settings import BusSettings
 from topics.writer import Writer
-from workers.weights.anchor_store import AnchorStore
+from workers.weights.chunk_stores import AnchorStore, lowest_offsets
 from workers.weights.lineage import Placed
-from workers.weights.manifests import PLACE, read_manifests, run_keys
-from workers.weights.shelves import lowest_offsets
+from workers.weights.manifests import MANIFEST_PARTITION, read_manifests, run_keys
 from workers.weights.trust import Trust
 
 ANCHORS_KEPT = 2
@@ -60,7 +59,7 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class RunClaim:
     """What a manifest of another run needs."""
 
     run: str
@@ -68,24 +67,24 @@ class Claim:
     first: tuple[FirstChunk, ...]
 
 
-def release(settings: BusSettings, trust: Trust, store: AnchorStore | None = None) -> None:
+def delete_released(settings: BusSettings, trust: Trust, store: AnchorStore | None = None) -> None:
     """Delete what the run's versions have given up. What cannot be deleted is told, and tried again the next time."""
-    with _told():
-        found = released(trust, read_manifests(settings), stored=store is not None)
+    with _log_failure():
+        found = what_is_released(trust, read_manifests(settings), stored=store is not None)
         for run in found.kept_for:
             log.warning("chunks are kept for a quiet run: if it has ended for good, end its manifests", run=run)
         before = {(CHUNKS, partition): offset for partition, offset in found.before.items()}
-        with _told():
+        with _log_failure():
             if before:
                 delete_before(settings, before, keep_seconds=UNDER_WAY_SECONDS, client_id=CLIENT)
-        with _told():
+        with _log_failure():
             if store is not None:
                 store.delete(found.files)
             _end(settings, found.keys)  # after the files: a manifest is the only place that names them
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _log_failure() -> Iterator[None]:
     """A failure inside ends nothing."""
     try:
         yield
@@ -100,18 +99,18 @@ def _end(settings: BusSettings, keys: list[str]) -> None:
         return
     writer = Writer(settings, CLIENT)
     for key in keys:
-        writer.tombstone(PLACE[0], key=key, partition=PLACE[1])
+        writer.tombstone(MANIFEST_PARTITION[0], key=key, partition=MANIFEST_PARTITION[1])
     writer.flush()
 
 
-def released(trust: Trust, envelopes: Iterable[Envelope], *, stored: bool = True) -> Released:
+def what_is_released(trust: Trust, envelopes: Iterable[Envelope], *, stored: bool = True) -> Released:
     """What the run has given up, of all that its topic of manifests holds.
 
     `stored`: whether the files of anchors can be deleted; manifests that name some stay until they can be.
     """
     own: dict[int, Placed] = {}
     written: dict[int, str] = {}
-    others: dict[str, list[Claim]] = {}
+    others: dict[str, list[RunClaim]] = {}
     ended: dict[str, int] = {}
     now = 0.0
     for envelope in envelopes:
@@ -120,13 +119,13 @@ def released(trust: Trust, envelopes: Iterable[Envelope], *, stored: bool = True
             ended[envelope.key] = envelope.offset
             others.pop(envelope.key, None)
         elif (manifest.model_id, manifest.run) != (trust.model_id, trust.run):
-            claim = Claim(f"{manifest.model_id}/{manifest.run}", envelope.timestamp_seconds, manifest.first)
+            claim = RunClaim(f"{manifest.model_id}/{manifest.run}", envelope.timestamp_seconds, manifest.first)
             others.setdefault(envelope.key, []).append(claim)
-        elif trust.believes(envelope) is manifest:
+        elif trust.verified(envelope) is manifest:
             own[envelope.offset] = Placed(manifest, envelope.offset)
             written[envelope.offset] = envelope.key
             now = max(now, envelope.timestamp_seconds)
-    needed = live(own.values())
+    needed = live_manifests(own.values())
     own_chunks = [chunk for placed in needed for chunk in placed.manifest.first]
     first = lowest_offsets(own_chunks)
     claims = [claim for found in others.values() for claim in found]
@@ -143,11 +142,11 @@ def released(trust: Trust, envelopes: Iterable[Envelope], *, stored: bool = True
         before={partition: everybodys[partition] for partition in first},
         files=sorted(files) if stored else [],
         keys=sorted(key for key in keys if key in last and ended.get(key, -1) < last[key]),
-        kept_for=quiet(claims, first, now),
+        kept_for=quiet_runs(claims, first, now),
     )
 
 
-def quiet(claims: Iterable[Claim], first: Mapping[int, int], now: float) -> list[str]:
+def quiet_runs(claims: Iterable[RunClaim], first: Mapping[int, int], now: float) -> list[str]:
     """The runs that need what lies before these offsets, and have said nothing for long."""
     newest: dict[str, float] = {}
     needing: set[str] = set()
@@ -158,7 +157,7 @@ def quiet(claims: Iterable[Claim], first: Mapping[int, int], now: float) -> list
     return sorted(run for run in needing if now - newest[run] >= QUIET_SECONDS)
 
 
-def live(manifests: Iterable[Placed]) -> list[Placed]:
+def live_manifests(manifests: Iterable[Placed]) -> list[Placed]:
     """Those of one run that can still be needed."""
     found = sorted(manifests, key=lambda placed: (placed.order, placed.offset))
     anchors = [number for number, placed in enumerate(found) if placed.manifest.base_version is None]

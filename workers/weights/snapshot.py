@@ -9,12 +9,35 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from schemas.weights import TensorSpec
 from workers.weights.digests import WholeDigest, digest_of
-from workers.weights.geometry import DTYPE_BYTES, Box, LayoutError, cut
-from workers.weights.ownership import owned
-from workers.weights.tensors import Matrix, as_it_travels, finite, spec_of, take, words_of
+from workers.weights.layout import DTYPE_BYTES, Box, LayoutError, matrix, slices_of
+from workers.weights.tensors import Matrix, bits_of, finite, read_box, spec_of, to_wire_dtype
+
+
+def owned_part(tensor: Tensor) -> tuple[Box, Tensor] | None:
+    """Where the owned part lies and its values; None if other ranks own all of it.
+
+    A plain tensor is owned whole. Raises LayoutError for a DTensor that is sharded along another than its first axis or
+    holds partial sums.
+    """
+    rows, columns = matrix(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Box(0, rows, 0, columns), tensor
+    mesh, placements = tensor.device_mesh, tensor.placements
+    for dimension, placement in enumerate(placements):
+        if placement.is_replicate():
+            if mesh.get_local_rank(dimension) != 0:
+                return None
+        elif not (isinstance(placement, Shard) and placement.dim == 0):
+            raise LayoutError(f"a tensor is placed as {placement}: only Shard(0) and Replicate can be published")
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    if 0 in shape:
+        return None
+    return Box(offset[0] if offset else 0, matrix(shape)[0], 0, columns), tensor.to_local()
 
 
 class NotFinite(LayoutError):
@@ -45,7 +68,7 @@ class Snapshot:
         """The words of a slice, out of the owned part of its tensor."""
         own = self.boxes[name]
         at = Box(box.row_start - own.row_start, box.rows, box.column_start - own.column_start, box.columns)
-        return take(self.words[name], at)
+        return read_box(self.words[name], at)
 
     def digest(self) -> bytes:
         """What the manifest of this version says as its digest, if one process owns all."""
@@ -63,23 +86,23 @@ def snapshot_of(
     """
     snapshot = Snapshot()
     for name, tensor in named_tensors:
-        wired = as_it_travels(tensor.detach(), dtype)
+        wired = to_wire_dtype(tensor.detach(), dtype)
         snapshot.specs[name] = spec_of(name, wired)
-        local = owned(wired)
+        local = owned_part(wired)
         if local is None:
             continue
         snapshot.boxes[name], shard = local
-        words = words_of(shard)
+        words = bits_of(shard)
         snapshot.words[name] = words.copy() if wired.dtype == tensor.dtype else words  # what was rounded is a copy
-        for box in cut(snapshot.boxes[name], column_parts=column_parts):
+        for box in slices_of(snapshot.boxes[name], column_parts=column_parts):
             flat = snapshot.within(name, box)
             if not finite(flat, snapshot.specs[name].dtype):
-                raise NotFinite(_not_finite(name, owned(tensor.detach()), snapshot.specs[name].dtype))
+                raise NotFinite(_nonfinite_error(name, owned_part(tensor.detach()), snapshot.specs[name].dtype))
             snapshot.digests[name, box] = digest_of(flat.data)
     return snapshot
 
 
-def _not_finite(name: str, own: tuple[Box, Tensor] | None, dtype: str) -> str:
+def _nonfinite_error(name: str, own: tuple[Box, Tensor] | None, dtype: str) -> str:
     """Why it cannot travel as this. `own`: what this process owns of it, before it was rounded."""
     assert own is not None
     values = own[1].float()

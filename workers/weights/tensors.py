@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from schemas.weights import TensorSpec
-from workers.weights.geometry import DTYPE_BYTES, Box, LayoutError, matrix
+from workers.weights.layout import DTYPE_BYTES, Box, LayoutError, matrix
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WORDS = {2: torch.uint16, 4: torch.uint32}
@@ -32,12 +32,12 @@ def spec_of(name: str, tensor: Tensor) -> TensorSpec:
     return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype)
 
 
-def as_it_travels(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+def to_wire_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """In its own element type if `dtype` has all values of that exactly, else rounded to it."""
     return tensor if dtype is None or torch.promote_types(tensor.dtype, dtype) == dtype else tensor.to(dtype)
 
 
-def words_of(tensor: Tensor) -> Matrix:
+def bits_of(tensor: Tensor) -> Matrix:
     """A tensor's bits as a matrix. A view if it is contiguous and in host memory; a copy otherwise."""
     flat = tensor.detach().to("cpu").contiguous().reshape(matrix(tensor.shape))
     words: Matrix = flat.view(WORDS[tensor.element_size()]).numpy()
@@ -51,19 +51,19 @@ def finite(words: Matrix, dtype: str) -> bool:
     return not words.size or int((words & unsigned).max()) < infinity
 
 
-def take(words: Matrix, box: Box) -> Matrix:
+def read_box(words: Matrix, box: Box) -> Matrix:
     """The elements of a box, flat; a view where they lie together."""
     rows = words[box.row_start : box.row_start + box.rows]
     flat = rows[:, box.column_start : box.column_start + box.columns].reshape(-1)
     return np.ascontiguousarray(flat)  # of one column it is a view with strides
 
 
-def put(words: Matrix, box: Box, flat: Matrix) -> None:
+def write_box(words: Matrix, box: Box, flat: Matrix) -> None:
     """Write the elements of a box."""
     rows = words[box.row_start : box.row_start + box.rows]
     rows[:, box.column_start : box.column_start + box.columns] = flat.reshape(box.rows, box.columns)
 
 
-def empty(spec: TensorSpec) -> Tensor:
+def empty_tensor(spec: TensorSpec) -> Tensor:
     """A tensor in host memory to be filled through `words_of`; what is never written takes no memory."""
     return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])

@@ -1,4 +1,4 @@
-"""Whose manifests are believed: receivers, retention and the trainer ask here before they learn anything.
+"""Trust: the keys that sign manifests, and whose manifests receivers, retention and the trainer believe.
 
 Keeps true
 - Where a key is set, nothing is learned from a manifest that its owner did not sign: the signature is over the value's
@@ -6,20 +6,87 @@ Keeps true
 - A manifest of another run or namespace is a stranger, also if the same key signed it.
 """
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 import msgspec
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+    load_pem_public_key,
+)
 
 from schemas.errors import UsageError
 from schemas.limits import Id
 from schemas.weights import SIGNATURE_HEADER, WeightManifest
 from topics.records import Envelope, RawMessage
+from topics.settings import BusSettings
+from workers.weights.config import WeightsConfig
+
+_ADVICE = "`rose keys FILE` writes a private key to FILE and its public one to FILE.pub"
 
 
-class Doubt(Enum):
+def private_key(file: Path) -> Ed25519PrivateKey:
+    """Of a PEM file without a password. Raises UsageError."""
+    key = _load(file, lambda pem: load_pem_private_key(pem, password=None), "private key without a password")
+    if not isinstance(key, Ed25519PrivateKey):
+        raise UsageError(f"{file} holds a private key that is not Ed25519: {_ADVICE}")
+    return key
+
+
+def public_key(file: Path) -> Ed25519PublicKey:
+    """Of a PEM file. Raises UsageError."""
+    key = _load(file, load_pem_public_key, "public key")
+    if not isinstance(key, Ed25519PublicKey):
+        raise UsageError(f"{file} holds a public key that is not Ed25519: {_ADVICE}")
+    return key
+
+
+def _load(file: Path, parse: Callable[[bytes], object], kind: str) -> object:
+    try:
+        return parse(file.read_bytes())
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read ({error.strerror}): {_ADVICE}") from None
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise UsageError(f"{file} holds no {kind}: {_ADVICE}") from None
+
+
+def make_keys(file: Path) -> Path:
+    """Write a new private key to `file`, readable by its owner alone, and the public one to `file`.pub.
+
+    Returns the second. Raises UsageError when either is there already or cannot be written; then neither is left.
+    """
+    if not file.name:
+        raise UsageError(f"{file} is a folder: {_ADVICE}")
+    key = Ed25519PrivateKey.generate()
+    public = file.with_name(f"{file.name}.pub")
+    private_bytes = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    public_bytes = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    with ExitStack() as undo:
+        try:
+            _write_new(file, private_bytes, undo, mode=0o600)
+            _write_new(public, public_bytes, undo, mode=0o644)
+        except OSError as error:
+            raise UsageError(f"cannot write keys: {error}") from None
+        undo.pop_all()
+    return public
+
+
+def _write_new(file: Path, content: bytes, undo: ExitStack, *, mode: int) -> None:
+    file.touch(mode=mode, exist_ok=False)
+    undo.callback(file.unlink, missing_ok=True)
+    file.write_bytes(content)
+
+
+class UntrustedReason(Enum):
     """Why a manifest of the model is not believed."""
 
     UNSIGNED = "unsigned"
@@ -39,36 +106,36 @@ class Trust:
     key: Ed25519PublicKey | None = None
     """Of whoever signs; None believes unsigned manifests too."""
 
-    def judge(self, envelope: Envelope) -> WeightManifest | Doubt | None:
+    def verify(self, envelope: Envelope) -> WeightManifest | UntrustedReason | None:
         """The manifest, or why it is not believed; None for a tombstone, another record or another model."""
         manifest = envelope.record
         if not isinstance(manifest, WeightManifest) or manifest.model_id != self.model_id:
             return None
-        if (doubt := self._doubt_of_signature(envelope.raw)) is not None:
+        if (doubt := self._signature_error(envelope.raw)) is not None:
             return doubt
-        return manifest if manifest.run == self.run else Doubt.STRANGER
+        return manifest if manifest.run == self.run else UntrustedReason.STRANGER
 
-    def believes(self, envelope: Envelope) -> WeightManifest | None:
+    def verified(self, envelope: Envelope) -> WeightManifest | None:
         """The manifest, if it is believed."""
-        judged = self.judge(envelope)
+        judged = self.verify(envelope)
         return judged if isinstance(judged, WeightManifest) else None
 
-    def of_any_run(self, envelope: Envelope) -> WeightManifest | None:
+    def verified_of_any_run(self, envelope: Envelope) -> WeightManifest | None:
         """The manifest, if the key's owner signed it for this model, whatever its run."""
-        judged, manifest = self.judge(envelope), envelope.record
-        known = isinstance(judged, WeightManifest) or judged is Doubt.STRANGER
+        judged, manifest = self.verify(envelope), envelope.record
+        known = isinstance(judged, WeightManifest) or judged is UntrustedReason.STRANGER
         return manifest if known and isinstance(manifest, WeightManifest) else None
 
-    def _doubt_of_signature(self, raw: RawMessage) -> Doubt | None:
+    def _signature_error(self, raw: RawMessage) -> UntrustedReason | None:
         if self.key is None:
             return None
         signature = raw.header(SIGNATURE_HEADER)
         if not signature:
-            return Doubt.UNSIGNED
+            return UntrustedReason.UNSIGNED
         try:
             self.key.verify(signature, raw.value or b"")
         except InvalidSignature:
-            return Doubt.FORGED
+            return UntrustedReason.FORGED
         return None
 
 
@@ -84,3 +151,31 @@ def run_id(namespace: str, run: str) -> str:
         raise UsageError(
             f"run {run!r} in namespace {namespace!r}: together they may have 127 characters, of A-Z a-z 0-9 . _ : -"
         ) from None
+
+
+def make_trust(settings: BusSettings, model_id: str, config: WeightsConfig) -> Trust:
+    """Whose versions a configuration takes. Raises UsageError for a broken key file or a run without a proper name."""
+    key = public_key(config.trusted_key) if config.trusted_key else None
+    return Trust(model_id, run_id(settings.namespace, config.run), key)
+
+
+def require_signing_key(settings: BusSettings, key: object, field: str) -> None:
+    """Where clients prove who they are, so do versions. Raises UsageError where this field of the weights names no key.
+
+    A right to write manifests may be given by mistake, or stolen; the trainer's key never leaves the trainer.
+    """
+    if settings.authenticated and key is None:
+        raise UsageError(
+            "the clients of this broker prove who they are (security.protocol), and so must policy versions: "
+            f"set weights.{field}; `rose keys FILE` makes both keys"
+        )
+
+
+def load_signing_key(config: WeightsConfig) -> Ed25519PrivateKey | None:
+    """The key with which a configuration signs. Raises UsageError for a broken one, or if it is not the trusted one."""
+    if config.signing_key is None:
+        return None
+    key = private_key(config.signing_key)
+    if config.trusted_key and public_key(config.trusted_key) != key.public_key():
+        raise UsageError(f"{config.trusted_key} is not the public key of {config.signing_key}: {_ADVICE}")
+    return key

@@ -1,6 +1,6 @@
 """The page of the bus and the ledger: records, transactions, and what became of all that was opened."""
 
-from pipeline.observability.panels import RATE, Dashboard, Panel, beside, by, each_mean, quantiles
+from pipeline.observability.panels import RATE, Dashboard, Panel, each_mean, mean_and_worst, quantiles, rate_by
 
 BUS = Dashboard(
     "bus",
@@ -10,12 +10,14 @@ BUS = Dashboard(
             "Records written",
             "By topic, as the broker stored them.",
             "ops",
-            by("topic", "rose_bus_written_records_total"),
+            rate_by("topic", "rose_bus_written_records_total"),
         ),
-        Panel("Records read", "By topic, of all readers together.", "ops", by("topic", "rose_bus_read_records_total")),
+        Panel(
+            "Records read", "By topic, of all readers together.", "ops", rate_by("topic", "rose_bus_read_records_total")
+        ),
         Panel(
             "Dead letters",
-            "In five minutes, by topic: `rose letters list` says which and why.",
+            "In five minutes, by topic: `rose dlq list` says which and why.",
             "short",
             {"{{topic}}": "sum by (topic) (increase(rose_bus_dead_letters_total[5m]))"},
         ),
@@ -42,7 +44,7 @@ BUS = Dashboard(
             "Transactions of environment workers",
             "From begin to commit: the mean worker, and the slowest.",
             "s",
-            beside(each_mean("rose_environment_transaction_seconds")),
+            mean_and_worst(each_mean("rose_environment_transaction_seconds")),
         ),
         Panel(
             "Deciding on a batch of records",

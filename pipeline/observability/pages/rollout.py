@@ -1,6 +1,6 @@
 """The page of rollouts: turns from being asked for to their result, executors, environments."""
 
-from pipeline.observability.panels import RATE, Dashboard, Panel, beside, by, each_mean, quantiles
+from pipeline.observability.panels import RATE, Dashboard, Panel, each_mean, mean_and_worst, quantiles, rate_by
 
 ROLLOUT = Dashboard(
     "rollout",
@@ -33,13 +33,13 @@ ROLLOUT = Dashboard(
             "A turn on its executor",
             "From the inbox to the last token: the mean of all executors, and that of the slowest.",
             "s",
-            beside(each_mean("rose_executor_turn_seconds")),
+            mean_and_worst(each_mean("rose_executor_turn_seconds")),
         ),
         Panel(
             "Tokens of an executor",
             "Sampled tokens a second: the mean executor, and the worst.",
             "short",
-            beside(f'rate(rose_executor_tokens_total{{kind="sampled"}}[{RATE}])', worst="min"),
+            mean_and_worst(f'rate(rose_executor_tokens_total{{kind="sampled"}}[{RATE}])', worst="min"),
         ),
         Panel(
             "Prefix cache",
@@ -54,19 +54,19 @@ ROLLOUT = Dashboard(
             "KV cache in use",
             "Of what rollouts may hold. One that is full makes its turns wait.",
             "percentunit",
-            beside("1 - rose_executor_kv_free_bytes / (rose_executor_kv_capacity_bytes > 0)"),
+            mean_and_worst("1 - rose_executor_kv_free_bytes / (rose_executor_kv_capacity_bytes > 0)"),
         ),
         Panel(
             "Turns held",
             "The mean executor, and the one with most.",
             "short",
-            beside("rose_executor_held_turns"),
+            mean_and_worst("rose_executor_held_turns"),
         ),
         Panel(
             "How attempts ended",
             "By outcome; what was dropped was meant for another start, or came under an older claim.",
             "ops",
-            by("outcome", "rose_executor_turns_total"),
+            rate_by("outcome", "rose_executor_turns_total"),
         ),
         Panel(
             "Executors",
@@ -94,7 +94,7 @@ ROLLOUT = Dashboard(
             "How trajectories end",
             "By ending; failed ones are the infrastructure's fault.",
             "ops",
-            by("ending", "rose_environment_trajectories_ended_total"),
+            rate_by("ending", "rose_environment_trajectories_ended_total"),
         ),
     ],
 )

@@ -1,6 +1,16 @@
 """The page of serving: what its users wait for, and what guests take from it."""
 
-from pipeline.observability.panels import CONTROL, LENDER, RATE, SCRAPED, Dashboard, Panel, beside, by, quantiles
+from pipeline.observability.panels import (
+    CONTROL,
+    LENDER,
+    RATE,
+    SCRAPED,
+    Dashboard,
+    Panel,
+    mean_and_worst,
+    quantiles,
+    rate_by,
+)
 
 SERVING = Dashboard(
     "serving",
@@ -52,14 +62,14 @@ SERVING = Dashboard(
             "Why guests did not compute",
             "Times a second that a guest with work was held back, by what serving had.",
             "ops",
-            by("why", "rose_lender_held_back_total"),
+            rate_by("why", "rose_lender_held_back_total"),
             LENDER,
         ),
         Panel(
             "Memory lent",
             "KV memory that rollout turns may hold; 0 where a guest is parked.",
             "bytes",
-            beside("rose_lender_budget_bytes", worst="min"),
+            mean_and_worst("rose_lender_budget_bytes", worst="min"),
             LENDER,
         ),
         Panel(
@@ -77,7 +87,7 @@ SERVING = Dashboard(
             "Time taken from serving's loop",
             "Share of its time in which a server shares its memory out anew.",
             "percentunit",
-            beside(f"rate(rose_lender_look_seconds_total[{RATE}])"),
+            mean_and_worst(f"rate(rose_lender_look_seconds_total[{RATE}])"),
             LENDER,
         ),
         Panel(

@@ -1,6 +1,6 @@
 """The page of training and weights: a step's time, what it learns, and how versions travel."""
 
-from pipeline.observability.panels import RATE, Dashboard, Panel, beside, each_mean, quantiles
+from pipeline.observability.panels import RATE, Dashboard, Panel, each_mean, mean_and_worst, quantiles
 
 WEIGHTS = Dashboard(
     "weights",
@@ -53,7 +53,7 @@ WEIGHTS = Dashboard(
             "Versions behind",
             "Engines, behind the newest on the log: the mean, and the worst.",
             "short",
-            beside(
+            mean_and_worst(
                 "max by (job) (rose_trainer_policy_version) "
                 "- on (job) group_right () (rose_executor_policy_version >= 0)"
             ),
@@ -68,13 +68,13 @@ WEIGHTS = Dashboard(
             "Receiving a version",
             "Fetching, decoding and verifying: the mean of all receivers, and that of the slowest.",
             "s",
-            beside(each_mean("rose_weights_receive_seconds")),
+            mean_and_worst(each_mean("rose_weights_receive_seconds")),
         ),
         Panel(
             "The pause for a version",
             "An engine computes nothing meanwhile.",
             "s",
-            beside(each_mean("rose_executor_swap_seconds")),
+            mean_and_worst(each_mean("rose_executor_swap_seconds")),
         ),
         Panel(
             "Bytes of weights",

@@ -47,7 +47,7 @@ from workers.executor.vllm.types import (
     SwapRefused,
     first_line,
 )
-from workers.model_config import refuse_too_long
+from workers.model_config import check_context_length
 
 __all__ = [
     "Engine",
@@ -117,7 +117,7 @@ class Engine:
         """
         self._folder = config.model_folder
         self.shapes, self.vocabulary = read_folder(config.model_folder)
-        refuse_too_long(config.model_folder, config.max_model_len)
+        check_context_length(config.model_folder, config.max_model_len)
         self.version = config.policy_version
         self.longest_tokens = config.max_model_len
         """Of a turn, context and output together."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from workers.executor.vllm.types import ModelFolderError
-from workers.model_config import refuse_unlike
+from workers.model_config import check_agreement
 from workers.tokenizer import TOKENIZER_FILE, TokenizerError, check_vocabulary, load_tokenizer
 from workers.weights.model_folder import FolderError, folder_shapes, read_config
 
@@ -36,7 +36,7 @@ def read_folder(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
         config, shapes = read_config(folder), folder_shapes(folder)
     except FolderError as error:
         raise ModelFolderError(str(error)) from None
-    refuse_unlike(folder, config)
+    check_agreement(folder, config)
     vocabulary: int = config["vocab_size"]
     _check_vocabulary(folder, shapes, vocabulary)
     return shapes, vocabulary

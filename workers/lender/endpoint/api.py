@@ -26,7 +26,7 @@ from workers.lender.endpoint.turn import (
     error_for_status,
 )
 from workers.lender.endpoint.weights_proof import ANSWER_TOKENS, TOLERANCES, ProbeAnswer
-from workers.model_config import most_tokens_of
+from workers.model_config import max_context_tokens_of
 
 VERSION = "0.32."
 """Of vLLM: what is asked of it is not promised to stay."""
@@ -358,7 +358,7 @@ def incompatibility(config: VllmConfig, shapes: Mapping[str, Sequence[int]], max
         return f"its logprobs are {model.logprobs_mode}: start it with --logprobs-mode processed_logprobs"
     if model.max_model_len < max_model_len:
         return f"its longest turn is {model.max_model_len} tokens, executor.max_model_len is {max_model_len}"
-    most = most_tokens_of(Path(model.model))
+    most = max_context_tokens_of(Path(model.model))
     if most is not None and model.max_model_len > most:
         return (
             f"its longest turn is {model.max_model_len} tokens: start it with --max-model-len {most}, of which "

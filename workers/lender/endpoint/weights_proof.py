@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.errors import UsageError
-from workers.model_config import compute_as_engines
+from workers.model_config import match_engine_numerics
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25}
 """By what an endpoint computes in, the largest difference of two logprobs that counts as the same."""
@@ -93,7 +93,7 @@ class ReferenceModel:
         disable_progress_bar()  # of each version that is loaded
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            compute_as_engines(config)
+            match_engine_numerics(config)
             with torch.random.fork_rng():
                 self._kind: Any = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
         except (ValueError, KeyError, OSError) as error:

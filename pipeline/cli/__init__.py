@@ -1,0 +1,1 @@
+"""The `rose` command: what each subcommand takes, and what it does."""

@@ -1,0 +1,135 @@
+"""`rose grant` and `rose drain`: what an operator says to one executor, and takes back.
+
+Keeps true: who was drained is waited for until it holds nothing, or that is told: what follows takes its node away.
+"""
+
+import re
+import sys
+import time
+from contextlib import closing
+
+import msgspec
+from confluent_kafka import OFFSET_END
+
+from pipeline.config.load import load
+from pipeline.config.options import Common
+from schemas.errors import RoseError, UsageError
+from schemas.grants import CapacityGrant, GrantSource, grant_key
+from schemas.heartbeats import DRAINED_REASON, MOVING_REASON, ExecutorState, SlackHeartbeat
+from schemas.limits import Id
+from topics.acl import OPERATOR, connect_as
+from topics.catalog import GRANTS, HEARTBEATS
+from topics.reader import Reader
+from topics.records import Envelope
+from topics.settings import BusSettings
+from topics.writer import Writer
+
+DRAIN_TIMEOUT_SECONDS = 60.0
+"""For which what a drained executor holds may go on, unless it is said."""
+
+HEARD_SECONDS = 5.0
+"""An executor that is there is heard within so long: it beats many times a second, and is silent after two."""
+
+LATE_SECONDS = 10.0
+"""So much later than it was told may one hold nothing: its engine gives turns back between two steps."""
+
+
+FIELD = re.compile(r"`\$\.(\w+)`")
+"""Of a grant, as msgspec names it: by options of the same names they are said."""
+
+
+class DrainTimeout(RoseError):
+    """Whoever was to be drained is not, yet."""
+
+
+def send_grant(common: Common, worker: str, *, lend: bool, kv_bytes: int, token_budget: int, reason: str) -> None:
+    """Write the worker's newest grant by hand. Raises UsageError, BrokerUnreachable, TopicMissing or BusError."""
+    grant = _make_grant(worker, lend=lend, kv_bytes=kv_bytes, token_budget=token_budget, reason=reason)
+    _print_grant(_connect(common), worker, grant, GrantSource.BY_HAND)
+    sys.stdout.write(f"{worker} is to {'lend' if lend else 'park'}\n")
+
+
+def release_grant(common: Common, worker: str) -> None:
+    """Delete the worker's grant by hand. Raises as `send_grant`."""
+    _release(common, worker, GrantSource.BY_HAND)
+    sys.stdout.write(f"{worker} follows the control app, where there is one\n")
+
+
+def drain(common: Common, worker: str, *, within_seconds: float, reason: str) -> None:
+    """Have an executor take no more turns, and wait until it holds none.
+
+    What it has not ended after `within_seconds` goes on elsewhere. Raises DrainTimeout where it is not heard, or still
+    holds some; and as `send_grant`.
+    """
+    grant = _make_grant(worker, lend=False, reason=reason, finish_seconds=within_seconds)
+    settings = _connect(common)
+    with closing(Reader(settings, "rose-drain")) as reader:
+        reader.assign({(HEARTBEATS, cell): OFFSET_END for cell in range(reader.partition_count(HEARTBEATS))})
+        _print_grant(settings, worker, grant, GrantSource.DRAIN)
+        _await_empty(reader, worker, within_seconds)
+    sys.stdout.write(
+        f"{worker} is drained: it holds nothing, and takes nothing until `rose drain {worker} --release`\n"
+    )
+
+
+def release_drain(common: Common, worker: str) -> None:
+    """Have it take turns again, as its grants say. Raises as `send_grant`."""
+    _release(common, worker, GrantSource.DRAIN)
+    sys.stdout.write(f"{worker} is drained no more\n")
+
+
+def _await_empty(reader: Reader, worker: str, within_seconds: float) -> None:
+    """Listen until the worker says that it holds nothing. Raises DrainTimeout or BusError."""
+    began = time.monotonic()
+    newest: SlackHeartbeat | None = None
+    while time.monotonic() < began + (HEARD_SECONDS if newest is None else within_seconds + LATE_SECONDS):
+        for item in reader.read(500, 0.1):
+            if isinstance(item, Envelope) and isinstance(item.record, SlackHeartbeat) and item.record.worker == worker:
+                newest = item.record
+        if newest is not None and _is_empty(newest):
+            return
+    if newest is None:
+        raise DrainTimeout(
+            f"no executor is heard by the name of {worker}: it will be drained when one comes; "
+            f"`rose drain {worker} --release` takes that back"
+        )
+    raise DrainTimeout(f"{worker} still holds {len(newest.holds) // 8} turns: its engine does not give them back")
+
+
+def _is_empty(beat: SlackHeartbeat) -> bool:
+    if beat.state is ExecutorState.STOPPING:  # what it lists then is answered; who moves begins in another cell
+        return not beat.paused_reason.startswith(MOVING_REASON)
+    return beat.paused_reason.startswith(DRAINED_REASON) and not beat.holds
+
+
+def _make_grant(worker: str, *, lend: bool, kv_bytes: int = 0, token_budget: int = 0, **terms: object) -> CapacityGrant:
+    """Raises UsageError."""
+    fields = {"worker": worker, "lend": lend, "kv_bytes": kv_bytes, "token_budget": token_budget, **terms}
+    try:
+        return msgspec.convert({**fields, "granted_at": time.time()}, CapacityGrant)
+    except msgspec.ValidationError as error:
+        sentence = FIELD.sub(lambda found: f"--{found[1].replace('_', '-')}", str(error))
+        raise UsageError(f"no such grant can be made: {sentence}") from None
+
+
+def _release(common: Common, worker: str, voice: GrantSource) -> None:
+    try:
+        msgspec.convert(worker, Id)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"that is no worker: {error}") from None
+    _print_grant(_connect(common), worker, None, voice)
+
+
+def _connect(common: Common) -> BusSettings:
+    settings = load(common).bus()
+    connect_as(settings, OPERATOR)
+    return settings
+
+
+def _print_grant(settings: BusSettings, worker: str, grant: CapacityGrant | None, voice: GrantSource) -> None:
+    with closing(Writer(settings, "rose-grant")) as writer:
+        if grant is None:
+            writer.tombstone(GRANTS, key=grant_key(worker, voice), partition=0)
+        else:
+            writer.write(GRANTS, grant, key=grant_key(worker, voice))
+        writer.flush()

@@ -1,0 +1,122 @@
+"""`rose replay` and `rose why`: what the log says of one trajectory or group."""
+
+import sys
+from contextlib import closing
+
+from pipeline.config.load import load
+from pipeline.config.options import Common
+from pipeline.local.broker import readable_log
+from pipeline.process.terminal import print_line
+from pipeline.replay.description import describe_trajectory
+from pipeline.replay.episodes import fold_trajectory
+from pipeline.replay.search import GroupFound, TrajectoryFound, UnknownTrajectory, find_group, find_trajectory
+from pipeline.replay.why import GroupFacts, PromptAt, TrajectoryFacts, why_group, why_trajectory
+from schemas.limits import MAX_GROUP_SIZE
+from schemas.partitioning import home_partition
+from topics.acl import VIEW, connect_as
+from topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Topic
+from topics.reader import Reader
+from topics.records import Place
+from topics.settings import BusSettings
+from workers.environments.turn_format import TurnFormat, TurnFormatError
+
+
+def print_replay(common: Common, trajectory: str) -> None:
+    """`rose replay`. Raises UnknownTrajectory."""
+    config = load(common)
+    with readable_log(config) as settings:
+        connect_as(settings, VIEW)
+        group = _group_of(settings, trajectory)
+        if group is None or group.size is None:
+            raise UnknownTrajectory(trajectory)
+        found = find_trajectory(settings, group, trajectory).records
+    decode = None
+    try:
+        decode = TurnFormat(config.settings.environment.model_folder).action_text
+    except TurnFormatError as error:
+        sys.stderr.write(f"without text: {error}\n")
+    for line in describe_trajectory(fold_trajectory(trajectory, found), decode):
+        print_line(line)
+
+
+def print_why(common: Common, name: str) -> None:
+    """`rose why`, of a trajectory or a group. Raises UnknownTrajectory."""
+    with readable_log(load(common)) as settings:
+        connect_as(settings, VIEW)
+        lines = []
+        if _is_known(group := find_group(settings, name)):
+            facts = _group_facts(settings, group, find_trajectory(settings, group, name))
+            lines.append(f"group {name} {why_group(facts)}")
+        if (of := _group_of(settings, name)) is not None:
+            found = find_trajectory(settings, of, name)
+            facts = _group_facts(settings, of, found)
+            lines.append(f"{name}: {why_trajectory(facts, _trajectory_facts(name, found))}")
+    if not lines:
+        raise UnknownTrajectory(name)
+    for line in lines:
+        print_line(line)
+
+
+def _group_of(settings: BusSettings, name: str) -> GroupFound | None:
+    """The group that has a trajectory of this name; None if none has."""
+    group_id, _, index = name.rpartition(":")
+    if not index.isdecimal():
+        return None
+    group = find_group(settings, group_id)
+    has = any(index == str(number) for number in range(MAX_GROUP_SIZE if group.size is None else group.size))
+    return group if has and _is_known(group) else None
+
+
+def _is_known(group: GroupFound) -> bool:
+    return group.size is not None or bool(group.letters)
+
+
+def _group_facts(settings: BusSettings, group: GroupFound, found: TrajectoryFound) -> GroupFacts:
+    prompts: list[PromptAt] = []
+    refused = {(letter.partition, letter.offset): letter.reason for letter in group.letters}
+    with closing(Reader(settings, "rose-why", group=ENVIRONMENT_GROUP)) as reader:
+        homes = reader.partition_count(PROMPTS)
+        places: list[Place] = [(PROMPTS, prompt.partition) for prompt in group.prompts]
+        read = reader.committed(places) if places else {}
+    home = home_partition(group.group_id, homes)
+    for prompt in group.prompts:
+        place = prompt.partition, prompt.offset
+        prompts.append(
+            PromptAt(
+                place=_place(PROMPTS, *place),
+                home=home,
+                at_home=prompt.partition == home,
+                refused=refused.pop(place, None),
+                before=max(0, prompt.offset - (read[PROMPTS, prompt.partition] or 0)),
+            )
+        )
+    for (partition, offset), reason in refused.items():  # the prompt itself is on the log no more, or never decoded
+        at_home = partition == home
+        prompts.append(PromptAt(place=_place(PROMPTS, partition, offset), home=home, at_home=at_home, refused=reason))
+    return GroupFacts(
+        group_id=group.group_id,
+        group=group.record,
+        prompts=tuple(prompts),
+        open_at_home=group.open_at_home,
+        size=group.size or 0,
+        live=frozenset(found.live),
+        sampled=frozenset(found.sampled),
+        settled=tuple(found.settled),
+    )
+
+
+def _trajectory_facts(name: str, found: TrajectoryFound) -> TrajectoryFacts:
+    own = found.records
+    return TrajectoryFacts(
+        trajectory_id=name,
+        progress=found.progress,
+        requests=tuple(own.requests),
+        dispatches=tuple(own.dispatches),
+        results=tuple(own.results),
+        samples=tuple(own.samples),
+        outcomes=tuple(own.outcomes),
+    )
+
+
+def _place(topic: Topic, partition: int, offset: int) -> str:
+    return f"{topic.name}/{partition}/{offset}"

@@ -1,0 +1,174 @@
+"""Each role as a program: configuration, logs, metrics, traces and signals around its loop."""
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from threading import Event
+
+import numpy  # noqa: F401  tokens are unpacked with it, and no loop is to stand still for an import
+
+from pipeline.config.load import Config, load
+from pipeline.config.options import Common
+from pipeline.process.process_setup import serve_metrics, stop_on_signals
+from pipeline.process.run_folder import TRAINER_LOCK_FILE as TRAINER_LOCK
+from pipeline.process.run_folder import ensure_folder, run_folder_lock
+from schemas.errors import UsageError
+from schemas.limits import is_http_server
+from topics.acl import CONTROL, ENVIRONMENT, EXECUTOR, ROUTER, TRAINER, Role, connect_as
+from topics.role_announcements import announce_starts
+from topics.settings import BusSettings
+from topics.tracing import export_traces
+from workers.weights.trust import require_signing_key, run_id
+
+
+def run_environment(common: Common, number: int) -> None:
+    """Environment worker `number`, until it is asked to stop."""
+    from workers.environments.main import run_environment_worker
+
+    config, name = load(common), f"environment-{number}"
+    config.import_paths()  # refuses what is not there
+    port = config.settings.metrics.environment
+    with _running_role(config, ENVIRONMENT, port, number, name=name) as (settings, stop):
+        run_environment_worker(settings, config.settings.environment, name, stop)
+
+
+def run_executor_role(common: Common) -> None:
+    """An executor, until it is asked to stop."""
+    from workers.executor.engine_process import EngineProcess
+    from workers.executor.main import run_executor
+
+    config = load(common)
+    _require_signatures(config)
+    executor_config, port = config.settings.executor, config.settings.metrics.executor
+    name = executor_config.worker
+    with (
+        EngineProcess(executor_config) as engine,
+        _running_role(config, EXECUTOR, port, number_of(name), name=name) as (settings, stop),
+    ):
+        run_executor(settings, executor_config, engine.client, engine.shapes, stop, weights=config.weights)
+
+
+def run_lender_role(common: Common, serving: Path, flags: Sequence[str], *, observe: bool) -> None:
+    """A vLLM server that lends, or is observed; it takes the place of this process."""
+    from workers.lender.sidecar import LendingPlan, lend
+
+    config = load(common)
+    if not observe:
+        _require_signatures(config)
+    settings, name = config.settings, config.settings.executor.worker
+    os.environ.update(settings.serving.environment)
+    plan = LendingPlan(
+        settings=None if observe else config.bus(),
+        executor=settings.executor,
+        lender=settings.lender,
+        weights=config.weights,
+        stop_file=(settings.lender.stop_file or config.run_folder / f"{name}.stop").absolute(),
+        exporting=lambda: _exporting_lender(config, name, observe=observe),
+    )
+    lend(plan, serving, flags)
+
+
+def run_endpoint_role(common: Common) -> None:
+    """An executor whose engine is the endpoint `endpoint.url`, until it is asked to stop."""
+    from workers.lender.endpoint.main import lend_endpoint
+
+    config = load(common)
+    _require_signatures(config)
+    executor, port = config.settings.executor, config.settings.metrics.executor
+    name = executor.worker
+    with _running_role(config, EXECUTOR, port, number_of(name), name=name) as (settings, stop):
+        lend_endpoint(settings, executor, config.settings.endpoint, config.weights, stop)
+
+
+def run_loadgen_role(common: Common, url: str) -> None:
+    """The users of the server at `url`, until they are asked to stop. They need no broker."""
+    from workers.loadgen.main import run_loadgen
+
+    if not is_http_server(url):
+        raise UsageError(f"{url} is no address of a server: write it as http://HOST:PORT")
+    config = load(common)
+    ensure_folder(config.run_folder)
+    run_loadgen(config.settings.users, url, stop_on_signals())
+
+
+def run_router_role(common: Common, number: int) -> None:
+    """Router `number`, until it is asked to stop."""
+    from pipeline.routing.service import run_router
+
+    config, name = load(common), f"router-{number}"
+    with _running_role(config, ROUTER, config.settings.metrics.router, number, name=name) as (settings, stop):
+        run_router(settings, config.settings.router, stop, name)
+
+
+def run_control_role(common: Common, number: int) -> None:
+    """Control app `number`, until it is asked to stop."""
+    from pipeline.control.service import run_control
+
+    config, name = load(common), f"control-{number}"
+    job = run_id(config.settings.broker.namespace, config.weights.run)
+    with _running_role(config, CONTROL, config.settings.metrics.control, number, name=name) as (settings, stop):
+        run_control(settings, config.settings.control, job, stop, name)
+
+
+def run_trainer_role(common: Common) -> None:
+    """The trainer, until all groups are settled or it is asked to stop."""
+    from workers.trainer.main import run_trainer
+
+    config = load(common)
+    require_signing_key(config.bus(), config.weights.signing_key, "signing_key")  # before it fences another
+    with (
+        run_folder_lock(config.run_folder, TRAINER_LOCK),
+        _running_role(config, TRAINER, config.settings.metrics.trainer, name="trainer") as (settings, stop),
+    ):
+        run_trainer(settings, config.settings.trainer, stop, weights=config.weights)
+
+
+def number_of(worker: str) -> int:
+    """N of executor-N, by which the executors of one machine have ports of their own; 0 of another name."""
+    number = worker.removeprefix("executor-")
+    return int(number) if number != worker and number.isdecimal() and number.isascii() else 0
+
+
+@contextmanager
+def _running_role(
+    config: Config, role: Role, metrics_port: int, number: int = 0, *, name: str
+) -> Iterator[tuple[BusSettings, Event]]:
+    """What every role does around its loop. Raises BrokerUnreachable, RightsMissing, or what `_exporting` does."""
+    settings = config.bus()
+    stop = stop_on_signals()
+    connect_as(settings, role)
+    with _exporting(config, metrics_port, number, name=name), announce_starts(settings, name):
+        freeze_imports()
+        yield settings, stop
+
+
+def freeze_imports() -> None:
+    """Have the garbage collector leave out what is there by now. It stays, and to look through all of it takes some
+    25 ms at once of a router, and 100 ms of an executor.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@contextmanager
+def _exporting(config: Config, metrics_port: int, number: int, *, name: str) -> Iterator[None]:
+    """Metrics and traces, for as long as this runs. Raises UsageError for what cannot be exported."""
+    tracing, metrics = config.settings.tracing, config.settings.metrics
+    serve_metrics(metrics.host, metrics.port_of(metrics_port, number))
+    with export_traces(tracing.endpoint, tracing.ratio, role=name):
+        yield
+
+
+@contextmanager
+def _exporting_lender(config: Config, name: str, *, observe: bool) -> Iterator[None]:
+    """Of the sidecar of a server, which tells that it begins unless it only observes."""
+    announcement = nullcontext() if observe else announce_starts(config.bus(), name)
+    with _exporting(config, config.settings.metrics.executor, number_of(name), name=name), announcement:
+        yield
+
+
+def _require_signatures(config: Config) -> None:
+    """Before there is an engine: it would be of no use. Raises UsageError."""
+    require_signing_key(config.bus(), config.weights.trusted_key, "trusted_key")

@@ -1,0 +1,86 @@
+"""`rose submit`, `rose watch`, `rose audit` and `rose report`: the commands that talk to the log and nothing else."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from pipeline.accounting.audit import AuditFailed
+from pipeline.clock import format_utc as moment
+from pipeline.config.load import load
+from pipeline.config.options import Common
+from pipeline.local.broker import live_bus, readable_log
+from pipeline.process.terminal import print_line
+from topics.acl import PRODUCER, VIEW, connect_as
+
+
+def submit_file(common: Common, file: Path, without: Path | None) -> None:
+    """`rose submit`. Raises BadPrompts."""
+    from pipeline.local.submit import count_homes, read_prompts, send_prompts
+
+    config = load(common)
+    prompts = read_prompts(file, config.environments, without=without)
+    settings = config.bus()
+    connect_as(settings, PRODUCER)
+    count_homes(settings)  # a prompt must not be the first to find out that there are none
+    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("prompts", total=len(prompts))
+        send_prompts(settings, prompts, sent=lambda: progress.advance(task))
+    print_line(f"{len(prompts)} prompts submitted, {sum(prompt.group_size for prompt in prompts)} trajectories")
+
+
+def watch_run(common: Common) -> None:
+    """`rose watch`: until Ctrl-C."""
+    from pipeline.monitor.follower import follow_run
+    from pipeline.monitor.screen import Screen
+    from pipeline.process.process_setup import stop_on_signals
+
+    with live_bus(config := load(common)) as settings:
+        connect_as(settings, VIEW)
+        stop = stop_on_signals()
+        watch = follow_run(config, settings, whole=False)
+        try:
+            Screen(watch, Console(), title=f"ROSE on {settings.bootstrap}").run(lambda: not stop.is_set())
+        finally:
+            watch.close()
+
+
+def audit_run(common: Common) -> None:
+    """`rose audit`. Raises AuditFailed."""
+    from pipeline.accounting.audit import inspect_log
+
+    with readable_log(load(common)) as settings:
+        connect_as(settings, VIEW)
+        found = inspect_log(settings)
+    audit, terms = found.audit, found.audit.trajectories()
+    if found.since is not None:
+        print_line(f"looked at the log from {moment(found.since)} on")
+    right = " + ".join(f"{count} {name.replace('_', ' ')}" for name, count in terms.items() if name != "requested")
+    print_line(f"{terms['requested']} requested = {right}")
+    where = audit.in_flight
+    if where.total:
+        print_line(
+            f"in flight: {where.not_opened} not opened, {where.in_a_turn} in a turn, "
+            f"{where.waiting_for_trainer} waiting for the trainer"
+        )
+    for kind, names in (("lost", audit.lost), ("doubled", audit.doubled), ("unasked", audit.unasked)):
+        print_line(
+            f"{len(names)} {kind}{': ' if names else ''}{', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
+        )
+    for topic, count in found.letters.items():
+        print_line(f"{count} dead letters of {topic.name}: see `rose dlq list`")
+    if not audit.clean:
+        raise AuditFailed("the conservation law does not hold on this log: see the trajectories above")
+
+
+def report_run(common: Common) -> None:
+    """`rose report`. Raises UsageError when the run was never finished."""
+    from pipeline.report.write import print_summary, stored_metadata, write_report
+
+    config = load(common)
+    facts = stored_metadata(config.run_folder)
+    with readable_log(config) as settings:
+        connect_as(settings, VIEW)
+        summary = write_report(config, settings, facts)
+    print_summary(Console(), summary, config.run_folder)

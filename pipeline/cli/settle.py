@@ -1,0 +1,93 @@
+"""`rose settle`: a trajectory, or all of a group, ended by hand as a failure of the infrastructure.
+
+Keeps true: this only asks. The worker that owns the group ends what is named, before it applies another result, so a
+trajectory that ends by itself meanwhile has one end all the same.
+"""
+
+import time
+from contextlib import closing
+
+import msgspec
+
+from pipeline.config.load import load
+from pipeline.config.options import Common
+from pipeline.process.terminal import print_line
+from pipeline.replay.search import GroupFound, UnknownTrajectory, find_group
+from schemas.errors import UsageError
+from schemas.progress import GroupState, SettleRequest
+from schemas.prompts import trajectory_id
+from topics.acl import OPERATOR, connect_as
+from topics.catalog import SETTLES
+from topics.settings import BusSettings
+from topics.writer import Writer
+
+
+def settle_by_hand(common: Common, name: str, reason: str) -> None:
+    """Ask for the end of the trajectory, or of the group's that have not ended.
+
+    Raises UnknownTrajectory, UsageError for a group that has settled or a reason that is too long, or BusError.
+    """
+    settings = load(common).bus()
+    connect_as(settings, OPERATOR)
+    group, indexes = _find_trajectories(settings, name)
+    offset = _offset_of(group)
+    asked_at = time.time()
+    try:
+        requests = [
+            msgspec.convert(
+                {
+                    "trajectory_id": trajectory_id(group.group_id, index),
+                    "group_id": group.group_id,
+                    "offset": offset,
+                    "reason": reason,
+                    "asked_at": asked_at,
+                },
+                SettleRequest,
+            )
+            for index in indexes
+        ]
+    except msgspec.ValidationError as error:
+        raise UsageError(f"that cannot be asked for: {error}") from None
+    with closing(Writer(settings, "rose-settle")) as writer:
+        for request in requests:
+            writer.write(SETTLES, request, key=request.trajectory_id)
+            writer.poll()
+        writer.flush()
+    what = f"group {name}" if name == group.group_id else f"trajectory {indexes[0]} of group {group.group_id}"
+    print_line(
+        f"what of {what} has not ended is to end as infra_failed: its environment worker does that when it hears of "
+        f"it, or when it starts; `rose why {name}` tells"
+    )
+
+
+def _find_trajectories(settings: BusSettings, name: str) -> tuple[GroupFound, list[int]]:
+    """The group, and which of its trajectories. Raises UnknownTrajectory.
+
+    What names a trajectory and a group is the trajectory: those of the group have names of their own.
+    """
+    group_id, _, index = name.rpartition(":")
+    if index.isdecimal():
+        group = find_group(settings, group_id)
+        if indexes := [number for number in range(group.size or 0) if index == str(number)]:
+            return group, indexes
+    group = find_group(settings, name)
+    if group.size is None:
+        raise UnknownTrajectory(name)
+    return group, list(range(group.size))
+
+
+def _offset_of(group: GroupFound) -> int:
+    """Of the prompt that has opened the group, or is to. Raises UsageError."""
+    if group.record is not None and group.record.state is GroupState.OPEN:
+        return group.record.offset
+    if group.record is not None and group.record.state is GroupState.SETTLED:
+        raise UsageError(f"every trajectory of group {group.group_id} has its outcome already")
+    refused = {(letter.partition, letter.offset) for letter in group.letters}
+    waiting = [
+        found.offset
+        for found in group.prompts
+        if found.partition == group.home and (found.partition, found.offset) not in refused
+    ]
+    if not waiting:
+        raise UsageError(f"the prompt of group {group.group_id} was refused, or is on its way: `rose why` tells")
+    return waiting[0]

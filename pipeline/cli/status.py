@@ -1,0 +1,164 @@
+"""`rose status`: one look at a run, on one screen.
+
+Keeps true
+- It looks for longer than a heartbeat is good for: an executor that lives is heard.
+- It looks on where something could move and does not, until it is known whether that stands still.
+- The exit status is 1 exactly when something is unwell; not to know is not to be well.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.config.load import load
+from pipeline.config.options import Common
+from pipeline.local.broker import readable_log
+from pipeline.monitor.broker_probe import BrokerSnapshot
+from pipeline.monitor.diagnosis import STALLED_SECONDS, Finding, Severity, diagnose
+from pipeline.monitor.facts import Facts
+from pipeline.monitor.follower import RunFollower, follow_run
+from pipeline.monitor.screen import executor_table, finding_lines, work_line
+from pipeline.process.terminal import WaitNotice
+from schemas.errors import RoseError
+from topics.acl import VIEW, connect_as
+from topics.errors import BrokerUnreachable
+from topics.settings import BusSettings
+
+LOOK_SECONDS = 2.5
+"""How long one look lasts; an executor speaks several times in it, and its word is good for 2 s."""
+
+LONGEST_SECONDS = 20.0
+"""How long the log's present state may take to read, and how long one look lasts at most."""
+
+READ_SECONDS = 0.1
+"""Longest wait for records between two looks at the clock."""
+
+
+class RunUnhealthy(RoseError):
+    """Something has to be mended."""
+
+
+def show_status(common: Common, *, as_json: bool, waits: WaitNotice | None = None) -> None:
+    """Look, and tell. Raises Unwell, BrokerUnreachable, TopicMissing or BusError."""
+    waits = waits or WaitNotice()
+    waits.show("waits for the broker to answer")
+    config = load(common)
+    with readable_log(config) as bus:
+        connect_as(bus, VIEW)
+        waits.show("reads which groups are open")
+        watch = follow_run(config, bus, whole=False, on_wait=deadline_after(LONGEST_SECONDS, bus))
+        try:
+            _look(watch, waits)
+            facts, sounding, versions = watch.facts(), watch.snapshot, watch.run_state.versions
+            untold = unknown_parts(answered=sounding is not None, caught_up=watch.caught_up, trouble=watch.broker_error)
+        finally:
+            waits.show("")
+            watch.close()
+    findings = [*untold, *diagnose(facts)]
+    if as_json:
+        report = msgspec.json.encode(_plain(facts, findings, sounding, versions))
+        sys.stdout.write(f"{msgspec.json.format(report, indent=2).decode()}\n")
+    else:
+        _print(facts, findings, sounding, versions, title=f"ROSE on {bus.bootstrap}{_of(bus.namespace)}")
+    unwell = [finding.sentence for finding in findings if finding.severity is Severity.UNWELL]
+    if unwell:
+        more = f"; and {len(unwell) - 1} more to mend" if len(unwell) > 1 else ""
+        raise RunUnhealthy(f"unwell: {unwell[0]}{more}")
+
+
+def unknown_parts(*, answered: bool, caught_up: bool, trouble: str) -> Iterator[Finding]:
+    """What the look could not tell: nobody is well of whom nothing is known."""
+    if not answered:
+        why = f" ({trouble})" if trouble else ""
+        sentence = f"the broker does not say who is a member of which group, nor how far they have read{why}"
+        yield Finding(Severity.UNWELL, "broker", sentence)
+    if not caught_up:
+        sentence = f"the log was not read to its end within {LONGEST_SECONDS:.0f} s: what is told may be old"
+        yield Finding(Severity.NOTE, "broker", sentence)
+
+
+def deadline_after(seconds: float, bus: BusSettings) -> Callable[[], None]:
+    """Raises BrokerUnreachable from then on, whenever it is called."""
+    deadline = time.monotonic() + seconds
+
+    def check() -> None:
+        if time.monotonic() > deadline:
+            raise BrokerUnreachable(bus.bootstrap, f"it answers, but has not told its log within {seconds:.0f} s")
+
+    return check
+
+
+def _look(watch: RunFollower, waits: WaitNotice) -> None:
+    """Look for as long as it takes to know, or LONGEST_SECONDS."""
+    began, waited_for = time.monotonic(), ""
+    while (looked := time.monotonic() - began) <= LONGEST_SECONDS:
+        lacks = _missing_facts(watch, looked)
+        if not lacks:
+            return
+        if lacks != waited_for:
+            waits.show(lacks)
+            waited_for = lacks
+        watch.poll(READ_SECONDS)
+
+
+def _missing_facts(watch: RunFollower, looked: float) -> str:
+    """What the look is to go on for; empty if it has seen enough."""
+    if looked < LOOK_SECONDS:
+        return f"listens to the executors for {LOOK_SECONDS:g} s"
+    if not watch.caught_up:
+        return "reads the log to its end"
+    if watch.snapshot is None:
+        return "waits for the broker to say who is a member of which group"
+    left = STALLED_SECONDS + READ_SECONDS - min(looked, watch.known_seconds)
+    if left > 0 and _unhealthy(watch.facts()) != _unhealthy(watch.facts(later=left)):
+        return f"looks on for {STALLED_SECONDS:g} s in all: something that could move does not"
+    return ""
+
+
+def _unhealthy(facts: Facts) -> list[str]:
+    """Of whom something has to be mended."""
+    return [finding.who for finding in diagnose(facts) if finding.severity is Severity.UNWELL]
+
+
+def _print(
+    facts: Facts, findings: list[Finding], sounding: BrokerSnapshot | None, versions: int, *, title: str
+) -> None:
+    console = Console()
+    console.print(Text(title, "bold"))
+    console.print(executor_table(facts.executors))
+    console.print()
+    console.print(work_line(facts))
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", min_width=12)
+    table.add_column()
+    newest = f", the newest is {facts.newest_version}" if versions else ""
+    table.add_row("versions", f"{versions} of this run on the log{newest}")
+    if sounding is not None:
+        owned = f", {sounding.homes_owned} of {sounding.homes} homes owned"
+        table.add_row("environments", f"{sounding.environment_workers} workers{owned}")
+        table.add_row("routers", str(sounding.routers))
+        lag = ", ".join(f"{count} in {topic.name}" for topic, count in sounding.lag.items())
+        table.add_row("behind by", f"{lag} (offsets)")
+    console.print(table, highlight=False)
+    console.print()
+    for line in finding_lines(findings):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _plain(facts: Facts, findings: list[Finding], sounding: BrokerSnapshot | None, versions: int) -> dict[str, Any]:
+    report: dict[str, Any] = msgspec.to_builtins(facts)
+    report["versions"] = versions
+    report["lag"] = {topic.name: count for topic, count in sounding.lag.items()} if sounding is not None else {}
+    report["findings"] = msgspec.to_builtins(findings)
+    report["well"] = all(finding.severity is not Severity.UNWELL for finding in findings)
+    return report
+
+
+def _of(namespace: str) -> str:
+    return f", {namespace}*" if namespace else ""

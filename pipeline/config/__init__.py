@@ -1,0 +1,1 @@
+"""The configuration: its sections, where each value comes from, and the options of every command."""

@@ -1,0 +1,44 @@
+"""Sentences read from the source of what they describe: nothing is described twice."""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+BASES = ("builtins", "enum", "msgspec")
+"""Packages of what classes are made of: nothing of ours is declared there."""
+
+
+@cache
+def field_docs(declared_by: type) -> dict[str, str]:
+    """For every field or member of a class, the string that follows its declaration, on one line."""
+    sentences: dict[str, str] = {}
+    for ancestor in reversed([each for each in declared_by.__mro__ if each.__module__.partition(".")[0] not in BASES]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(ancestor))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for declaration, follower in zip(body.body, body.body[1:], strict=False):
+            match declaration:
+                case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
+                    pass
+                case _:
+                    continue
+            if (
+                isinstance(follower, ast.Expr)
+                and isinstance(follower.value, ast.Constant)
+                and isinstance(follower.value.value, str)
+            ):
+                sentences[name] = " ".join(inspect.cleandoc(follower.value.value).split())
+    return sentences
+
+
+def keep_docstring(function: Function) -> Function:
+    """With its docstring, also where Python was told to leave them out (-OO): it is what `--help` says."""
+    if function.__doc__ is None:
+        declared = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        assert isinstance(declared, ast.FunctionDef)
+        function.__doc__ = ast.get_docstring(declared)
+    return function

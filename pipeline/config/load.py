@@ -1,0 +1,532 @@
+"""The configuration: one TOML file, the environment, flags, and which of them said what.
+
+Keeps true
+- One precedence: flags, then `ROSE_SECTION__FIELD` of the environment, then the file, then the defaults.
+- A key that does not exist, or a value that does not fit, is one sentence that names where it was said.
+- A role's section is the role's own dataclass: fields, defaults and sentences are declared there alone. Fields that
+  several roles have in common (`SHARED`) are said once, in the section that they come from.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipeline.config.field_docs import field_docs
+from pipeline.config.options import Common
+from pipeline.config.sections import (
+    BrokerSection,
+    MetricsSection,
+    ModelSection,
+    RunSection,
+    ServingSection,
+    TasksSection,
+    TopicsSection,
+    TracingSection,
+)
+from pipeline.config.toml_file import read_toml
+from pipeline.control.config import ControlConfig
+from pipeline.routing.config import RouterConfig
+from schemas.errors import UsageError
+from schemas.prompts import ENVIRONMENT_CHARACTERS
+from schemas.unique_keys import reject_duplicate_keys
+from topics.catalog import Partitions
+from topics.required_settings import check_required_settings
+from topics.settings import PREFIX as NAMES
+from topics.settings import BusSettings, parse_properties
+from workers.environments.config import EnvironmentConfig
+from workers.environments.registry import BUILT_IN
+from workers.executor.config import NAME, ExecutorConfig
+from workers.lender.config import LenderConfig
+from workers.lender.endpoint.config import EndpointConfig
+from workers.loadgen.config import LoadgenConfig
+from workers.trainer.config import TrainerConfig
+from workers.weights.config import HOLDS, WeightsConfig
+from workers.weights.trust import Trust, make_trust, run_id
+
+COLUMNS = 110
+
+_CONFIDENTIAL = r"(?i:pass(?:word|phrase)|secret|credential|token|(?:api|access)_?key|key\.pem|oauthbearer\.config)"
+_QUOTED = r'(?:[^"\\]|\\.)*"'
+
+SECRET = re.compile(
+    rf'("[^"\\]*{_CONFIDENTIAL}[^"\\]*" = "|"--(?:api[-_]key|hf[-_]token)(?:=|", ")){_QUOTED}',
+)
+"""What is told in confidence, in TOML as it is written here: settings of librdkafka, variables and flags of vLLM."""
+
+
+PREFIX = "ROSE_"
+DELIMITER = "__"
+
+LINKS = ("tcp://", "udp://")
+"""What the variables begin with that Kubernetes sets for each service: ROSE_METRICS_PORT for one named rose-metrics."""
+
+RUNS = Path("runs")
+"""Where `--run NAME` looks for a run's configuration."""
+
+RESOLVED = "config.toml"
+"""The file in a run's folder that holds its whole configuration."""
+
+NAMESPACE_CHARACTERS = 100
+"""Of a namespace, at most: with it a manifest must still be able to name its run, and Kafka a topic."""
+
+CONFIDENTIAL = ("broker.properties", "serving.environment", "serving.flags")
+"""Fields that may hold a password or key: no message has what was said there."""
+
+PROPERTIES = ("broker", "properties")
+"""The field that holds librdkafka's settings, whose names have dots in them."""
+
+NOT_SHOWN = "(not shown)"
+"""What stands in the place of a password where a configuration is shown."""
+
+KINDS = {
+    "tuple_type": 'must be a list, as ["a", "b"]',
+    "list_type": 'must be a list, as ["a", "b"]',
+    "dict_type": 'must be a table, as {name = value} in TOML and {"name": value} elsewhere',
+}
+"""What is wanted, where pydantic says it in words of Python."""
+
+FIELD = re.compile(r"[a-z]+\.[a-z_]+")
+"""Of the configuration, as a sentence names it."""
+
+NAMESPACE = re.compile(rf"[A-Za-z0-9._-]{{0,{NAMESPACE_CHARACTERS}}}")
+
+SHARED: Mapping[str, tuple[str, ...]] = {
+    "environment.model_folder": ("model.folder",),
+    "environment.model_id": ("model.id",),
+    "executor.model_folder": ("model.folder",),
+    "executor.model_id": ("model.id",),
+    "trainer.model_folder": ("model.folder",),
+    "trainer.model_id": ("model.id",),
+    "trainer.run_folder": ("run.folder", "run.name"),
+    "trainer.seed": ("run.seed",),
+    "users.model_folder": ("serving.folder",),
+    "users.run_folder": ("run.folder", "run.name"),
+    "weights.run": ("run.name",),
+}
+"""Fields of roles that follow from other sections: from one field, or as a path from several."""
+
+Values = dict[str, Any]
+"""Sections by name; in each, what was said of its fields."""
+
+Override = tuple[str, tuple[str, ...], Any]
+"""Who said it, of which field (section, field, and further down), and what."""
+
+
+class Settings(BaseModel):
+    """All sections. Each is a frozen dataclass, declared in the room that it belongs to."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+    run: RunSection = Field(default_factory=RunSection)
+    broker: BrokerSection = Field(default_factory=BrokerSection)
+    topics: TopicsSection = Field(default_factory=TopicsSection)
+    model: ModelSection = Field(default_factory=ModelSection)
+    environment: EnvironmentConfig
+    executor: ExecutorConfig
+    lender: LenderConfig = Field(default_factory=LenderConfig)
+    endpoint: EndpointConfig = Field(default_factory=EndpointConfig)
+    serving: ServingSection = Field(default_factory=ServingSection)
+    users: LoadgenConfig
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    control: ControlConfig = Field(default_factory=ControlConfig)
+    trainer: TrainerConfig
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    metrics: MetricsSection = Field(default_factory=MetricsSection)
+    tracing: TracingSection = Field(default_factory=TracingSection)
+    tasks: TasksSection = Field(default_factory=TasksSection)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The resolved configuration."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+    """Who said it, by `section.field`; what nobody said is a default and not listed."""
+
+    @property
+    def run_folder(self) -> Path:
+        """Where the run keeps all it writes."""
+        return self.settings.run.folder / self.settings.run.name
+
+    @property
+    def partitions(self) -> Partitions:
+        topics = self.settings.topics
+        return Partitions(
+            home=topics.home_partitions,
+            slots=topics.inbox_slots,
+            samples=topics.sample_partitions,
+            chunks=topics.chunk_partitions,
+            cells=topics.cells,
+        )
+
+    @property
+    def environments(self) -> tuple[str, ...]:
+        """Names that a prompt may give: the built-in environments and those that the workers are told of."""
+        return (*BUILT_IN, *self.settings.environment.environments)
+
+    @property
+    def weights(self) -> WeightsConfig:
+        """How versions travel in this run: unless told, in what the engines hold."""
+        weights = self.settings.weights
+        return dataclasses.replace(weights, dtype=weights.dtype or self.settings.executor.dtype)
+
+    def import_paths(self) -> list[str]:
+        """Where this process imports environments from. Raises UsageError for what is not there."""
+        paths = self.settings.environment.import_paths
+        for path in paths:
+            if not path.exists():
+                own = ", ".join(self.settings.environment.environments) or "environments"
+                raise UsageError(
+                    f"environment.import_paths: {path} is not there (~ is not expanded) to import {own} from"
+                )
+        return [str(path) for path in paths]
+
+    def trust(self, settings: BusSettings) -> Trust:
+        """Whose policy versions are this run's. Raises UsageError for a key file that is none."""
+        return make_trust(settings, self.settings.trainer.model_id, self.weights)
+
+    def bus(self) -> BusSettings:
+        """How to reach the broker. Raises UsageError when none is named."""
+        broker = self.settings.broker
+        if not broker.bootstrap_server:
+            raise UsageError("no broker is named: give --bootstrap-server HOST:PORT, or --run NAME for that of a run")
+        return BusSettings(broker.bootstrap_server, broker.namespace, broker.properties, broker.embedded)
+
+
+def load(common: Common, *, resolved: bool = False) -> Config:
+    """Read every source and resolve them. In a file that is `resolved` the environment has had its say.
+
+    Raises UsageError.
+    """
+    merged: Values = {}
+    origins: dict[str, str] = {}
+    for origin, path, value in [
+        *_file_overrides(common),
+        *([] if resolved else _environment_overrides()),
+        *_flag_overrides(common),
+    ]:
+        _check_known(path, origin)
+        if path[:2] == PROPERTIES:
+            for parts, said in _dotted(path[2:], value):
+                _say(merged, (*PROPERTIES, ".".join(parts)) if parts else PROPERTIES, said, origin)
+        else:
+            _say(merged, path, value, origin)
+        origins[".".join(path[:2])] = origin
+    given = parse_properties(common.properties or [], common.command_config)
+    if given:
+        _set_value(merged, ("broker", "properties"), given)
+        origins["broker.properties"] = "-X or --command-config"
+    for field, sources in SHARED.items():
+        values = [_value_or_default(merged, *source.split(".")) for source in sources]
+        if len(values) == 1:
+            _set_value(merged, tuple(field.split(".")), values[0])
+        elif all(isinstance(value, str | Path) for value in values):  # else the section that says it is refused
+            _set_value(merged, tuple(field.split(".")), Path(*values))
+    settings = _validate(merged, origins)
+    _check_values(settings, origins)
+    try:
+        _check_together(settings)
+    except UsageError as error:
+        raise UsageError(f"{_origin_of(str(error), origins)}{error}") from None
+    return Config(settings, origins)
+
+
+def section_types() -> dict[str, type]:
+    """Every section's dataclass by name, in the order in which they are shown."""
+    return {
+        name: field.annotation for name, field in Settings.model_fields.items() if isinstance(field.annotation, type)
+    }
+
+
+def _file_overrides(common: Common) -> Iterator[Override]:
+    if common.run is not None and common.config is not None:
+        raise UsageError("--run and --config both name a configuration: give one of them")
+    path = common.config if common.run is None else RUNS / common.run / RESOLVED
+    if path is None:
+        return
+    for section, fields in read_toml(path).items():
+        if not isinstance(fields, dict):
+            raise UsageError(f"{path}: {section} stands in no section; the sections are {', '.join(section_types())}")
+        for name, value in fields.items():
+            yield str(path), (section, name), value
+
+
+def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment less what `load` reads in it: for whoever is to read a file that is resolved, and that alone."""
+    return {name: value for name, value in environment.items() if DELIMITER not in _path_of_variable(name)}
+
+
+def _path_of_variable(variable: str) -> str:
+    """What the variable says of the configuration: SECTION__FIELD, in lower case; empty if nothing."""
+    return variable[len(PREFIX) :].lower() if variable.upper().startswith(PREFIX) else ""
+
+
+def _environment_overrides() -> Iterator[Override]:
+    said_as: dict[str, str] = {}
+    for variable in os.environ:
+        if (
+            other := said_as.setdefault(_path_of_variable(variable), variable)
+        ) != variable and DELIMITER in _path_of_variable(variable):
+            raise UsageError(f"{variable} and {other} say the same field: leave one of them out")
+        section, delimiter, _ = _path_of_variable(variable).partition(DELIMITER)
+        if delimiter and section not in Settings.model_fields:
+            raise UsageError(f"{variable}: there is no section {section}{_did_you_mean(section, section_types())}")
+        if not delimiter and section in Settings.model_fields:
+            one = f"{PREFIX}{section}{DELIMITER}FIELD".upper()
+            raise UsageError(f"{variable}: {section} is a section: say its fields one by one, as {one}")
+        if not delimiter and section in _fields_by_one_underscore() and not os.environ[variable].startswith(LINKS):
+            meant = _fields_by_one_underscore()[section]
+            raise UsageError(f"{variable}: two underscores stand between section and field: write it as {meant}")
+    fields = {name: variable for name, variable in said_as.items() if DELIMITER in name}
+    if not fields:
+        return
+    for name, variable in fields.items():
+        if whole := next((other for other in fields if name.startswith(f"{other}{DELIMITER}")), ""):
+            raise UsageError(f"{variable} says a part of what {fields[whole]} says: say all of it by one of them")
+    from pydantic_settings import EnvSettingsSource  # heavy, and most have no such variable
+
+    source = EnvSettingsSource(cast(Any, Settings), env_prefix=PREFIX, env_nested_delimiter=DELIMITER)
+    for section, fields in source().items():
+        for name, value in fields.items():
+            variable = f"{PREFIX}{section}{DELIMITER}{name}".upper()
+            yield variable, (section, name), _from_text(value, variable)
+
+
+@cache
+def _fields_by_one_underscore() -> dict[str, str]:
+    """How a variable is written, by what somebody says who has one underscore too few."""
+    return {
+        f"{section}_{field.name}": f"{PREFIX}{section}{DELIMITER}{field.name}".upper()
+        for section, declared_by in section_types().items()
+        for field in dataclasses.fields(declared_by)
+    }
+
+
+def _flag_overrides(common: Common) -> Iterator[Override]:
+    for setting in common.settings or []:
+        path, equals, value = setting.partition("=")
+        if not equals or "." not in path:
+            raise UsageError(f"--set {setting}: write it as --set section.key=value")
+        yield f"--set {path}", tuple(path.split(".")), _from_text(value, f"--set {path}")
+    for flag, path, override in common.overrides:
+        yield flag, tuple(path.split(".")), override
+    if common.bootstrap_server is not None:
+        yield "--bootstrap-server", ("broker", "bootstrap_server"), common.bootstrap_server
+    if common.namespace is not None:
+        yield "--namespace", ("broker", "namespace"), common.namespace
+
+
+def _from_text(value: Any, origin: str) -> Any:
+    """A list or table comes as JSON; all else stays text, less the end of its line, which pydantic converts."""
+    if isinstance(value, str):
+        value = value.rstrip("\r\n")
+    if isinstance(value, str) and value[:1] in ("[", "{"):
+        try:
+            return json.loads(value, object_pairs_hook=reject_duplicate_keys)
+        except json.JSONDecodeError:
+            return value
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{origin}: {error}") from None
+    return value
+
+
+def _dotted(parts: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """librdkafka's settings by the parts of their names: of one without quotes, TOML has made tables in one another."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _dotted((*parts, key), inner)
+    else:
+        yield parts, value
+
+
+def _say(into: Values, path: tuple[str, ...], value: Any, origin: str) -> None:
+    """Say a value. Raises UsageError where another one has been said of which this would be a part."""
+    whole: Any = into
+    for name in path[:-1]:
+        whole = whole.get(name, {})
+        if not isinstance(whole, dict):
+            raise UsageError(f"{origin}: {'.'.join(path[:2])} is said as one value, and has no parts")
+    _set_value(into, path, value)
+
+
+def _set_value(into: Values, path: tuple[str, ...], value: Any) -> None:
+    """Say a value; tables are joined key by key."""
+    for name in path[:-1]:
+        into = into.setdefault(name, {})
+    last = path[-1]
+    if isinstance(value, dict) and isinstance(into.get(last), dict):
+        for key, inner in value.items():
+            _set_value(into[last], (key,), inner)
+    else:
+        into[last] = value
+
+
+def _check_known(path: tuple[str, ...], origin: str) -> None:
+    sections = section_types()
+    section, name = path[:2]
+    if section not in sections:
+        raise UsageError(f"{origin}: there is no section {section}{_did_you_mean(section, sections)}")
+    names = [field.name for field in dataclasses.fields(sections[section])]
+    if name not in names:
+        raise UsageError(f"{origin}: there is no {section}.{name}{_did_you_mean(name, names)}")
+    if f"{section}.{name}" in SHARED:
+        sources = " and ".join(SHARED[f"{section}.{name}"])
+        raise UsageError(f"{origin}: {section}.{name} always follows {sources}: set that")
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word.lower(), list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+
+
+def _value_or_default(merged: Values, section: str, name: str) -> Any:
+    if name in merged.get(section, {}):
+        return merged[section][name]
+    return getattr(section_types()[section](), name)
+
+
+def _validate(merged: Values, origins: Mapping[str, str]) -> Settings:
+    try:
+        return Settings(**merged)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = ".".join(str(part) for part in first["loc"])
+        origin = origins.get(".".join(str(part) for part in first["loc"][:2]))
+        quiet = first["loc"][1:] == () or path.startswith(CONFIDENTIAL)
+        shown = "" if quiet else f", not {first['input']!r}"
+        message = KINDS.get(first["type"], first["msg"].removeprefix("Value error, "))
+        raise UsageError(f"{f'{origin}: ' if origin else ''}{path}: {message}{shown}") from None
+
+
+def _check_values(settings: Settings, origins: Mapping[str, str]) -> None:
+    """What holds for the fields of every section. Raises UsageError."""
+    for section, declared_by in section_types().items():
+        for field in dataclasses.fields(declared_by):
+            path, value = f"{section}.{field.name}", getattr(getattr(settings, section), field.name)
+            origin = f"{origins[path]}: " if path in origins else ""
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"{origin}{path} ({value}) must be a finite number")
+            if path in CONFIDENTIAL and any(NOT_SHOWN in each for each in _texts(value)):
+                raise UsageError(
+                    f"{origin}{path} has {NOT_SHOWN} in it, which `rose config` writes in the place of a password: "
+                    "say what is meant, or leave it out"
+                )
+            if isinstance(value, Path) and "\0" in str(value):
+                raise UsageError(f"{origin}{path} ({str(value)!r}) names no file: it has a NUL in it")
+
+
+def _texts(value: list[str] | dict[str, str]) -> Iterable[str]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _origin_of(sentence: str, origins: Mapping[str, str]) -> str:
+    """Whence the first field in a sentence comes that anybody has said."""
+    return next((f"{origins[path]}: " for path in FIELD.findall(sentence) if path in origins), "")
+
+
+def _check_together(settings: Settings) -> None:
+    """What no section can check alone. Raises UsageError."""
+    run, topics, environment, trainer = settings.run, settings.topics, settings.environment, settings.trainer
+    executor, held = settings.executor, HOLDS.get(settings.executor.dtype, ())
+    fits = {
+        f"executor.dtype ({executor.dtype}) must be one of {', '.join(HOLDS)}": bool(held),
+        f"weights.dtype ({settings.weights.dtype}) cannot be held exactly by engines in executor.dtype "
+        f"({executor.dtype}): leave weights.dtype out": (settings.weights.dtype or executor.dtype) in held,
+        f"environment.window_groups ({environment.window_groups}) is less than trainer.groups_per_step "
+        f"({trainer.groups_per_step}): the trainer would wait for groups that may not open": (
+            environment.window_groups >= trainer.groups_per_step  # of each: homes may all fall to one worker
+        ),
+        f"run.name ({run.name!r}) names a folder of its own in run.folder": run.name not in ("", ".", ".."),
+        f"run.environment_workers ({run.environment_workers}) is more than topics.home_partitions "
+        f"({topics.home_partitions}): some would have nothing to do": (
+            run.environment_workers <= topics.home_partitions
+        ),
+        f"model.id ({settings.model.id!r}) may have 1 to 128 characters, of A-Z a-z 0-9 . _ : -": (
+            NAME.fullmatch(settings.model.id) is not None
+        ),
+        f"topics.cells ({topics.cells}) is more than topics.home_partitions or topics.inbox_slots "
+        f"({topics.home_partitions} and {topics.inbox_slots}): each cell has some of both": (
+            topics.cells <= min(topics.home_partitions, topics.inbox_slots)
+        ),
+        f"topics.cells ({topics.cells}) must be 1 to 65536": 1 <= topics.cells <= 2**16,
+        f"environment.max_context_tokens ({environment.max_context_tokens}) is more than executor.max_model_len "
+        f"({executor.max_model_len})": environment.max_context_tokens <= executor.max_model_len,
+    }
+    for field, names in {
+        "tasks.environment": (settings.tasks.environment,),
+        "environment.environments": environment.environments,
+    }.items():
+        what = f"{field}: the name of an environment has 1 to {ENVIRONMENT_CHARACTERS} characters"
+        fits[what] = all(1 <= len(name) <= ENVIRONMENT_CHARACTERS for name in names)
+    for sentence, holds in fits.items():
+        if not holds:
+            raise UsageError(sentence)
+    if not NAMESPACE.fullmatch(settings.broker.namespace):
+        raise UsageError(
+            f"broker.namespace ({settings.broker.namespace!r}) begins the names of topics: it may have "
+            f"{NAMESPACE_CHARACTERS} characters, of A-Z a-z 0-9 . _ -"
+        )
+    if NAMES in settings.broker.namespace:
+        raise UsageError(
+            f"broker.namespace ({settings.broker.namespace!r}) has {NAMES} in it, with which names behind a namespace "
+            "begin: rights to another one would reach into this one"
+        )
+    check_required_settings(settings.broker.properties, settings.broker.bootstrap_server)
+    run_id(settings.broker.namespace, run.name)  # refuses what no manifest can name
+
+
+def resolved_toml(config: Config, *, explained: bool) -> str:
+    """Every field and its value; if `explained`, with its sentence and who said it."""
+    lines: list[str] = []
+    for section, declared_by in section_types().items():
+        lines += [f"[{section}]"]
+        values = getattr(config.settings, section)
+        sentences = field_docs(declared_by)
+        for field in dataclasses.fields(declared_by):
+            path = f"{section}.{field.name}"
+            if path in SHARED:
+                continue
+            if explained:
+                comment = f"{sentences.get(field.name, '')} ({config.origins.get(path, 'default')})".strip()
+                lines += textwrap.wrap(comment, COLUMNS, initial_indent="# ", subsequent_indent="# ")
+            value = getattr(values, field.name)
+            lines.append(f"# {field.name} =" if value is None else f"{field.name} = {_toml(value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def without_secrets(resolved: str) -> str:
+    """The resolved TOML for others to read: what librdkafka and a server are told in confidence is left out."""
+    return SECRET.sub(rf'\1{NOT_SHOWN}"', resolved)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Enum):
+        return _toml(value.value)
+    if isinstance(value, Path):
+        return _toml(str(value))
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, int | float):
+        return repr(value)
+    if dataclasses.is_dataclass(value):
+        return _toml({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+    if isinstance(value, dict):
+        pairs = (f"{_toml(str(key))} = {_toml(inner)}" for key, inner in value.items() if inner is not None)
+        return f"{{ {', '.join(pairs)} }}" if value else "{}"
+    return f"[{', '.join(_toml(item) for item in value)}]"

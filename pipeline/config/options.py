@@ -1,0 +1,103 @@
+"""The options that every command has, declared once.
+
+Keeps true: importing this costs nothing but typer.
+"""
+
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from pipeline.config.field_docs import keep_docstring
+
+PANEL = "Configuration and broker"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Common:
+    """What the options say. `said` is more of the same: (flag, `section.field`, value)."""
+
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="TOML configuration.", rich_help_panel=PANEL)
+    ] = None
+    run: Annotated[
+        str | None,
+        typer.Option(
+            "--run", metavar="NAME", help="A run of this folder: its configuration, broker.", rich_help_panel=PANEL
+        ),
+    ] = None
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="SECTION.KEY=VALUE",
+            help="One setting; see `rose config`. Repeatable.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
+    bootstrap_server: Annotated[
+        str | None,
+        typer.Option("--bootstrap-server", metavar="HOST:PORT", help="A running Kafka.", rich_help_panel=PANEL),
+    ] = None
+    command_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--command-config", metavar="FILE", help="librdkafka settings, key=value lines.", rich_help_panel=PANEL
+        ),
+    ] = None
+    properties: Annotated[
+        list[str] | None,
+        typer.Option("-X", metavar="KEY=VALUE", help="One librdkafka setting. Repeatable.", rich_help_panel=PANEL),
+    ] = None
+    namespace: Annotated[
+        str | None,
+        typer.Option("--namespace", metavar="PREFIX", help="Before every topic, group and id.", rich_help_panel=PANEL),
+    ] = None
+    overrides: tuple[tuple[str, str, object], ...] = ()
+
+    def with_overrides(self, **flags: tuple[str, object]) -> "Common":
+        """With flags of a command's own, e.g. `saying(seed=("run.seed", 3))`; a value of None says nothing."""
+        more = tuple(
+            (f"--{flag.replace('_', '-')}", path, str(value))
+            for flag, (path, value) in flags.items()
+            if value is not None
+        )
+        return replace(self, overrides=self.overrides + more)
+
+
+def with_common(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a typer command the options of `Common`; it receives them as its parameter `common`."""
+    hints = get_type_hints(Common, include_extras=True)
+    options = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hints[field.name])
+        for field in fields(Common)
+        if field.name != "overrides"
+    ]
+    own = [parameter for parameter in inspect.signature(command).parameters.values() if parameter.name != "common"]
+
+    @wraps(keep_docstring(command))
+    def called(**given: Any) -> None:
+        common = Common(**{option.name: given.pop(option.name) for option in options})
+        command(**given, common=common)
+
+    described: Any = called
+    described.__signature__ = inspect.Signature(
+        [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + options
+    )
+    described.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *options]}
+    return called
+
+
+def is_writable(file: Path) -> bool:
+    """Whether an option may name this file to be written: asked before what is to be in it is computed."""
+    try:
+        file = file.resolve()  # a link's own folder says nothing
+        place = file if file.exists() else file.parent
+        return file.parent.is_dir() and not file.is_dir() and os.access(place, os.W_OK)
+    except (OSError, RuntimeError):  # a name that no file can have; links that lead round
+        return False

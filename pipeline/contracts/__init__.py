@@ -1,0 +1,1 @@
+"""What other programs read of ROSE's topics: AsyncAPI and JSON Schema."""

@@ -1,0 +1,135 @@
+"""The broker of a run: one that is named, or one of the run's own on this machine.
+
+Keeps true: a broker that was started here is stopped here; one that is named is never started nor stopped.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.config.load import RESOLVED, Config
+from schemas.errors import UsageError
+from topics.errors import BrokerUnreachable
+from topics.settings import BusSettings
+
+if TYPE_CHECKING:
+    from topics.local_broker.process import Broker
+
+DATA_FOLDER = "broker"
+"""Folder of the run's own broker in the run's folder."""
+
+CONNECT_SECONDS = 1.0
+"""How long a broker on this machine may take to accept a connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunBroker:
+    """How a run reaches its broker."""
+
+    settings: BusSettings
+    name: str
+    own: "Broker | None"
+    """None: it was named."""
+
+    def check(self) -> None:
+        """Raise BrokerFailed if the run's own broker died or has no room left."""
+        if self.own is not None:
+            self.own.check()
+
+
+@contextmanager
+def run_broker(config: Config) -> Iterator[RunBroker]:
+    """The named broker, or the run's own, started now and stopped at the end. Raises BrokerFailed or UsageError."""
+    named = config.settings.broker.bootstrap_server
+    if named and not _is_own(config):
+        _refuse_moved(config)
+        yield RunBroker(config.bus(), f"Kafka at {named}", None)
+        return
+    if named and _accepts(named):
+        raise UsageError(f"the run in {config.run_folder} is going on: look at it with `rose watch --run`")
+    from topics.local_broker.start import start_broker  # a broker that is named needs none of it
+
+    port = _port(named) if named else None
+    with start_broker(config.run_folder / DATA_FOLDER, kafka_home=kafka_home(config), port=port) as broker:
+        yield RunBroker(_settings(config, broker), broker.name, broker)
+
+
+@contextmanager
+def readable_log(config: Config) -> Iterator[BusSettings]:
+    """The log of a run for reading: its own broker is started for as long as that takes, unless it runs anyway."""
+    named = config.settings.broker.bootstrap_server
+    if named and _is_own(config) and not _accepts(named):
+        from topics.local_broker.start import start_broker
+
+        home = config.settings.broker.kafka_home
+        with start_broker(config.run_folder / DATA_FOLDER, kafka_home=home, port=_port(named)) as broker:
+            yield _settings(config, broker)
+    else:
+        with live_bus(config) as settings:
+            yield settings
+
+
+@contextmanager
+def live_bus(config: Config) -> Iterator[BusSettings]:
+    """A broker that runs. Where none answers, the sentence says who named it and how to go on. Raises UsageError."""
+    _refuse_moved(config)
+    try:
+        yield config.bus()
+    except BrokerUnreachable as error:
+        file = Path(config.origins.get("broker.bootstrap_server", ""))
+        if not file.is_file():  # a flag or a variable
+            raise
+        raise BrokerUnreachable(config.settings.broker.bootstrap_server, advice=_advice(config, file)) from error
+
+
+def _advice(config: Config, file: Path) -> str:
+    """About a broker that does not answer and was named by this file."""
+    data = config.run_folder / DATA_FOLDER
+    if _is_own(config):
+        return "the run has ended: `rose status` starts its broker to look at it, and `rose up` to go on with it"
+    lost = f"; one that `rose up` started had its log in {data}, which is not there" if file.name == RESOLVED else ""
+    return f"{file} has it there: start it, or say where it is now by --bootstrap-server{'' if data.is_dir() else lost}"
+
+
+def kafka_home(config: Config) -> Path | None:
+    """The Apache Kafka to start; None is the embedded broker."""
+    home_variable = os.environ.get("KAFKA_HOME")
+    return config.settings.broker.kafka_home or (Path(home_variable) if home_variable else None)
+
+
+def _settings(config: Config, broker: "Broker") -> BusSettings:
+    return broker.settings(config.settings.broker.namespace, config.settings.broker.properties)
+
+
+def _is_own(config: Config) -> bool:
+    """Whether the address is that of the run's own broker, as the run itself wrote it down."""
+    origin = config.origins.get("broker.bootstrap_server", "")
+    return Path(origin) == config.run_folder / RESOLVED and (config.run_folder / DATA_FOLDER).is_dir()
+
+
+def _refuse_moved(config: Config) -> None:
+    """Raise UsageError for a run's folder with its own broker that is not where the run was, as far as that ended."""
+    file = Path(config.origins.get("broker.bootstrap_server", ""))
+    kept = file.name == RESOLVED and (file.parent / DATA_FOLDER).is_dir()
+    if kept and not _is_own(config) and not _accepts(config.settings.broker.bootstrap_server):
+        raise UsageError(
+            f"the run in {file.parent} was in {config.run_folder}, as its {RESOLVED} has it, where its broker would be "
+            f"started: move the folder back, or begin this where {config.run_folder} leads to it"
+        )
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def _accepts(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), CONNECT_SECONDS):
+            return True
+    except OSError:
+        return False

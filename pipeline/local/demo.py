@@ -1,0 +1,172 @@
+"""`rose demo`: a policy that learns over the bus, measured on held-out tasks before and after, with a report."""
+
+from dataclasses import replace
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from time import monotonic, time
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from pipeline.accounting.audit import AuditFailed
+from pipeline.config.load import Config, load
+from pipeline.config.options import Common
+from pipeline.config.sections import TasksSection
+from pipeline.local.broker import run_broker
+from pipeline.local.fork_server import ForkServer
+from pipeline.local.run import LOG_FOLDER, RunInterrupted, lending_servers, prepare_run, role_fork_server, run_roles
+from pipeline.local.supervisor import Role, Supervisor
+from pipeline.process.process_setup import stop_on_signals
+from pipeline.process.run_folder import RUN_LOCK, ensure_folder, run_folder_lock
+from pipeline.process.terminal import escape_control_chars
+from pipeline.report.summary import Success, Summary
+from pipeline.report.write import print_summary, run_metadata, write_report
+from schemas.errors import UsageError
+from schemas.prompts import Prompt
+from workers.evaluate import Evaluation
+from workers.loadgen.request_log import read_request_log
+
+SEEDS_OF_A_RUN = 1_000_000
+"""Every run seed draws its tasks from a range of its own."""
+
+
+def training_prompts(tasks: TasksSection, *, run: str, seed: int, groups: int) -> list[Prompt]:
+    """The prompts of a run, a task each. Raises UsageError when they would reach into the held-out tasks."""
+    first = tasks.first_seed + seed * SEEDS_OF_A_RUN
+    if first + groups > tasks.held_out_seed and first < tasks.held_out_seed + tasks.held_out:
+        raise UsageError(
+            f"run.seed {seed} would train on held-out tasks: take a smaller seed, or a larger tasks.held_out_seed"
+        )
+    return [
+        Prompt(
+            group_id=f"{run}.{number:05d}",
+            group_size=tasks.group_size,
+            environment=tasks.environment,
+            seed=first + number,
+            arguments=tasks.arguments,
+            max_turns=tasks.max_turns,
+        )
+        for number in range(groups)
+    ]
+
+
+CONFIGURATION = "demo.toml"
+"""The demo's own configuration, beside this module; `--config` takes its place."""
+
+LOOK_SECONDS = 0.2
+"""Between two looks at a process that measures."""
+
+
+def run_demo(common: Common) -> None:
+    """Everything on this machine. Raises UsageError, RoleFailed, BrokerFailed, or AuditFailed for an unclean audit."""
+    config = _configuration(common)
+    settings, console = config.settings, Console()
+    prompts = training_prompts(
+        settings.tasks, run=settings.run.name, seed=settings.run.seed, groups=settings.trainer.total_groups
+    )
+    started_at, began = time(), monotonic()
+    with run_folder_lock(config.run_folder, RUN_LOCK), role_fork_server() as fork_server, run_broker(config) as broker:
+        console.print(f"[bold]ROSE[/bold] on {broker.settings.bootstrap} ({broker.name}), in {config.run_folder}")
+        configuration = prepare_run(config, broker)
+        try:
+            with lending_servers(config, configuration, fork_server) as serving:
+                measure = partial(_measure, config, fork_server, configuration, serving, console)
+                before = measure(settings.model.folder, "before")
+                _wait_for_users(config, serving, console)
+                run_roles(
+                    config,
+                    broker,
+                    fork_server,
+                    console,
+                    configuration=configuration,
+                    serving=serving,
+                    prompts=prompts,
+                    title=settings.run.name,
+                )
+                after = measure(settings.trainer.exported, "after")
+        except RunInterrupted:
+            console.print(f"ended before it was done; `rose up --run {settings.run.name}` goes on with the training")
+            return
+        success = Success(before=before.success, after=after.success, n=after.tasks)
+        facts = run_metadata(broker.name, started_at=started_at, seconds=monotonic() - began, success=success)
+        summary = write_report(config, broker.settings, facts)
+    print_summary(console, summary, config.run_folder)
+    _check_audit(summary)
+
+
+def _configuration(common: Common) -> Config:
+    """The demo's configuration, with a run name that is free. Raises UsageError when the name given is taken."""
+    if common.run is not None:
+        raise UsageError("a demo is a run of its own: give it --name, or go on with a run by `rose up --run NAME`")
+    if common.config is None:
+        common = replace(common, config=Path(str(files("pipeline.local") / CONFIGURATION)))
+    config = load(common)
+    name, folder = config.settings.run.name, config.settings.run.folder
+    ensure_folder(folder)
+    if (folder / name).exists():
+        if "run.name" in config.origins:
+            raise UsageError(f"{folder / name} is there already: choose another --name, or remove it")
+        name = next(free for number in range(2, 10**6) if not (folder / (free := f"{name}-{number}")).exists())
+    groups = config.settings.tasks.steps * config.settings.trainer.groups_per_step
+    common = common.with_overrides(name=("run.name", name), groups=("trainer.total_groups", groups))
+    broker = config.settings.broker
+    if broker.bootstrap_server and not broker.namespace:  # a shared cluster: the demo keeps to topics of its own
+        common = replace(common, namespace=f"{name}-{int(time())}.")
+    return load(common)
+
+
+def _wait_for_users(config: Config, serving: Supervisor, console: Console) -> None:
+    """Until serving has answered its first user. Raises RunInterrupted or RoleFailed."""
+    stop = stop_on_signals()
+    with console.status("the serving engine comes up"):
+        while config.settings.run.lenders and not read_request_log(config.run_folder):
+            if stop.wait(LOOK_SECONDS):
+                raise RunInterrupted
+            _print_events(serving, console)
+
+
+def _print_events(serving: Supervisor, console: Console) -> None:
+    """Say what happened to serving and its users."""
+    for happened in serving.tick():
+        console.print(Text(escape_control_chars(happened)))
+
+
+def _measure(
+    config: Config,
+    fork_server: ForkServer,
+    configuration: Path,
+    serving: Supervisor,
+    console: Console,
+    model: Path,
+    moment: str,
+) -> Evaluation:
+    """Held-out success, in a process of its own. Raises RunInterrupted or RoleFailed."""
+    output = config.run_folder / f"success-{moment}.json"
+    arguments = ("evaluate", str(model), "--json", str(output), "--config", str(configuration))
+    role = Role(f"evaluate-{moment}", arguments, ends_run_with=output)
+    supervisor = Supervisor([role], config.run_folder / LOG_FOLDER, fork_server)
+    stop = stop_on_signals()
+    try:
+        supervisor.start()
+        with console.status(f"measuring held-out success {moment} training"):
+            while not (supervisor.finished or stop.wait(LOOK_SECONDS)):
+                supervisor.tick()
+                _print_events(serving, console)
+    finally:
+        supervisor.stop()
+    if not supervisor.finished:
+        raise RunInterrupted
+    evaluation = msgspec.json.decode(output.read_bytes(), type=Evaluation)
+    console.print(
+        f"held-out success {moment} training: [bold]{evaluation.success:.3f}[/bold] "
+        f"({evaluation.tasks} tasks, temperature 1)",
+        highlight=False,
+    )
+    return evaluation
+
+
+def _check_audit(summary: Summary) -> None:
+    if summary.lost or summary.doubled:
+        raise AuditFailed(f"{summary.lost} trajectories were lost and {summary.doubled} doubled: see `rose audit`")

@@ -1,0 +1,288 @@
+"""Fork server: a process that has imported what roles need, and forks them.
+
+Keeps true
+- A role runs and ends as `python -P -m pipeline.cli.main` would: a session, a log and signals of its own, the
+  environment of the process that opened the fork server, the same exit status and last lines.
+- The fork server imports what a role needs once, before the first such role; never vLLM for a router.
+- A role ends when the fork server ends, and the fork server when its owner ends, however they end: the kernel kills
+  them.
+- What a role has started ends with the role (`process_guard.py`); if its guard is killed, the fork server ends it.
+- Nobody waits for imports: `start` only asks for a role, and a role that does not run yet can be ended at once.
+
+An executor's start is ten seconds of imports and one second of work. A run has several executors, a demo measures
+twice, and crashed roles come back.
+
+    with ForkServer() as fork_server:
+        process = fork_server.start(("router", "--config", "rose.toml"), name="router", log=Path("router.log"))
+"""
+
+import gc
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from io import TextIOWrapper
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+
+from pipeline.local.process_guard import GUARD_SIGNALS, guard_process
+from topics.processes import adopt_orphans, die_with_parent, end_children, set_process_name
+
+COMMAND = "pipeline.cli.main"
+"""The module whose `main` runs a role. It is named, not imported, for it imports this module."""
+
+ENGINE_MODULES = ("workers.executor.vllm.process_env", "workers.executor.vllm.engine", "workers.executor.vllm.start")
+PRELOAD = {
+    "control": ("pipeline.cli.roles", "pipeline.control.service", "pipeline.control.app"),
+    "environment": ("pipeline.cli.roles", "workers.environments.main", "tokenizers"),
+    "evaluate": ("pipeline.cli.evaluate", *ENGINE_MODULES),
+    "executor": (
+        "pipeline.cli.roles",
+        "workers.executor.main",
+        "workers.executor.loop",
+        "workers.weights.chunk_stores",
+        "workers.weights.receive",
+        "workers.weights.trust",
+        *ENGINE_MODULES,
+    ),
+    "router": ("pipeline.cli.roles", "pipeline.routing.service"),
+    "trainer": (
+        "pipeline.cli.roles",
+        "workers.trainer.main",
+        "workers.trainer.loop",
+        "transformers.models.auto.modeling_auto",
+    ),
+}
+"""What each command imports when it runs."""
+
+MAX_MESSAGE_BYTES = 1 << 16
+"""Of a message to the fork server or from it."""
+
+
+class ForkedProcess:
+    """A role in a process of its own, which is there from the moment it was asked for."""
+
+    def __init__(self, fork_server: "ForkServer") -> None:
+        self._server = fork_server
+        self._pid: int | None = None
+        self._status: int | None = None
+
+    @property
+    def pid(self) -> int:
+        """Waits until it is born. Raises ProcessLookupError if it never was."""
+        while self._pid is None and self._status is None:
+            self._server.receive(None)
+        if self._pid is None:
+            raise ProcessLookupError
+        return self._pid
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs or is still to be born."""
+        self._server.receive(0.0)
+        return self._status
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """The exit status, once it has ended; None if it has not within that time."""
+        deadline = None if seconds is None else monotonic() + seconds
+        while self.poll() is None and (deadline is None or monotonic() < deadline):
+            self._server.receive(None if deadline is None else max(0.0, deadline - monotonic()))
+        return self._status
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the role, if it still runs. One that is not born ends at once of what would end it."""
+        if self.poll() is not None:
+            return
+        if self._pid is None and number in (signal.SIGTERM, signal.SIGKILL):
+            self._status = -number
+            self._server.kill_pending(self)
+        elif number == signal.SIGKILL:
+            _kill(self.pid)
+        else:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def on_started(self, pid: int) -> None:
+        """It runs, or did: one that was ended before is killed by the fork server."""
+        self._pid = pid
+
+    def on_exit(self, status: int) -> None:
+        """It runs no more."""
+        if self._status is None:
+            self._status = status
+
+
+class ForkServer:
+    """Where roles are forked. Use it from one thread that lives as long as they should.
+
+    Its process begins with the first role, and again with the next one if it was killed, all roles with it.
+    """
+
+    def __init__(self, folder: Path | None = None, environment: Mapping[str, str] | None = None) -> None:
+        """Roles run in this folder and environment; left out, in those of the caller."""
+        self._folder = folder
+        self._environment = environment
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket
+        self._roles: dict[int, ForkedProcess] = {}
+        self._numbers = itertools.count()
+
+    def __enter__(self) -> "ForkServer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def start(self, arguments: Sequence[str], *, name: str, log: Path) -> ForkedProcess:
+        """Ask for a role with these arguments of `rose`; what it prints is appended to the log."""
+        self.receive(0.0)
+        with log.open("ab") as output:
+            if self._process is None:
+                self._launch(output.fileno())
+            role, number = ForkedProcess(self), next(self._numbers)
+            self._roles[number] = role
+            self._send([number, name, *arguments], output.fileno())
+        return role
+
+    def kill_pending(self, role: ForkedProcess) -> None:
+        """Have it killed as soon as it is there, whether anybody asks after it or not."""
+        for number in [number for number, each in self._roles.items() if each is role]:
+            self._send([number])
+
+    def receive(self, seconds: float | None) -> None:
+        """Take in what the fork server has to say; wait so long for the first of it, or for ever."""
+        while self._process is not None:
+            self._socket.settimeout(seconds)
+            try:
+                message = self._socket.recv(MAX_MESSAGE_BYTES)
+            except (BlockingIOError, TimeoutError):
+                return
+            except ConnectionResetError:
+                message = b""
+            if not message:
+                self.close()
+                return
+            number, pid, status = json.loads(message)
+            if status is None:
+                self._roles[number].on_started(pid)
+            elif number in self._roles:  # else its guard was killed when it had said so
+                self._roles.pop(number).on_exit(status)
+            seconds = 0.0
+
+    def close(self) -> None:
+        """End its process, and with it every role that still runs."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        self._process = None
+        self._socket.close()
+        for role in self._roles.values():
+            role.on_exit(-signal.SIGKILL)
+        self._roles.clear()
+
+    def _send(self, words: Sequence[object], *descriptors: int) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has just ended, as `hear` will find
+            socket.send_fds(self._socket, [json.dumps(words).encode()], descriptors)
+
+    def _launch(self, output: int) -> None:
+        self._socket, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with remote:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", f"from {__name__} import serve; serve({remote.fileno()})"],
+                cwd=self._folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(remote.fileno(),),
+                start_new_session=True,  # Ctrl-C is for the supervisor, which asks each role to stop
+                preexec_fn=die_with_parent(os.getpid(), signal.SIGKILL),
+            )
+
+
+def _kill(pid: int) -> None:
+    """SIGKILL to a role and to its session: what a server has started does not end with it."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)
+
+
+def serve(line_number: int) -> None:
+    """The fork server's program: fork a role for every message, or end one. What follows the loop runs in the roles."""
+    # Whoever looks for GPUs while it is imported must not open CUDA, which no fork inherits; vLLM sets this as well.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, TextIOWrapper)
+        stream.reconfigure(line_buffering=True)
+    line, own, guards = socket.socket(fileno=line_number), os.getpid(), dict[int, int]()
+
+    def tell(number: int, role: int, status: int | None) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # nobody wants to know any more
+            line.send(json.dumps([number, role, status]).encode())
+
+    def reap(*_: object) -> None:
+        for pid in list(guards):
+            with suppress(ChildProcessError):  # the next signal came amid this loop, and took it
+                if (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                    number = guards.pop(pid)
+                    if status := os.waitstatus_to_exitcode(ended[1]):  # else it has told how its role ended
+                        end_children(keep=guards)
+                        tell(number, pid, status)
+
+    adopt_orphans()
+    woken, wakes = socket.socketpair()
+    wakes.setblocking(False)
+    signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)  # a signal may come just before a wait
+    signal.signal(signal.SIGCHLD, reap)  # also amid an import
+    while True:
+        if line not in select.select([line, woken], [], [])[0]:
+            woken.recv(MAX_MESSAGE_BYTES)
+            continue
+        message, outputs, _, _ = socket.recv_fds(line, MAX_MESSAGE_BYTES, 1)
+        if not message:
+            sys.exit()
+        number, *words = json.loads(message)
+        if not words:
+            for pid in [pid for pid, guarded in list(guards.items()) if guarded == number]:
+                os.kill(pid, signal.SIGTERM)
+            continue
+        name, *arguments = words
+        for output in outputs:
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.close(output)
+        _preload(arguments[0])
+        signal.pthread_sigmask(signal.SIG_BLOCK, GUARD_SIGNALS)
+        pid = os.fork()
+        if pid == 0:
+            break
+        guards[pid] = number
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, GUARD_SIGNALS)
+    signal.set_wakeup_fd(-1)
+    guard_process(own, lambda role, status: tell(number, role, status))
+    for each in (line, woken, wakes):
+        each.close()
+    os.setsid()
+    set_process_name(name)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # siblings would draw the same; `random` and OpenSSL see to it themselves
+    sys.argv = ["rose", *arguments]
+
+    import_module(COMMAND).main()
+
+
+def _preload(command: str) -> None:
+    for module in (COMMAND, *PRELOAD.get(command, ())):
+        with suppress(Exception):  # the role imports it again, and says in its own log why it cannot
+            import_module(module)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    gc.freeze()  # what roles share stays shared: their collectors do not write to it

@@ -1,0 +1,191 @@
+"""A run on this machine: broker, topics, roles and prompts, watched until the trainer is done, then reported.
+
+Keeps true
+- All that a run writes lies in its folder: `config.toml` (the whole configuration), `logs/`, `broker/`, the trainer's
+  checkpoints.
+- Whatever ends the run, its processes and its own broker are stopped before the command ends.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic, time
+
+from rich.console import Console
+
+from pipeline.config.load import RESOLVED, Config, load, resolved_toml, without_settings
+from pipeline.config.options import Common
+from pipeline.local.broker import RunBroker, kafka_home, run_broker
+from pipeline.local.fork_server import ForkServer
+from pipeline.local.submit import read_prompts, remaining_work, send_prompts
+from pipeline.local.supervisor import Role, Supervisor
+from pipeline.monitor.follower import follow_run
+from pipeline.monitor.screen import Screen
+from pipeline.process.process_setup import stop_on_signals
+from pipeline.process.run_folder import RUN_LOCK, run_folder_lock
+from pipeline.report.summary import Success
+from pipeline.report.write import print_summary, run_metadata, write_report
+from schemas.prompts import Prompt
+from topics.admin import create_topics
+from topics.local_broker.process import free_ports
+from workers.weights.trust import require_signing_key
+
+
+def run_up(common: Common, prompts_file: Path | None, without: Path | None) -> None:
+    """Until the trainer is done or the user ends it; the same name again goes on where the run was."""
+    config = load(common)
+    console = Console()
+    prompts = read_prompts(prompts_file, config.environments, without=without) if prompts_file is not None else []
+    started_at, began = time(), monotonic()
+    with run_folder_lock(config.run_folder, RUN_LOCK), role_fork_server() as fork_server, run_broker(config) as broker:
+        console.print(f"[bold]ROSE[/bold] on {broker.settings.bootstrap} ({broker.name}), in {config.run_folder}")
+        try:
+            configuration = prepare_run(config, broker)
+            with lending_servers(config, configuration, fork_server) as serving:
+                run_roles(
+                    config,
+                    broker,
+                    fork_server,
+                    console,
+                    configuration=configuration,
+                    serving=serving,
+                    prompts=prompts,
+                    title=config.settings.run.name,
+                )
+        except RunInterrupted:
+            console.print("ended before the trainer was done; the same command goes on from here")
+        facts = run_metadata(broker.name, started_at=started_at, seconds=monotonic() - began, success=Success())
+        print_summary(console, write_report(config, broker.settings, facts), config.run_folder)
+
+
+OWNER_ONLY = 0o600
+
+LOG_FOLDER = "logs"
+"""Folder of the roles' logs in a run's folder."""
+
+LOOPBACK = "127.0.0.1"
+
+
+class RunInterrupted(Exception):
+    """The user asked the run to end before it was done."""
+
+
+def prepare_run(config: Config, broker: RunBroker) -> Path:
+    """Create the topics, and write the configuration that the roles read.
+
+    Raises BusError, RightsMissing, or UsageError where versions would not be signed and have to be.
+    """
+    require_signing_key(broker.settings, config.weights.signing_key, "signing_key")
+    require_signing_key(broker.settings, config.weights.trusted_key, "trusted_key")
+    create_topics(broker.settings, config.partitions, replication_factor=config.settings.topics.replication_factor)
+    return write_configuration(config, broker)
+
+
+def write_configuration(config: Config, broker: RunBroker) -> Path:
+    """Write the whole configuration, broker included, into the run's folder; the roles read it from there.
+
+    They read it alone (`role_fork_server`): a variable over which a flag has won would win over the file.
+    """
+    bus = broker.settings
+    overrides: list[tuple[str, str, object]] = [
+        ("broker", "broker.bootstrap_server", bus.bootstrap),
+        ("broker", "broker.properties", dict(bus.properties)),
+        ("broker", "broker.embedded", bus.embedded),
+    ]
+    home = kafka_home(config)
+    if broker.own is not None and home is not None:
+        overrides.append(("broker", "broker.kafka_home", str(home)))
+    path = config.run_folder / RESOLVED
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    path.chmod(OWNER_ONLY)  # a password may be in it
+    path.write_text(resolved_toml(config, explained=False), encoding="utf-8")
+    resolved = load(Common(config=path, overrides=tuple(overrides)), resolved=True)
+    path.write_text(resolved_toml(resolved, explained=True), encoding="utf-8")
+    return path
+
+
+def role_fork_server() -> ForkServer:
+    """For roles that read what `write_configuration` has written."""
+    return ForkServer(environment=without_settings(os.environ))
+
+
+def roles_of(config: Config, configuration: Path) -> list[Role]:
+    """The processes of a run, those first that import least: they work while a fork_server imports for the others."""
+    common = ("--config", str(configuration))
+    run = config.settings.run
+    executors = [Role(f"executor-{n}", ("executor", "--name", f"executor-{n}", *common)) for n in range(run.executors)]
+    workers = [
+        Role(f"environment-{n}", ("environment", "--number", str(n), *common)) for n in range(run.environment_workers)
+    ]
+    return [
+        Role("router", ("router", *common)),
+        *workers,
+        Role("trainer", ("trainer", *common), ends_run_with=config.settings.trainer.exported),
+        *executors,
+    ]
+
+
+def lending_server_roles(config: Config, configuration: Path) -> list[Role]:
+    """The servers that lend, each with its users. As executors they are numbered on from the dedicated ones."""
+    common = ("--config", str(configuration))
+    run, serving = config.settings.run, config.settings.serving
+    roles = []
+    for number, port in enumerate(free_ports(run.lenders), run.executors):
+        model = ("--model", str(serving.folder), "--name", f"executor-{number}")
+        where = ("--host", LOOPBACK, "--port", str(port))
+        roles += [
+            Role(f"lender-{number}", ("lend", *model, *common, "--", *serving.flags, *where)),
+            Role(f"loadgen-{number}", ("loadgen", f"http://{LOOPBACK}:{port}", *common), leaves_first=True),
+        ]
+    return roles
+
+
+@contextmanager
+def lending_servers(config: Config, configuration: Path, fork_server: ForkServer) -> Iterator[Supervisor]:
+    """The servers that lend, and their users, until the end of the block. Tick what it gives."""
+    supervisor = Supervisor(lending_server_roles(config, configuration), config.run_folder / LOG_FOLDER, fork_server)
+    try:
+        supervisor.start()
+        yield supervisor
+    finally:
+        supervisor.stop()
+
+
+def run_roles(
+    config: Config,
+    broker: RunBroker,
+    fork_server: ForkServer,
+    console: Console,
+    *,
+    configuration: Path,
+    serving: Supervisor,
+    prompts: Sequence[Prompt],
+    title: str,
+) -> None:
+    """Run everything until the trainer is done. Of the prompts those are sent that the log does not know.
+
+    Raises RunInterrupted, RoleFailed, BrokerFailed, BusError, or UsageError for a prompt that is known as another.
+    """
+    work = remaining_work(broker.settings, prompts, config.run_folder)
+    if work.known:
+        console.print(f"{work.known} of {len(prompts)} prompts are on the log already, and are not sent again")
+    supervisor = Supervisor(roles_of(config, configuration), config.run_folder / LOG_FOLDER, fork_server)
+    stop = stop_on_signals()
+    watch = follow_run(config, broker.settings, whole=work.trajectories > 0)
+    screen = Screen(watch, console, title=title, total=work.trajectories)
+
+    def look_after() -> list[str]:
+        broker.check()
+        return supervisor.tick() + serving.tick()
+
+    try:
+        supervisor.start()
+        send_prompts(broker.settings, work.prompts)
+        screen.run(lambda: not (supervisor.finished or stop.is_set()), events=look_after)
+    finally:
+        supervisor.stop()
+        watch.close()
+    if not supervisor.finished:
+        raise RunInterrupted

@@ -1,0 +1,218 @@
+"""Prompts from a JSONL file to the input topic: all of them, or none.
+
+Keeps true
+- Nothing is sent before every line was found good; every bad line is named with its number and the reason.
+- A run that is started again sends nothing that its log knows. A prompt that is not what was sent under its id is
+  refused.
+"""
+
+import codecs
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from pipeline.accounting.requested import RequestedWork, read_requested
+from schemas.errors import RecordError, UsageError
+from schemas.partitioning import home_partition
+from schemas.prompts import Prompt, untrainable_reason
+from schemas.wire import encode, parse_prompt_json
+from topics.catalog import PROMPTS
+from topics.settings import BusSettings
+from topics.writer import Writer
+
+SENT = "prompts.sent"
+"""The file in a run's folder that says what was sent: by line, a group id and a digest of its prompt."""
+
+PACKED = {
+    b"\x1f\x8b": ("gzip", "gunzip"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
+    b"\xfd7zXZ\0": ("xz", "unxz"),
+    b"BZh": ("bzip2", "bunzip2"),
+    b"PK\x03\x04": ("zip", "unzip"),
+}
+"""What packed files begin with, who packs them, and what unpacks them."""
+
+WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
+"""What text begins with that is no UTF-8; that of UTF-32 in the other order begins like the first."""
+
+SHOWN_GROUPS = 5
+"""Changed prompts that are named."""
+
+SHOWN_LINES = 20
+"""Bad lines that are named one by one; of more, the count is told."""
+
+
+class BadPrompts(UsageError):
+    """A prompt file with bad lines."""
+
+    def __init__(self, path: Path, lines: int, bad: Sequence[tuple[int, str]]) -> None:
+        named = [f"  line {number}: {reason}" for number, reason in bad[:SHOWN_LINES]]
+        if len(bad) > SHOWN_LINES:
+            named.append(f"  and {len(bad) - SHOWN_LINES} more")
+        summary = f"{len(bad)} of {lines} lines are no prompts" if lines else "there is no prompt in it"
+        super().__init__("\n".join([f"{path}: {summary}; nothing was sent", *named]))
+
+
+def read_prompts(path: Path, environments: Collection[str], *, without: Path | None = None) -> list[Prompt]:
+    """The prompts of a JSONL file, all for one of the `environments`; empty lines are skipped.
+
+    `without`: a `metrics.jsonl`, whose settled groups are left out. Raises BadPrompts or UsageError.
+    """
+    settled = frozenset() if without is None else settled_groups(without)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    if foreign := _not_jsonl(content):
+        raise UsageError(f"{path} {foreign}; nothing was sent")
+    lines = content.splitlines()
+    prompts: dict[str, Prompt] = {}
+    first_seen: dict[str, int] = {}
+    bad: list[tuple[int, str]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip().removeprefix(codecs.BOM_UTF8):
+            continue
+        try:
+            prompt = _prompt(line)
+            if prompt.group_id in prompts:
+                raise UsageError(f"group_id {prompt.group_id} is that of line {first_seen[prompt.group_id]}")
+            if prompt.environment not in environments:
+                raise UsageError(
+                    f"unknown environment {prompt.environment!r}: the workers run {', '.join(environments)}; "
+                    "name your own in environment.environments"
+                )
+            if reason := untrainable_reason(prompt.sampling):
+                raise UsageError(reason)
+        except (UsageError, RecordError) as error:
+            bad.append((number, str(error)))
+        else:
+            prompts[prompt.group_id] = prompt
+            first_seen[prompt.group_id] = number
+    if bad or not prompts:
+        raise BadPrompts(path, len(bad) + len(prompts), bad)
+    return [prompt for name, prompt in prompts.items() if name not in settled]
+
+
+def settled_groups(metrics: Path) -> frozenset[str]:
+    """The groups that the steps in a run's `metrics.jsonl` have settled. Raises UsageError."""
+    from workers.trainer.step_log import decode_line
+
+    try:
+        lines = metrics.read_bytes().splitlines()
+    except OSError as error:
+        raise UsageError(f"cannot read {metrics}: {error.strerror}") from None
+    settled: set[str] = set()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            settled.update(decode_line(line).group_ids)
+        except (msgspec.DecodeError, RecursionError) as error:
+            cut_short = ": a step that was cut short as its run was killed: leave that line out"
+            raise UsageError(
+                f"{metrics} is no metrics.jsonl of a run: line {number} is no step ({error})"
+                f"{cut_short if 1 < number == len(lines) else ''}"
+            ) from None
+    return frozenset(settled)
+
+
+def count_homes(settings: BusSettings) -> int:
+    """How many homes prompts have. Raises TopicMissing or BusError."""
+    with closing(Writer(settings, "rose-submit")) as writer:
+        return writer.partition_count(PROMPTS)
+
+
+def send_prompts(settings: BusSettings, prompts: Iterable[Prompt], *, sent: Callable[[], None] = lambda: None) -> None:
+    """Write each prompt to its home and wait until all are stored; `sent` is called once for each.
+
+    Raises TopicMissing or BusError.
+    """
+    homes = count_homes(settings)
+    writer = Writer(settings, "rose-submit")
+    for prompt in prompts:
+        home = home_partition(prompt.group_id, homes)
+        writer.write(PROMPTS, prompt, key=prompt.group_id, partition=home, on_delivery=lambda *place: sent())
+        writer.poll()
+    writer.flush()
+
+
+@dataclass(frozen=True, slots=True)
+class RunWork:
+    """What a run has to do."""
+
+    prompts: list[Prompt]
+    """To be sent."""
+    known: int
+    """Prompts that its log knows already."""
+    trajectories: int
+    """Asked for in all, on the log or to be sent."""
+
+
+def remaining_work(settings: BusSettings, prompts: Sequence[Prompt], folder: Path) -> RunWork:
+    """What of these prompts its log does not know yet; in the folder of the run it is noted what each was.
+
+    Raises UsageError for a prompt that was changed since it was sent; TopicMissing or BusError.
+    """
+    asked, noted = read_requested(settings), _read_sent(folder / SENT)
+    new = [prompt for prompt in prompts if not asked.knows(prompt.group_id)]
+    known = [prompt for prompt in prompts if asked.knows(prompt.group_id)]
+    changed = [prompt.group_id for prompt in known if _was_changed(prompt, asked, noted)]
+    if changed:
+        named = ", ".join(changed[:SHOWN_GROUPS]) + (", ..." if len(changed) > SHOWN_GROUPS else "")
+        raise UsageError(
+            f"{len(changed)} of {len(prompts)} prompts are not what this run was given before under their group_id "
+            f"({named}): give a changed prompt a group_id of its own; nothing was sent"
+        )
+    with (folder / SENT).open("ab") as file:
+        file.write(b"".join(msgspec.json.encode([each.group_id, _digest(each)]) + b"\n" for each in new))
+    sizes = asked.sizes() | {prompt.group_id: prompt.group_size for prompt in new}
+    return RunWork(new, len(known), sum(sizes.values()))
+
+
+def _read_sent(file: Path) -> dict[str, str]:
+    """By group id, the digest of the prompt that was sent last; a line that was cut short is none."""
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    noted = {}
+    for line in lines:
+        with suppress(msgspec.DecodeError):
+            group_id, digest = msgspec.json.decode(line, type=tuple[str, str])
+            noted[group_id] = digest
+    return noted
+
+
+def _was_changed(prompt: Prompt, asked: RequestedWork, noted: Mapping[str, str]) -> bool:
+    """Whether it is another than was sent, as far as anybody knows."""
+    group, sent = asked.groups.get(prompt.group_id), asked.prompts.get(prompt.group_id)
+    if sent is not None:
+        return _digest(sent) != _digest(prompt)
+    if prompt.group_id in noted:
+        return noted[prompt.group_id] != _digest(prompt)
+    return group is not None and group.group_size != prompt.group_size
+
+
+def _digest(prompt: Prompt) -> str:
+    """Of all that matters to its trajectories; arguments are the same in any order."""
+    encoded = msgspec.msgpack.encode(msgspec.structs.replace(prompt, note=""), order="deterministic")
+    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
+
+
+def _not_jsonl(content: bytes) -> str:
+    """What a file is that has no prompts one a line in UTF-8, and what to do; empty if it is nothing that is known."""
+    for magic, (name, tool) in PACKED.items():
+        if content.startswith(magic):
+            return f"is packed by {name}: unpack it first ({tool})"
+    if content.startswith(WIDE) or b"\0" in content[:4]:
+        return "is text in UTF-16 or UTF-32: save it in UTF-8 (iconv -f UTF-16 -t UTF-8)"
+    if content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        return "is a JSON array: write its prompts one a line, without commas between them (jq -c '.[]')"
+    return ""
+
+
+def _prompt(line: bytes) -> Prompt:
+    prompt = parse_prompt_json(line.strip().removeprefix(codecs.BOM_UTF8))
+    encode(prompt)  # refuses what is too large to travel
+    return prompt

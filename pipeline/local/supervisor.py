@@ -1,0 +1,170 @@
+"""The processes of a run on this machine: started, logged, started again when they crash, and ended together.
+
+Keeps true
+- A role that crashes is started again, later each time; one that crashes `MOST_QUICK_CRASHES` times in a row soon after
+  its start, or that refuses its input (exit status 2), ends the run with one sentence and its last words.
+- When the supervisor ends, however it ends, its processes end: the kernel kills them if it cannot.
+"""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+from pipeline.local.fork_server import ForkedProcess, ForkServer
+from schemas.errors import RoseError, UsageError
+
+QUICK_SECONDS = 120.0
+"""A process that ran for less crashed quickly; an engine takes ten seconds to start, and a minute on a busy machine."""
+
+MOST_QUICK_CRASHES = 5
+"""As many quick crashes in a row, and the run ends."""
+
+FIRST_PAUSE_SECONDS = 0.5
+"""Before the first new start after a crash; doubled with every quick crash in a row."""
+
+STOP_SECONDS = 20.0
+"""How long a process may take to end after SIGTERM."""
+
+LAST_LINES = 6
+"""Lines of a log that are shown when its role fails."""
+
+
+class RoleFailed(RoseError):
+    """A role cannot be kept running."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """When a crashed process may start again. Pure.
+
+    Example: crashes after 3 s, 2 s, 70 s -> pauses of 0.5 s, 1 s, 0.5 s.
+    """
+
+    quick_crashes: int = 0
+
+    def on_crash(self, ran_seconds: float) -> "RestartPolicy":
+        """After a crash."""
+        return RestartPolicy(self.quick_crashes + 1 if ran_seconds < QUICK_SECONDS else 1)
+
+    @property
+    def pause_seconds(self) -> float | None:
+        """Until the next start; None: give up."""
+        if self.quick_crashes >= MOST_QUICK_CRASHES:
+            return None
+        return FIRST_PAUSE_SECONDS * 2.0 ** max(0, self.quick_crashes - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One process of a run."""
+
+    name: str
+    """Also that of its log, and of its process."""
+    arguments: tuple[str, ...]
+    """Of the `rose` command."""
+    ends_run_with: Path | None = None
+    """What it has written anew once its work is done: with that its exit with status 0 ends the run, and without it is
+    an end like any other, as somebody asked it to leave."""
+    leaves_first: bool = False
+    """It makes use of the others to its end: they are asked to stop once it has."""
+
+
+class _Supervised:
+    """One role and its present process."""
+
+    def __init__(self, role: Role, log: Path) -> None:
+        self.role = role
+        self.log = log
+        self.process: ForkedProcess | None = None
+        self.restarts = RestartPolicy()
+        self.started_at = 0.0
+        self.start_at = 0.0
+        self._log_size_before: tuple[int, int] | None = None
+
+    def start(self, fork_server: ForkServer, now: float) -> None:
+        self._log_size_before = self._log_size()
+        self.process = fork_server.start(self.role.arguments, name=self.role.name, log=self.log)
+        self.started_at = now
+
+    @property
+    def finished_work(self) -> bool:
+        """Of one that ended with status 0."""
+        return self._log_size() not in (None, self._log_size_before)
+
+    def _log_size(self) -> tuple[int, int] | None:
+        try:
+            found = self.role.ends_run_with and self.role.ends_run_with.stat()
+        except FileNotFoundError:
+            return None
+        return (found.st_ino, found.st_mtime_ns) if found else None
+
+    def last_lines(self) -> str:
+        return "\n".join(f"    {line}" for line in self._lines()[-LAST_LINES:])
+
+    def last_line(self) -> str:
+        return (self._lines() or ["nothing"])[-1].strip()
+
+    def _lines(self) -> list[str]:
+        return [line for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+
+
+class Supervisor:
+    """Keeps the roles of a run going, forked from a fork server. Call it from the thread that opened that one."""
+
+    def __init__(self, roles: Sequence[Role], log_folder: Path, fork_server: ForkServer) -> None:
+        log_folder.mkdir(parents=True, exist_ok=True)
+        self._supervised = [_Supervised(role, log_folder / f"{role.name}.log") for role in roles]
+        self._fork_server = fork_server
+        self.finished = False
+        """The role that ends the run has ended well."""
+
+    def start(self) -> None:
+        for each in self._supervised:
+            each.start(self._fork_server, monotonic())
+
+    def tick(self) -> list[str]:
+        """Look after the processes; return a line for each thing that happened. Raises RoleFailed. Call it often."""
+        happened = []
+        for each in self._supervised:
+            if each.process is None:
+                if monotonic() >= each.start_at:
+                    each.start(self._fork_server, monotonic())
+                    happened.append(f"{each.role.name} starts again")
+            elif (status := each.process.poll()) is not None:
+                each.process = None
+                if status == 0 and each.finished_work:
+                    self.finished = True
+                else:
+                    happened.append(self._on_crash(each, status))
+        return happened
+
+    def stop(self) -> None:
+        """Ask every process to stop, and kill what does not."""
+        for first in (True, False):
+            self._end([each.process for each in self._supervised if each.process and each.role.leaves_first is first])
+
+    def _end(self, running: Sequence[ForkedProcess]) -> None:
+        for process in running:
+            process.send_signal(signal.SIGTERM)
+        deadline = monotonic() + STOP_SECONDS
+        for process in running:
+            if process.wait(max(0.0, deadline - monotonic())) is None:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+
+    @property
+    def process_ids(self) -> dict[str, int]:
+        """The running processes by role. Waits until each is born."""
+        return {each.role.name: each.process.pid for each in self._supervised if each.process is not None}
+
+    def _on_crash(self, each: _Supervised, status: int) -> str:
+        ended = f"was killed by signal {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        each.restarts = each.restarts.on_crash(monotonic() - each.started_at)
+        pause = each.restarts.pause_seconds
+        if status == UsageError.exit_status or pause is None:
+            often = "" if status == UsageError.exit_status else f", {each.restarts.quick_crashes} times in a row"
+            raise RoleFailed(f"{each.role.name} {ended}{often}; the end of {each.log}:\n{each.last_lines()}")
+        each.start_at = monotonic() + pause
+        return f"{each.role.name} {ended} and starts again in {pause:.1f} s; it said: {each.last_line()}"

@@ -1,0 +1,182 @@
+"""Where work waits: what the log and the broker's answers say of each home, cell and inbox. Pure.
+
+Keeps true
+- A home stands still from when its work was there, somebody owned it who had room for it, and nothing of that kind was
+  taken in there. What held already when the looking began may have held for long: stamps tell how long at most.
+- Homes of one worker whose prompts wait compete for its window: while one of them opens groups, the others wait.
+- An inbox is unread from when it got something, until its executor holds a turn or has ended one.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from pipeline.monitor.facts import CellFacts, ExecutorFacts, HomeFacts, StalledWork
+from pipeline.monitor.run_state import RunState
+from pipeline.monitor.stage_clock import ConditionTimer, Stage
+from topics.catalog import DISPATCHED, partitions_of_cell
+
+if TYPE_CHECKING:
+    from pipeline.monitor.broker_probe import BrokerSnapshot, WorkerMember
+
+STALE_SECONDS = 10.0
+"""Nothing is concluded of homes from answers that are older."""
+
+
+@dataclass(slots=True)
+class Backlog:
+    """Give it the broker's answers as they come."""
+
+    view: RunState
+    window_groups: int
+    """Of one worker."""
+    cells: int = 1
+    began: float = 0.0
+    """When the broker first answered."""
+    _snapshot: "BrokerSnapshot | None" = None
+    _asked_at: float = 0.0
+    """When it answered last."""
+    _owned: ConditionTimer = field(default_factory=ConditionTimer)
+    """Homes with the worker that owns them."""
+    _roomy: ConditionTimer = field(default_factory=ConditionTimer)
+    """Homes whose worker's window has room."""
+    _unreadable: ConditionTimer = field(default_factory=ConditionTimer)
+    """Homes whose prompts lie behind a transaction that is open."""
+    _prompts: ConditionTimer = field(default_factory=ConditionTimer)
+    """Homes in which prompts wait."""
+    _results: ConditionTimer = field(default_factory=ConditionTimer)
+    """Homes in which results wait."""
+    _sent: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """By inbox, the answers between which it last got something."""
+    _unread: dict[str, float] = field(default_factory=dict)
+    """By executor, since when something lies unread in its inbox."""
+
+    def on_snapshot(self, snapshot: "BrokerSnapshot", now: float) -> None:
+        """The broker has answered."""
+        before, self._snapshot = self._snapshot, snapshot
+        if before is None:
+            self.began = self._asked_at = now
+        else:
+            got = (place for place, end in snapshot.ends.items() if end > before.ends.get(place, end))
+            self._sent.update({slot: (self._asked_at, now) for topic, slot in got if topic is DISPATCHED})
+        groups = self.view.open_groups_by_home()
+        able = [each for each in snapshot.workers if sum(groups[home] for home in each.homes) < self.window_groups]
+        self._owned.set_active([(home, each.name) for each in snapshot.workers for home in each.homes], now)
+        self._roomy.set_active([home for each in able for home in each.homes], now)
+        self._unreadable.set_active(snapshot.held_at, now)
+        self._prompts.set_active(snapshot.waiting_at, now)
+        self._results.set_active(snapshot.results_at, now)
+        self._unread = dict(self._unread_now())
+        self._asked_at = now
+
+    def add_absence(self, seconds: float) -> None:
+        """Nobody looked for so long until now."""
+        for held in (self._owned, self._roomy, self._unreadable, self._prompts, self._results):
+            held.add_absence(seconds)
+        self._sent = {slot: (since + seconds, at + seconds) for slot, (since, at) in self._sent.items()}
+        self._unread = {worker: at + seconds for worker, at in self._unread.items()}
+        self.began, self._asked_at = self.began + seconds, self._asked_at + seconds
+
+    @property
+    def openable(self) -> int:
+        """Prompts that wait for a worker whose window has room."""
+        waiting = self._snapshot.waiting_at if self._snapshot else {}
+        return sum(count for home, count in waiting.items() if self._roomy.is_active(home))
+
+    def held_homes(self) -> list[int]:
+        """Homes whose prompts nobody can read."""
+        return sorted(self._snapshot.held_at) if self._snapshot else []
+
+    def held_seconds(self, now: float) -> float:
+        """For how long that was seen of the first of them."""
+        return max((self._unreadable.seen_seconds(home, now) for home in self.held_homes()), default=0.0)
+
+    def homes(self, now: float, *, later: float = 0.0) -> Iterator[HomeFacts]:
+        """The homes that somebody owns and in which something waits; see `RunFollower.facts`."""
+        if self._snapshot is None or now - self._asked_at > STALE_SECONDS:
+            return
+        live, then = self.view.live_by_home(), now + later
+        for owner in self._snapshot.workers:
+            idle = self.view.stage_clock.seconds_still(then, Stage.OPENED, Stage.APPLIED, homes=owner.homes)
+            for home in sorted(owner.homes):
+                prompts = self._prompts_of(owner, home, then)
+                results = self._results_of(owner, home, then) if live[home] else None  # else they are of no use
+                if prompts is not None or results is not None:
+                    yield HomeFacts(home=home, worker=owner.name, idle_seconds=idle, prompts=prompts, results=results)
+
+    def executors(self, now: float, *, later: float = 0.0) -> list[ExecutorFacts]:
+        """The executors, with what lies unread in their inboxes; see `RunFollower.facts`."""
+        unread = {worker: max(0.0, now + later - at) for worker, at in self._unread.items()}
+        return [replace(each, unread_seconds=unread.get(each.worker, 0.0)) for each in self.view.present_executors(now)]
+
+    def cell_facts(self, executors: Sequence[ExecutorFacts], now: float, *, later: float = 0.0) -> Iterator[CellFacts]:
+        """Each cell, where there are several; see `RunFollower.facts`."""
+        if self.cells == 1 or self._snapshot is None:
+            return
+        live, then = self.view.live_by_home(), now + later
+        for cell in range(self.cells):
+            homes = partitions_of_cell(cell, self.cells, self.view.homes)
+            there = [each for each in executors if each.slot % self.cells == cell]
+            sent = [at for slot, (_, at) in self._sent.items() if slot % self.cells == cell]
+            able = self.view.able_seconds(now, {each.worker for each in there})
+            yield CellFacts(
+                cell=cell,
+                executors=there,
+                in_a_turn=sum(live[home] for home in homes),
+                results_waiting=sum(self._snapshot.results_at.get(home, 0) for home in homes),
+                applied_seconds=self.view.stage_clock.seconds_still(then, Stage.APPLIED, homes=homes),
+                dispatched_seconds=then - max(sent, default=self.began),
+                able_seconds=able + later if able else 0.0,
+            )
+
+    def _prompts_of(self, owner: "WorkerMember", home: int, now: float) -> StalledWork | None:
+        assert self._snapshot is not None
+        if home not in self._snapshot.waiting_at or not self._roomy.is_active(home):
+            return None
+        moments, stamp = self.view.stage_clock, self._snapshot.waiting_stamps.get(home)
+        rivals = [other for other in owner.homes if other in self._snapshot.waiting_at]
+        opened = moments.seconds_still(now, Stage.OPENED, homes=rivals)
+        made_room = moments.seconds_still_before(now, Stage.SETTLED, homes=owner.homes)
+        room = self._roomy.most_seconds(home, now)
+        return StalledWork(
+            count=self._snapshot.waiting_at[home],
+            seconds=min(
+                opened,
+                room if made_room is None else min(room, max(made_room, self._roomy.seen_seconds(home, now))),
+                self._owned.most_seconds((home, owner.name), now),
+                self._waited(self._prompts, home, stamp, now),
+            ),
+            seen_seconds=min(self._roomy.seen_seconds(home, now), self._seen(self._prompts, owner, home, now)),
+        )
+
+    def _results_of(self, owner: "WorkerMember", home: int, now: float) -> StalledWork | None:
+        assert self._snapshot is not None
+        if home not in self._snapshot.results_at:
+            return None
+        return StalledWork(
+            count=self._snapshot.results_at[home],
+            seconds=min(
+                self.view.stage_clock.seconds_still(now, Stage.APPLIED, homes=(home,)),
+                self._owned.most_seconds((home, owner.name), now),
+                self._waited(self._results, home, self._snapshot.results_stamps.get(home), now),
+            ),
+            seen_seconds=self._seen(self._results, owner, home, now),
+        )
+
+    def _waited(self, waits: ConditionTimer, home: int, stamp: float | None, now: float) -> float:
+        """For how long what waits there may have, of which the oldest has this stamp."""
+        by_stamp = math.inf if stamp is None else self.view.stage_clock.since_stamp(now, stamp)
+        return min(waits.most_seconds(home, now), max(by_stamp, waits.seen_seconds(home, now)))
+
+    def _seen(self, waits: ConditionTimer, owner: "WorkerMember", home: int, now: float) -> float:
+        """For how long something was seen to wait there for this worker."""
+        return min(waits.seen_seconds(home, now), self._owned.seen_seconds((home, owner.name), now))
+
+    def _unread_now(self) -> Iterator[tuple[str, float]]:
+        slots = [state.beat.slot for state in self.view.executors.values()]
+        for worker, state in self.view.executors.items():
+            since, at = self._sent.get(state.beat.slot, (-math.inf, -math.inf))
+            alone = slots.count(state.beat.slot) == 1  # else nobody knows for whom it is
+            if alone and state.took_at < since and state.able_at <= at:
+                yield worker, self._unread.get(worker, at)

@@ -1,0 +1,270 @@
+"""Looking at a run: records folded into a `RunState`, soundings of the broker, and the facts that both give.
+
+Keeps true
+- Reading begins where the present state begins: open groups and their outcomes, live trajectories, a minute of
+  heartbeats. What lies before the end that the topics had at the start is history: it moves nothing.
+- Facts are as of the last look. A reader that was held up, or its machine, takes its own absence for nobody's silence.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from confluent_kafka import OFFSET_BEGINNING
+
+from pipeline.monitor.backlog import Backlog
+from pipeline.monitor.broker_probe import BrokerProbeThread, BrokerSnapshot
+from pipeline.monitor.facts import PATIENCE, Facts, Patience
+from pipeline.monitor.run_state import RunState
+from schemas.progress import Group, GroupState
+from topics.catalog import (
+    COMPLETED,
+    GROUPS,
+    HEARTBEATS,
+    MANIFESTS,
+    OUTCOMES,
+    PROGRESS,
+    PROMPTS,
+    ROLE_STARTS,
+    SAMPLES,
+    Topic,
+)
+from topics.errors import BusError, TopicMissing
+from topics.log_reader import read_to_end
+from topics.queries import noop
+from topics.reader import Reader
+from topics.records import EndOfPartition, Envelope, Place
+from topics.settings import BusSettings
+from workers.weights.trust import Trust, UntrustedReason
+
+if TYPE_CHECKING:
+    from pipeline.config.load import Config
+
+CLIENT = "rose-watch"
+
+HEARTBEATS_SECONDS = 60.0
+"""Executors that were silent for longer before the looking began are not known."""
+
+BATCH = 2_000
+"""Records taken at once."""
+
+ABSENCE_SECONDS = 0.5
+"""Between two looks: what is longer, besides the time that a look waits for records, was an absence."""
+
+
+class RunFollower:
+    """A run as it goes on. `read` it often; `close` it."""
+
+    def __init__(
+        self,
+        settings: BusSettings,
+        *,
+        trust: Trust,
+        whole: bool,
+        window_groups: int,
+        max_lag_versions: int,
+        patience: Patience = PATIENCE,
+        on_wait: Callable[[], None] = noop,
+    ) -> None:
+        """`trust`: whose versions count. `whole`: from the run's beginning, so that its counts are complete.
+        `window_groups`: of one worker. `patience`: how long each kind of work may take. `meanwhile` is called every few
+        seconds until the reading has begun; what it raises ends that.
+
+        Raises BrokerUnreachable, TopicMissing or BusError.
+        """
+        self._trust = trust
+        self._window_groups = window_groups
+        self._max_lag_versions = max_lag_versions
+        self._patience = patience
+        self._probe = BrokerProbeThread(settings)
+        self._reader = Reader(settings, CLIENT, report_ends=True, on_wait=on_wait)
+        self.run_state = RunState(began=time.monotonic())
+        self._backlog = Backlog(self.run_state, window_groups)
+        self._applied_snapshot: BrokerSnapshot | None = None
+        """The newest answers that were taken in."""
+        self._history: dict[Place, int] = {}
+        self._behind: set[Place] = set()
+        try:
+            self._assign(settings, on_wait, whole=whole)
+        except BaseException:
+            self.close()
+            raise
+        self._looked_at = self._answered_at = time.monotonic()
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether all that was there at the beginning has been read."""
+        return not self._behind
+
+    @property
+    def snapshot(self) -> BrokerSnapshot | None:
+        """The broker's newest answers; None until the first."""
+        return self._probe.latest
+
+    @property
+    def known_seconds(self) -> float:
+        """For how long the broker's answers are known, beside the log."""
+        return self._looked_at - self._backlog.began if self._applied_snapshot is not None else 0.0
+
+    @property
+    def broker_error(self) -> str:
+        """Why the broker's last answer failed; empty if it did not."""
+        return self._probe.trouble
+
+    @property
+    def unanswered_seconds(self) -> float:
+        """Since the broker last answered, to a question or with something new to read; absences do not count."""
+        return self._looked_at - max(self._probe.answered_at, self._answered_at)
+
+    def poll(self, seconds: float) -> None:
+        """Take in what came, waiting for it so long at most. Raises TopicMissing or BusError."""
+        found = self._reader.read(BATCH, seconds)
+        now = time.monotonic()
+        absence = max(0.0, now - self._looked_at - seconds - ABSENCE_SECONDS)
+        self.run_state.add_absence(absence)
+        self._backlog.add_absence(absence)
+        answered_at = max(self._answered_at, self._probe.answered_at)
+        self._answered_at = now if found else min(now, answered_at + absence)
+        self._looked_at = now
+        for item in found:
+            if isinstance(item, EndOfPartition):
+                self._behind.discard((item.topic, item.partition))
+            elif isinstance(item, Envelope):
+                self._on_envelope(item)
+        sounding = self.snapshot
+        if sounding is not None and sounding is not self._applied_snapshot and self.caught_up:
+            self._backlog.on_snapshot(
+                sounding.without(self.run_state.has_decided), now if absence else min(now, sounding.at)
+            )
+            self._applied_snapshot = sounding
+
+    def facts(self, *, later: float = 0.0) -> Facts:
+        """What was known at the last look; as it will be `later`, in seconds, if nothing moves until then."""
+        now, view, sounding = self._looked_at, self.run_state, self.snapshot
+        known = (sounding or BrokerSnapshot(at=now)).without(view.has_decided)
+        workers, then, able = known.environment_workers, now + later, view.able_seconds(now)
+        executors = self._backlog.executors(now, later=later)
+        return Facts(
+            executors=executors,
+            begun=view.recent_role_starts(now),
+            newest_version=view.version,
+            disbelieved=view.disbelieved,
+            max_lag_versions=self._max_lag_versions,
+            environment_workers=workers,
+            homes=known.homes,
+            homes_owned=known.homes_owned,
+            routers=known.routers,
+            prompts_waiting=known.prompts_waiting,
+            held_homes=self._backlog.held_homes(),
+            held_seconds=self._backlog.held_seconds(then),
+            open_groups=view.open_groups,
+            window_groups=self._window_groups * workers if workers else None,
+            in_a_turn=view.in_a_turn,
+            waiting_for_trainer=view.waiting_for_trainer,
+            results_waiting=known.lag.get(COMPLETED, 0),
+            openable=self._backlog.openable,
+            opened_seconds=view.opened_seconds(then, min(known.waiting_stamps.values(), default=None)),
+            workers_seconds=max(0.0, then - self._probe.workers_at),
+            applied_seconds=view.applied_seconds(then),
+            dispatched_seconds=then - self._probe.dispatched_at,
+            able_seconds=able + later if able else 0.0,
+            settled_seconds=view.settled_seconds(then),
+            home_facts=list(self._backlog.homes(now, later=later)),
+            cells=list(self._backlog.cell_facts(executors, now, later=later)),
+            patience=self._patience,
+            letters=known.letters,
+        )
+
+    def close(self) -> None:
+        self._probe.close()
+        self._reader.close()
+
+    def _on_envelope(self, envelope: Envelope) -> None:
+        place = envelope.topic, envelope.partition
+        fresh = envelope.offset >= self._history.get(place, 0)
+        now, stamp = self._looked_at, broker_timestamp(envelope)
+        if envelope.topic is PROGRESS:
+            self.run_state.on_progress(envelope.key, now, live=envelope.record is not None, fresh=fresh, stamp=stamp)
+            return
+        record = envelope.record
+        if envelope.topic is MANIFESTS:
+            judged = self._trust.verify(envelope)
+            self.run_state.disbelieved += isinstance(judged, UntrustedReason)
+            record = None if isinstance(judged, UntrustedReason) else judged
+        if record is not None:
+            self.run_state.on_record(record, now, fresh=fresh, wall=time.time(), stamp=stamp)
+
+    def _assign(self, settings: BusSettings, on_wait: Callable[[], None], *, whole: bool) -> None:
+        self.run_state.homes, self._backlog.cells = (
+            self._reader.partition_count(PROMPTS),
+            self._reader.partition_count(HEARTBEATS),
+        )
+        topics = (HEARTBEATS, MANIFESTS, GROUPS, PROGRESS, OUTCOMES, COMPLETED, SAMPLES)
+        places: list[Place] = [(topic, part) for topic in topics for part in range(self._reader.partition_count(topic))]
+        with suppress(TopicMissing, BusError):  # a broker whose topics or rights are of 0.2.0
+            places += [(ROLE_STARTS, part) for part in range(self._reader.partition_count(ROLE_STARTS))]
+        bounds = self._reader.all_watermarks(places)
+        self._history = {place: end for place, (_, end) in bounds.items()}
+        beats = [place for place in places if place[0] is HEARTBEATS]
+        recent = self._reader.offsets_at(beats, time.time() - HEARTBEATS_SECONDS)
+        open_from = self._open_groups_from(settings, on_wait)
+        begins: dict[Place, int] = {}
+        for place, (low, end) in bounds.items():
+            begins[place] = _begin_offset(
+                place[0], low, end, whole=whole, recent=recent.get(place, end), open_from=open_from
+            )
+        self._behind = {place for place, begin in begins.items() if begin < bounds[place][1]}
+        self._reader.assign(begins)
+
+    def _open_groups_from(self, settings: BusSettings, on_wait: Callable[[], None]) -> int | None:
+        """Take the groups in; the offset from which the outcomes of the open ones lie, None where none is open."""
+        newest: dict[str, tuple[Group, float | None]] = {}
+        begins = {(GROUPS, part): OFFSET_BEGINNING for part in range(self._reader.partition_count(GROUPS))}
+        for envelope in read_to_end(settings, begins, client_id=CLIENT, on_wait=on_wait):
+            if isinstance(envelope.record, Group):
+                newest[envelope.record.group_id] = envelope.record, broker_timestamp(envelope)
+        opened = [group for group, _ in newest.values() if group.state is GroupState.OPEN]
+        for group, stamp in newest.values():
+            self.run_state.on_record(group, self.run_state.began, fresh=False, stamp=stamp)
+        return min((group.outcomes_from for group in opened), default=None)
+
+
+def follow_run(
+    config: "Config", settings: BusSettings, *, whole: bool, on_wait: Callable[[], None] = noop
+) -> RunFollower:
+    """A watch of this configuration's run. Raises UsageError, and what `RunFollower` does."""
+    environment, trainer = config.settings.environment, config.settings.trainer
+    return RunFollower(
+        settings,
+        trust=config.trust(settings),
+        whole=whole,
+        window_groups=environment.window_groups,
+        max_lag_versions=config.settings.router.max_lag_versions,
+        patience=Patience(
+            step_seconds=environment.step_timeout_seconds,
+            turn_seconds=environment.turn_patience_seconds,
+            training_seconds=trainer.hung_seconds,
+        ),
+        on_wait=on_wait,
+    )
+
+
+def broker_timestamp(envelope: Envelope) -> float | None:
+    """The broker's stamp of a record; None where its writer has stamped it."""
+    return envelope.timestamp_seconds if envelope.stamped_by_broker else None
+
+
+def _begin_offset(topic: Topic, low: int, end: int, *, whole: bool, recent: int, open_from: int | None) -> int:
+    """The offset at which to begin with a partition."""
+    if topic is HEARTBEATS:
+        return recent
+    if topic in (MANIFESTS, PROGRESS, ROLE_STARTS):
+        return low
+    if topic is GROUPS:
+        return end
+    if whole:
+        return low
+    if topic is OUTCOMES and open_from is not None:
+        return max(low, min(open_from, end))
+    return end

@@ -1,0 +1,389 @@
+"""What a run looks like at this moment, from its log: the state behind `rose watch`, `rose status` and `rose up`.
+
+Keeps true
+- A pure fold. `now` is seconds on the reader's own clock, the moment at which a record came here: who is silent is
+  told by that alone.
+- What was on the log before the looking began says how things stand, and is not taken for a sign of life.
+- For how long a stage has stood still is told beyond the beginning by two stamps of the broker: that of the stage's
+  last record, and that of one that came while looking. No other clocks are compared. A run that was ended meanwhile has
+  stood still since the first of its processes began again.
+- Time in which nobody looked is nobody's silence.
+- An executor is forgotten when the router would forget it: others were heard for long after its silence began.
+- A policy version is one whose manifest is believed; whoever feeds the view judges that, as every reader does.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from pipeline.monitor.diagnosis import SILENT_SECONDS
+from pipeline.monitor.facts import ExecutorFacts, RoleFacts
+from pipeline.monitor.stage_clock import BrokerClock, RoleStarts, Stage, StageClock
+from pipeline.routing.liveness import FORGET_SECONDS
+from schemas.heartbeats import ExecutorState, SlackHeartbeat
+from schemas.partitioning import home_partition
+from schemas.progress import Group, GroupState
+from schemas.prompts import group_id_of, trajectory_id
+from schemas.record import Record
+from schemas.role_starts import RoleBegun
+from schemas.samples import Outcome, Sample, SampleOutcome
+from schemas.turns import TurnOutcome, TurnResult
+from schemas.weights import WeightManifest
+
+RATE_SECONDS = 10.0
+"""Over which rates are averaged."""
+
+RECENT_SAMPLES = 512
+"""Finished trajectories that the share of solved ones is taken over."""
+
+CURVE_POINTS = 400
+"""Policy versions that the curve remembers."""
+
+
+@dataclass(slots=True)
+class ExecutorRecord:
+    """The newest heartbeat of an executor."""
+
+    beat: SlackHeartbeat
+    at: float
+    """When it came; for one from before, when the looking began."""
+    clock_off_seconds: float
+    """The sender's clock against ours."""
+    previous_start: tuple[int, int] | None = None
+    """Slot and incarnation of the start that was heard before this one under its name."""
+    rival_at: float = -math.inf
+    """When a start was heard again behind another of its name: both run."""
+    able_at: float = math.inf
+    """Since when it could have taken one more turn, without a break."""
+    held_at: float = math.inf
+    """Since when it holds turns, without a break."""
+    took_at: float = -math.inf
+    """When it was last seen to hold a turn, or to have ended one."""
+    ended_at: float = -math.inf
+    """When a turn of its was last seen to end."""
+
+
+@dataclass(slots=True)
+class RunState:
+    """Give it records with the moment at which they came; ask it for what to show."""
+
+    began: float
+    """When the looking began; later by each absence since."""
+    homes: int = 1
+    """How many there are."""
+    executors: dict[str, ExecutorRecord] = field(default_factory=dict)
+    ends: Counter[Outcome] = field(default_factory=Counter)
+    """Settled trajectories."""
+    turns: Counter[TurnOutcome] = field(default_factory=Counter)
+    samples: int = 0
+    step: int = 0
+    """The newest optimizer step."""
+    version: int = -1
+    """The newest policy version on the log."""
+    versions: int = 0
+    """Policy versions on the log."""
+    disbelieved: int = 0
+    """Manifests on the log that are of another run, or not signed by the trusted key."""
+    curve: deque[float] = field(default_factory=lambda: deque(maxlen=CURVE_POINTS))
+    """Share of recent trajectories that were solved, at the moment of each policy version."""
+    _unsettled: dict[str, set[str]] = field(default_factory=dict)
+    """By open group, the trajectories that have no outcome."""
+    _refused: dict[str, int] = field(default_factory=dict)
+    """By group whose prompt was refused, its size."""
+    _decided_to: dict[int, int] = field(default_factory=dict)
+    """By home, the offset before which all prompts were decided."""
+    _decided: dict[int, set[int]] = field(default_factory=dict)
+    """By home, the offsets from there on of prompts that were."""
+    _live: set[str] = field(default_factory=set)
+    _recent: deque[tuple[bool | None, int]] = field(default_factory=lambda: deque(maxlen=RECENT_SAMPLES))
+    _turn_moments: deque[float] = field(default_factory=deque)
+    stage_clock: StageClock = field(init=False)
+
+    def __post_init__(self) -> None:
+        clock = BrokerClock()
+        self.stage_clock = StageClock(self.began, clock, RoleStarts(clock))
+
+    def on_record(
+        self,
+        record: Record,
+        now: float,
+        *,
+        fresh: bool = True,
+        wall: float | None = None,
+        stamp: float | None = None,
+    ) -> None:
+        """Fold a record in.
+
+        `fresh`: it came after the looking began; `wall`: our wall clock then, unix seconds; `stamp`: the broker's.
+        """
+        self._compare_clocks(now, stamp, fresh=fresh)
+        match record:
+            case SlackHeartbeat():
+                off = record.sent_at - wall if wall is not None and fresh else 0.0
+                at = now if fresh else self.began
+                self.executors[record.worker] = _merge_states(
+                    self.executors.get(record.worker), _state_of(record, at, off)
+                )
+            case TurnResult():
+                self.turns[record.outcome] += 1
+                if fresh and (state := self.executors.get(record.worker or "")) is not None:
+                    state.took_at = state.ended_at = now
+                if record.outcome is TurnOutcome.COMPLETED and fresh:
+                    self._turn_moments.append(now)
+            case Sample():
+                self.samples += 1
+                self._recent.append((record.success, len(record.turns)))
+                self._on_stage_progress(Stage.SAMPLED, record.group_id, now, stamp, fresh=fresh)
+            case Group():
+                self._on_group(record)
+                self._on_stage_progress(Stage.OPENED, record.group_id, now, stamp, fresh=fresh)
+            case SampleOutcome():
+                self.ends[record.outcome] += 1
+                self.step = max(self.step, record.step)
+                self._on_outcome(record)
+                self._on_stage_progress(Stage.SETTLED, record.group_id, now, stamp, fresh=fresh)
+            case RoleBegun():
+                self.stage_clock.role_starts.on_role_begun(record, now if fresh else None, stamp)
+            case WeightManifest():
+                self.versions += 1
+                self._on_version(record.version)
+            case _:
+                pass
+
+    def on_progress(
+        self, trajectory_id: str, now: float, *, live: bool, fresh: bool = True, stamp: float | None = None
+    ) -> None:
+        """A trajectory has moved on: it asks for a turn, or (not `live`) has ended."""
+        self._compare_clocks(now, stamp, fresh=fresh)
+        (self._live.add if live else self._live.discard)(trajectory_id)
+        self._on_stage_progress(Stage.APPLIED, group_id_of(trajectory_id), now, stamp, fresh=fresh)
+
+    def add_absence(self, seconds: float) -> None:
+        """Nobody looked for so long until now: what came meanwhile is yet to be taken in."""
+        self.began += seconds
+        self.stage_clock.add_absence(seconds)
+        for state in self.executors.values():
+            state.at += seconds
+            state.able_at += seconds
+            state.held_at += seconds
+            state.took_at += seconds
+            state.ended_at += seconds
+
+    @property
+    def applied_at(self) -> float:
+        """When a turn was last seen to be applied; before the beginning if never."""
+        return self.stage_clock.last_seen(Stage.APPLIED)
+
+    def applied_seconds(self, now: float) -> float:
+        """Since a turn was applied, as far as is known."""
+        return self.stage_clock.seconds_still(now, Stage.APPLIED)
+
+    def settled_seconds(self, now: float) -> float:
+        """Since an outcome, or a sample that the trainer could settle; samples come with the ends of trajectories."""
+        if self.stage_clock.last_seen(Stage.SETTLED, Stage.SAMPLED) >= self.began:
+            return self.stage_clock.seconds_still(now, Stage.SETTLED, Stage.SAMPLED)
+        before = self.stage_clock.seconds_still_before(now, Stage.SETTLED, Stage.SAMPLED, Stage.APPLIED)
+        return now - self.began if before is None else before
+
+    def opened_seconds(self, now: float, waiting_since: float | None) -> float:
+        """Since a group was opened, refused or settled, or an outcome made room; or since a prompt waits for it.
+
+        `waiting_since`: the broker's stamp of the prompt that waits longest.
+        """
+        since = self.stage_clock.seconds_still(now, Stage.OPENED)
+        if self.stage_clock.has_moved(Stage.SETTLED):
+            since = min(since, self.stage_clock.seconds_still(now, Stage.SETTLED))
+        return since if waiting_since is None else min(since, self.stage_clock.since_stamp(now, waiting_since))
+
+    def able_seconds(self, now: float, workers: Collection[str] | None = None) -> float:
+        """For how long some executor that is heard, of these if any are said, could have taken one more turn."""
+        known = [each for name, each in self.executors.items() if workers is None or name in workers]
+        alive = [each for each in known if now - each.at <= each.beat.ttl_seconds]
+        return max((0.0, *(now - each.able_at for each in alive)))
+
+    def turns_per_second(self, now: float) -> float:
+        """Completed turns, over the last seconds."""
+        while self._turn_moments and self._turn_moments[0] < now - RATE_SECONDS:
+            self._turn_moments.popleft()
+        return len(self._turn_moments) / RATE_SECONDS
+
+    def present_executors(self, now: float) -> list[ExecutorFacts]:
+        """The executors by name; who said that it stops is gone once it is silent."""
+        self._forget()
+        facts = [_facts(state, now) for _, state in sorted(self.executors.items())]
+        return [each for each in facts if not (each.silent and each.state is ExecutorState.STOPPING)]
+
+    @property
+    def open_groups(self) -> int:
+        """Groups of which not every trajectory has an outcome."""
+        return sum(bool(names) for names in self._unsettled.values())
+
+    @property
+    def in_a_turn(self) -> int:
+        """Trajectories of open groups that are under way."""
+        return sum(len(names & self._live) for names in self._unsettled.values())
+
+    @property
+    def waiting_for_trainer(self) -> int:
+        """Trajectories of open groups that have ended and have no outcome."""
+        return sum(len(names - self._live) for names in self._unsettled.values())
+
+    @property
+    def refused(self) -> int:
+        """Trajectories of prompts that were refused: nobody will ever settle them."""
+        return sum(self._refused.values())
+
+    @property
+    def settled(self) -> int:
+        """Trajectories with an outcome."""
+        return self.ends.total()
+
+    @property
+    def opened(self) -> int:
+        """Trajectories with an outcome, and those of open groups that have none."""
+        return self.settled + sum(len(names) for names in self._unsettled.values())
+
+    @property
+    def solved(self) -> float | None:
+        """Share that was solved of the recent trajectories of which that is known; None where it is of none."""
+        known = [solved for solved, _ in self._recent if solved is not None]
+        return sum(known) / len(known) if known else None
+
+    @property
+    def turns_each(self) -> float:
+        """Mean turns of the recent trajectories."""
+        return sum(turns for _, turns in self._recent) / len(self._recent) if self._recent else 0.0
+
+    def recent_role_starts(self, now: float) -> list[RoleFacts]:
+        """The roles that have begun of late, and how often."""
+        return self.stage_clock.role_starts.recent(now)
+
+    def open_groups_by_home(self) -> Counter[int]:
+        """Open groups by home."""
+        return Counter(self._home(name) for name, names in self._unsettled.items() if names)
+
+    def live_by_home(self) -> Counter[int]:
+        """By home, the trajectories of open groups that are under way."""
+        found: Counter[int] = Counter()
+        for name, names in self._unsettled.items():
+            found[self._home(name)] += len(names & self._live)
+        return found
+
+    def has_decided(self, home: int, offset: int) -> bool:
+        """Whether this prompt's group is known to be open, or to have ended."""
+        return offset < self._decided_to.get(home, 0) or offset in self._decided.get(home, ())
+
+    def _home(self, group_id: str) -> int:
+        return home_partition(group_id, self.homes)
+
+    def _on_stage_progress(self, stage: Stage, group_id: str, now: float, stamp: float | None, *, fresh: bool) -> None:
+        self.stage_clock.on_progress(stage, self._home(group_id), now, stamp, fresh=fresh)
+
+    def _compare_clocks(self, now: float, stamp: float | None, *, fresh: bool) -> None:
+        if fresh and stamp is not None:
+            self.stage_clock.clock.compare(now, stamp)
+
+    def _forget(self) -> None:
+        """Nobody is forgotten while nobody is heard: it may be us who hear nothing."""
+        last = max((state.at for state in self.executors.values()), default=self.began)
+        for worker, state in list(self.executors.items()):
+            if state.at + state.beat.ttl_seconds + FORGET_SECONDS <= last:
+                del self.executors[worker]
+
+    def _decide(self, group: Group) -> None:
+        home, decided_to = (
+            self._home(group.group_id),
+            group.offset + 1 if group.decided_to is None else group.decided_to,
+        )
+        self._decided_to[home] = max(decided_to, self._decided_to.get(home, 0))
+        ahead = self._decided.get(home, set()) | {group.offset}
+        self._decided[home] = {offset for offset in ahead if offset >= self._decided_to[home]}
+
+    def _on_group(self, group: Group) -> None:
+        self._decide(group)
+        self._refused.pop(group.group_id, None)
+        if group.state is GroupState.REFUSED:
+            self._refused[group.group_id] = group.group_size
+        if group.state is not GroupState.OPEN:
+            self._unsettled.pop(group.group_id, None)
+        elif group.group_id not in self._unsettled:
+            names = {trajectory_id(group.group_id, index) for index in range(group.group_size)}
+            self._unsettled[group.group_id] = names
+
+    def _on_outcome(self, outcome: SampleOutcome) -> None:
+        """One of a group that is not open says nothing: groups are read before outcomes."""
+        self._unsettled.get(outcome.group_id, set()).discard(outcome.trajectory_id)
+
+    def _on_version(self, version: int) -> None:
+        if version > self.version:
+            self.version = version
+            if self.solved is not None:
+                self.curve.append(self.solved)
+
+
+def _state_of(beat: SlackHeartbeat, at: float, off: float) -> ExecutorRecord:
+    holds = _held(beat) > 0
+    return ExecutorRecord(
+        beat,
+        at,
+        off,
+        able_at=at if _has_capacity(beat) else math.inf,
+        held_at=at if holds else math.inf,
+        took_at=at if holds else -math.inf,
+    )
+
+
+def _held(beat: SlackHeartbeat) -> int:
+    return beat.rollout.running + beat.rollout.waiting
+
+
+def _merge_states(known: ExecutorRecord | None, newest: ExecutorRecord) -> ExecutorRecord:
+    """What is heard now, with what is known of others under its name."""
+    if known is None:
+        return newest
+    newest.previous_start, newest.rival_at = known.previous_start, known.rival_at
+    if _start(newest) == _start(known):
+        newest.able_at = min(newest.able_at, known.able_at) if newest.able_at < math.inf else math.inf
+        newest.held_at = min(newest.held_at, known.held_at) if newest.held_at < math.inf else math.inf
+        newest.took_at, newest.ended_at = max(newest.took_at, known.took_at), known.ended_at
+    else:
+        newest.previous_start = _start(known)
+        if _start(newest) == known.previous_start:
+            newest.rival_at = newest.at
+    return newest
+
+
+def _has_capacity(beat: SlackHeartbeat) -> bool:
+    """Whether it could take one more turn."""
+    ready = beat.state is ExecutorState.READY and beat.policy_version >= 0
+    return ready and _held(beat) < beat.max_turns
+
+
+def _start(state: ExecutorRecord) -> tuple[int, int]:
+    return state.beat.slot, state.beat.incarnation
+
+
+def _facts(state: ExecutorRecord, now: float) -> ExecutorFacts:
+    beat = state.beat
+    return ExecutorFacts(
+        worker=beat.worker,
+        state=beat.state,
+        version=beat.policy_version,
+        refused_version=beat.refused_version,
+        refused_reason=beat.refused_reason,
+        silent_seconds=max(0.0, now - state.at),
+        ttl_seconds=beat.ttl_seconds,
+        held=_held(beat),
+        slot=beat.slot,
+        ended_seconds=max(0.0, now - max(state.held_at, state.ended_at)) if _held(beat) else 0.0,
+        max_turns=beat.max_turns,
+        cuts=beat.cuts,
+        frozen=beat.frozen,
+        clock_off_seconds=state.clock_off_seconds,
+        kv_used=1 - beat.kv_bytes_free / beat.kv_bytes_total if beat.kv_bytes_total else 0.0,
+        tokens_per_second=beat.hardware.decode_tokens_per_second,
+        swap_seconds=beat.swap_seconds,
+        paused_reason=beat.paused_reason,
+        rivals=now - state.rival_at < SILENT_SECONDS,
+    )

@@ -1,0 +1,132 @@
+"""The table of all metrics, as the code declares them.
+
+Keeps true
+- Nothing is said here that a declaration says: name, type, labels and sentence are the code's own.
+- Every name says its unit, in Prometheus' base units, and a counter ends in `_total`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.metrics_core import Metric as Family
+
+UNITS = ("seconds", "bytes", "ratio", "nats")
+"""What a name ends in, before `_total`, when it measures. What ends in none of them counts what its sentence says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A module that declares metrics."""
+
+    module: str
+    role: str
+    """Which processes export them, unless `roles` says otherwise."""
+    roles: tuple[tuple[str, str], ...] = ()
+    """Beginnings of names, and whose those are."""
+
+
+SOURCES = (
+    Source("topics.metrics", "every role"),
+    Source("pipeline.routing.metrics", "router"),
+    Source("pipeline.control.metrics", "control app"),
+    Source("workers.environments.metrics", "environment worker"),
+    Source(
+        "workers.executor.metrics",
+        "executor, lender",
+        (("rose_lender_serving_requests", "lender, observed server"), ("rose_lender_", "lender")),
+    ),
+    Source("workers.lender.observe", "observed server"),
+    Source("workers.weights.receive", "executor, lender"),
+    Source("workers.trainer.metrics", "trainer"),
+    Source("workers.weights.publish", "trainer"),
+)
+"""All there are, in the order in which they are shown."""
+
+
+SERVERS = (
+    ("vllm:time_to_first_token_seconds", "How long users waited for their first token."),
+    ("vllm:inter_token_latency_seconds", "How long they waited for each further one."),
+)
+"""Of a vLLM server's own metrics, what the dashboards ask for: histograms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row."""
+
+    name: str
+    """As queries know it; of a histogram without `_bucket`, `_sum` and `_count`."""
+    kind: str
+    labels: tuple[str, ...]
+    role: str
+    sentence: str
+
+    @property
+    def unit(self) -> str:
+        last = self.name.removesuffix("_total").rpartition("_")[2]
+        return last if last in UNITS else ""
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        """Names that a query may ask for."""
+        if self.kind == "histogram":
+            return tuple(f"{self.name}_{part}" for part in ("bucket", "sum", "count"))
+        return (self.name,)
+
+
+def metrics() -> list[Metric]:
+    """Every metric of ROSE's own. Imports all that declares any."""
+    found: dict[str, Metric] = {}
+    for source in SOURCES:
+        for family, labels in _declared(import_module(source.module)):
+            name = family.name + ("_total" if family.type == "counter" else "")
+            role = next((role for begins, role in source.roles if name.startswith(begins)), source.role)
+            found.setdefault(name, Metric(name, family.type, labels, role, family.documentation))
+    return list(found.values())
+
+
+def servers() -> list[Metric]:
+    """What vLLM exports, and we do not."""
+    return [Metric(name, "histogram", ("model_name", "engine"), "vLLM server", sentence) for name, sentence in SERVERS]
+
+
+def _declared(module: ModuleType) -> Iterator[tuple[Family, tuple[str, ...]]]:
+    """Families that a module declares, each with its labels: by metrics, and by collectors that describe theirs."""
+    for value in vars(module).values():
+        if isinstance(value, Counter | Gauge | Histogram):
+            for family in value.describe():
+                yield family, _labels_of(value)
+        elif isinstance(value, type) and value.__module__ == module.__name__ and hasattr(value, "describe"):
+            for family in value.describe():
+                yield family, _labels_of(family)
+
+
+def _labels_of(declared: object) -> tuple[str, ...]:
+    return tuple(getattr(declared, "_labelnames", ()))  # the client has no public word for them
+
+
+def as_markdown(metrics_found: Sequence[Metric]) -> str:
+    """`docs/metrics.md`."""
+    rows = "".join(
+        f"| `{each.name}` | {each.kind} | {', '.join(f'`{label}`' for label in each.labels)} | {each.unit} | "
+        f"{each.role} | {each.sentence} |\n"
+        for each in metrics_found
+    )
+    return f"{INTRODUCTION}\n| name | type | labels | unit | of | what it is |\n|---|---|---|---|---|---|\n{rows}"
+
+
+INTRODUCTION = """# Metrics
+
+Every process serves Prometheus metrics on a port of its own where one is set (`metrics.*`, see `rose config`): the \
+trainer on its own, router, control app, environment worker, executor and lender *n* on the first one's plus *n*; of a \
+lender the sidecar of the server has it, and the server's own `/metrics` says how its users fare. A histogram has \
+`_bucket`, `_sum` and `_count`. What counts restarts at 0 with its process, so take `rate` or `increase`. Counters \
+whose labels are known begin at 0. An executor or lender that begins anew, as while its guest or the broker is away, \
+exports nothing of its engine and of versions until it has begun: such figures are missing rather than old. The \
+client's own `process_*` and `python_*` come beside these.
+
+`python -m pipeline.observability` writes this page and the dashboards from the code; a test holds both against it.
+"""

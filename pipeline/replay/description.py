@@ -1,0 +1,190 @@
+"""A trajectory's life in words.
+
+Keeps true: without a tokenizer it says how many tokens there were, and guesses nothing.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from pipeline.clock import format_utc as moment
+from pipeline.replay.episodes import ENDED, Attempt, Episode, EpisodeTurn, TrajectoryHistory
+from pipeline.replay.turn_latency import latency_stages
+from schemas.arrays import ITEM_BYTES, count, unpack_logprobs, unpack_tokens
+from schemas.samples import Sample, SampleTurn
+from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes, VersionSpan
+
+Decode = Callable[[Sequence[int]], str]
+"""Text of tokens."""
+
+SOLVED = {True: "solved, ", False: "not solved, ", None: ""}
+"""As its environment says."""
+
+
+def describe_trajectory(history: TrajectoryHistory, decode: Decode | None = None) -> Iterator[str]:
+    """What the log says of a trajectory, line by line."""
+    yield f"trajectory {history.trajectory_id}"
+    if history.prompt is not None:
+        prompt = history.prompt
+        yield (
+            f"  prompt     {prompt.environment}, seed {prompt.task_seed}, one of {prompt.group_size}, "
+            f"at most {prompt.max_turns} turns{f', arguments {prompt.arguments}' if prompt.arguments else ''}"
+        )
+    if history.since is not None:
+        yield f"  looked     at the log from {moment(history.since)} on"
+    if not history.episodes:
+        yield "  no turn has been asked for yet"
+    for number, life in enumerate(history.episodes, 1):
+        if len(history.episodes) > 1:
+            yield ""
+            yield f"life {number} of {len(history.episodes)}"
+        yield from _episode(life, decode)
+    yield ""
+    yield from _outcomes(history)
+
+
+def _episode(episode: Episode, decode: Decode | None) -> Iterator[str]:
+    seen = 0
+    for number, turn in episode.turns.items():
+        yield ""
+        yield from _turn(number, turn, seen, decode)
+        seen = _length_after(turn, seen)
+    yield ""
+    if not episode.samples:
+        yield "sample       none yet: the trajectory goes on"
+    for sample in episode.samples:
+        yield _sample(sample)
+
+
+def _turn(number: int, turn: EpisodeTurn, seen: int, decode: Decode | None) -> Iterator[str]:
+    yield f"turn {number}"
+    if turn.request is not None:
+        yield from _request(turn.request, seen, decode)
+    for attempt_number, attempt in sorted(turn.attempts.items()):
+        yield from _attempt(attempt_number, attempt, turn, decode)
+    if turn.applied is not None:
+        yield from _applied(turn.applied)
+
+
+def _applied(applied: SampleTurn) -> Iterator[str]:
+    times = applied.times
+    yield (
+        f"  applied    attempt {applied.attempt} of {applied.worker}; "
+        f"the environment took {_ms(applied.environment_seconds)}"
+    )
+    if times.requested_at and times.applied_at:
+        yield f"    turn     {_ms(times.applied_at - times.requested_at)} = {_legs(times)}"
+
+
+def _request(request: TurnRequest, seen: int, decode: Decode | None) -> Iterator[str]:
+    unseen = max(0, request.context_tokens - seen)
+    new = unpack_tokens(_whole(request.appended))[-unseen:] if unseen else []
+    behind = f", behind {len(request.chain)} requests" if request.chain else ", carried whole"
+    tokens = f"{request.context_tokens} tokens, {len(new)} of them new{behind}"
+    yield f"  asked      {_clock(request.requested_at)}, context of {tokens}"
+    if decode is not None:
+        yield f"  reads      {_quoted(decode(new))}"
+
+
+def _attempt(number: int, attempt: Attempt, turn: EpisodeTurn, decode: Decode | None) -> Iterator[str]:
+    for dispatch in attempt.dispatches:
+        yield from _dispatch(dispatch, number)
+    for result in attempt.results:
+        applied = turn.was_applied(result)
+        yield from _result(result, decode, timed=not applied)  # the applied one's legs follow, to their end
+        if turn.applied is not None and result.outcome is TurnOutcome.COMPLETED and not applied:
+            yield "             dropped: another result of this turn was applied"
+
+
+def _dispatch(dispatch: TurnDispatch, number: int) -> Iterator[str]:
+    cost = dispatch.cost
+    waited = f"{_ms(dispatch.dispatched_at - dispatch.queued_at)} after " if dispatch.queued_at else "at a time after "
+    where = f"{dispatch.worker} (slot {dispatch.slot})"
+    yield f"  sent       attempt {number} to {where}, {waited}the router took it in"
+    seconds = cost.wait_seconds + cost.prefill_seconds + cost.decode_seconds + cost.risk_seconds
+    why = (
+        f"wait {_ms(cost.wait_seconds)} + prefill {_ms(cost.prefill_seconds)} + decode {_ms(cost.decode_seconds)}"
+        f" + risk {_ms(cost.risk_seconds)}, {cost.cached_tokens} tokens believed cached"
+    )
+    over = f"; {cost.passed_over} would have cost {_ms(cost.passed_over_seconds)}" if cost.passed_over else ""
+    yield f"    because  {_ms(seconds)} = {why}{over}"
+    if dispatch.begun is not None:
+        yield f"    goes on  behind {count(dispatch.begun.tokens)} tokens that an attempt before it sampled"
+
+
+def _result(result: TurnResult, decode: Decode | None, *, timed: bool) -> Iterator[str]:
+    times = result.times
+    reason = f", {result.reason}" if result.reason else ""
+    ended = f" by {result.finish_reason}" if result.finish_reason else ""
+    who = result.worker or "the router"
+    yield f"  {result.outcome.value:10} by {who}: {count(result.tokens)} tokens{ended}{reason}"
+    if timed and (legs := _legs(times)):
+        yield f"    times    {legs}"
+    if result.context_tokens:
+        yield f"    cache    {result.cached_tokens} of {result.context_tokens} context tokens"
+    if result.tokens:
+        logprobs = unpack_logprobs(_whole(result.logprobs))
+        mean = f", mean logprob {float(logprobs.mean()):.3f}" if len(logprobs) else ""
+        yield f"    policy   {_versions(result.spans)}{mean}"
+        if decode is not None:
+            yield f"  writes     {_quoted(decode(unpack_tokens(_whole(result.tokens))))}"
+
+
+def _sample(sample: Sample) -> str:
+    if sample.failure:
+        return f"sample       failed: {sample.failure}; no reward"
+    ended = f"{ENDED[sample.ended]}, " if sample.ended in ENDED else ""
+    return (
+        f"sample       {_reward(sample)}, {SOLVED[sample.success]}{ended}"
+        f"{len(sample.turns)} turns, {count(sample.tokens)} tokens, {_versions(sample.spans)}"
+        f"{f', {sample.info}' if sample.info else ''}"
+    )
+
+
+def _reward(sample: Sample) -> str:
+    return "no reward" if sample.reward is None else f"reward {sample.reward:g}"
+
+
+def _outcomes(history: TrajectoryHistory) -> Iterator[str]:
+    if not history.outcomes:
+        yield "outcome      none yet"
+    for outcome in history.outcomes:
+        reason = f": {outcome.reason}" if outcome.reason else ""
+        when = f"step {outcome.step}, policy version {outcome.policy_version}"
+        yield f"outcome      {outcome.outcome.value} at {when}{reason}"
+
+
+def _legs(times: TurnTimes) -> str:
+    return ", ".join(f"{name} {_ms(seconds)}" for name, seconds in latency_stages(times))
+
+
+def _length_after(turn: EpisodeTurn, seen: int) -> int:
+    """Tokens of the context and of the result that was applied."""
+    context = turn.request.context_tokens if turn.request is not None else seen
+    for _, attempt in sorted(turn.attempts.items()):
+        for result in attempt.results:
+            if result.finish_reason:
+                return context + count(result.tokens)
+    return context
+
+
+def _versions(spans: Sequence[VersionSpan]) -> str:
+    versions = sorted({span.version for span in spans})
+    if not versions:
+        return "no policy version"
+    return f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]} to {versions[-1]}"
+
+
+def _whole(packed: bytes) -> bytes:
+    """Without the part of an element at its end: what was written by whom is told, sound or not."""
+    return packed[: ITEM_BYTES * count(packed)]
+
+
+def _clock(unix_seconds: float) -> str:
+    return moment(unix_seconds, "%H:%M:%S.%f")[:-3]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms" if abs(seconds) < 1 else f"{seconds:.2f} s"
+
+
+def _quoted(text: str) -> str:
+    return repr(text)

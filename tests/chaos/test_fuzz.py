@@ -1,0 +1,291 @@
+"""Whoever may write to one topic ends no process by it, whatever is written, and nobody believes weights unsigned.
+
+20,000 messages: odd, damaged, forged, huge and empty ones, to every topic and partition, under any headers, compressed
+in every way, made of what this run has on its own log. The seed is printed.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
+
+from pipeline.local.fork_server import ForkedProcess, ForkServer
+from pipeline.process.health_server import MOST_LINES
+from schemas.errors import RecordError
+from schemas.partitioning import home_partition, inbox_slot
+from schemas.prompts import Prompt
+from schemas.record import Record
+from schemas.samples import SampleOutcome
+from schemas.wire import decode
+from tests.golden.examples import EXAMPLES
+from tests.support.brokers import EMBEDDED, KAFKA, flags, start
+from tests.support.fuzz import FuzzGenerator, send_garbage
+from tests.support.lender_server_fixtures import MODEL
+from topics.admin import create_topics
+from topics.catalog import (
+    CHUNKS,
+    COMPLETED,
+    DISPATCHED,
+    MANIFESTS,
+    OUTCOMES,
+    PROMPTS,
+    RECORD_TOPICS,
+    REQUESTED,
+    SAMPLES,
+    Partitions,
+    Topic,
+)
+from topics.dead_letters import DeadLetterIndex
+from topics.local_broker.process import free_ports
+from topics.log_reader import read_whole_topics
+from topics.reader import Reader
+from topics.records import Envelope, RawMessage
+from topics.settings import BusSettings
+from topics.writer import Writer
+from workers.weights.trust import Trust, make_keys, public_key, run_id
+
+SEED = int(os.environ.get("ROSE_STRANGERS_SEED", "1"))
+MESSAGES, ROUNDS, BOMBS = 20_000, 20, 20
+PARTITIONS = Partitions(home=2, slots=2, samples=1, chunks=1)
+NAMESPACE = "strangers."
+EXECUTOR = next(name for name in "abcdefgh" if inbox_slot(name, PARTITIONS.slots) == 0)
+"""Its inbox is the first; the other is nobody's."""
+
+GARBAGE = 300
+"""Requests that are none, to each role's metrics."""
+
+SILENT = 3 * MOST_LINES
+"""Lines to each that say nothing."""
+
+START_SECONDS, CALM_SECONDS, LEAVE_SECONDS = 600.0, 600.0, 60.0
+"""A forged heartbeat counts for a minute at most: what is asked for then ends within some."""
+
+SEEN = 20
+"""Records of a topic that strangers make theirs of."""
+
+LOOK_SECONDS = 0.5
+"""How long one look for what is awaited lasts."""
+
+Place = tuple[Topic, int, int]
+"""Topic, partition and offset."""
+Places = dict[Place, RawMessage]
+
+
+class Run:
+    """The roles of a run as their users start them."""
+
+    def __init__(self, settings: BusSettings, folder: Path, fork_server: ForkServer) -> None:
+        self.settings, self.folder, self.fork_server = settings, folder, fork_server
+        key = folder / "key"
+        self.public = make_keys(key)
+        self.ports = dict(zip(("router", "trainer", "environment", "executor"), free_ports(4), strict=True))
+        said = {
+            "run.folder": folder / "runs",
+            "run.name": "fuzzed",
+            "model.folder": MODEL,
+            "weights.signing_key": key,
+            "weights.trusted_key": self.public,
+            "trainer.groups_per_step": 1,
+            "environment.window_groups": 256,
+            "executor.name": EXECUTOR,
+            "environment.max_context_tokens": 256,
+            "executor.max_model_len": 256,
+            "executor.kv_cache_bytes": 64 << 20,
+            **{f"metrics.{role}": port for role, port in self.ports.items()},
+        }
+        self.arguments = (
+            *flags(settings),
+            *(word for name, value in said.items() for word in ("--set", f"{name}={value}")),
+        )
+        self.roles: dict[str, ForkedProcess] = {}
+        self._groups = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """All roles, until they are asked to leave; they do so well."""
+        for role in self.ports:
+            self.roles[role] = self.fork_server.start(
+                (role, *self.arguments), name=role, log=self.folder / f"{role}.log"
+            )
+        try:
+            yield
+            for process in self.roles.values():
+                process.send_signal(signal.SIGTERM)
+            assert {role: process.wait(LEAVE_SECONDS) for role, process in self.roles.items()} == dict.fromkeys(
+                self.roles, 0
+            ), self.words()
+        finally:
+            for process in self.roles.values():
+                process.send_signal(signal.SIGKILL)
+
+    def words(self) -> str:
+        return "\n".join(f"{role}:\n{self.log(role)[-3_000:]}" for role in self.ports)
+
+    def log(self, role: str) -> str:
+        return (self.folder / f"{role}.log").read_text(errors="replace")
+
+    def check(self) -> None:
+        """Nobody has ended, or raised what is not meant for a person."""
+        ended = {role: process.poll() for role, process in self.roles.items() if process.poll() is not None}
+        assert not ended, f"{ended}\n{self.words()}"
+        assert not [role for role in self.ports if "Traceback" in self.log(role)], self.words()
+
+    def finish_a_group(self, seconds: float) -> None:
+        """A prompt that somebody asks for in earnest comes to its end."""
+        self._groups += 1
+        prompt = Prompt(group_id=f"true-{self._groups}", group_size=2, environment="calculator", seed=self._groups)
+        awaited = {f"{prompt.group_id}:{index}" for index in range(prompt.group_size)}
+        with closing(Reader(self.settings, "earnest", group="earnest")) as reader:
+            reader.assign({(OUTCOMES, 0): reader.watermarks((OUTCOMES, 0))[1]})
+            with closing(Writer(self.settings, "earnest")) as writer:
+                home = home_partition(prompt.group_id, PARTITIONS.home)
+                writer.write(PROMPTS, prompt, key=prompt.group_id, partition=home)
+                writer.flush()
+            deadline = time.monotonic() + seconds
+            while awaited:
+                self.check()
+                assert time.monotonic() < deadline, f"{awaited} have not ended\n{self.words()}"
+                for item in reader.read(500, LOOK_SECONDS):
+                    if isinstance(item, Envelope) and isinstance(item.record, SampleOutcome):
+                        awaited.discard(item.record.trajectory_id)
+
+    def bury(self, wanted: set[Place], seconds: float) -> None:
+        """Wait until these places are dead letters."""
+        found, deadline = DeadLetterIndex(self.settings, *(place[0] for place in wanted)), time.monotonic() + seconds
+        while left := [place for place in wanted if place[1:] not in found.places(place[0])]:
+            self.check()
+            assert time.monotonic() < deadline, f"{len(left)} of {len(wanted)} are no dead letters: {left[:5]}"
+            found.read()
+
+    def look(self, *arguments: str) -> None:
+        """A command that reads the log takes whatever is there: no traceback."""
+        command = [sys.executable, "-P", "-m", "pipeline.cli.main", *arguments, *self.arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
+        assert "Traceback" not in done.stderr and done.returncode in (0, 1), (arguments, done.stderr[-3_000:])
+
+
+def spoiled(places: Places) -> Iterator[Place]:
+    """What its readers are to make dead letters of: what is no record, of the topics whose readers own them."""
+    for (topic, partition, offset), raw in places.items():
+        assert topic.record is not None
+        if topic not in (PROMPTS, REQUESTED, COMPLETED, SAMPLES, DISPATCHED):
+            continue  # a newest record that is none is passed over; a heartbeat is heard by who listens, or by nobody
+        if topic is DISPATCHED and partition > 0:
+            continue
+        if raw.value is None:
+            if topic in (PROMPTS, COMPLETED, SAMPLES):
+                yield topic, partition, offset
+            continue
+        try:
+            decode(topic.record, raw.value, raw.headers)
+        except RecordError:
+            yield topic, partition, offset
+
+
+class Crowd:
+    """Strangers at all topics, and what of theirs the broker has stored."""
+
+    def __init__(self, settings: BusSettings, stranger: FuzzGenerator) -> None:
+        self.stored: Places = {}
+        self.refused: Counter[str] = Counter()
+        self._settings, self._stranger = settings, stranger
+        plain = {**settings.client("stranger"), "message.max.bytes": 64 << 20}  # what is too large the broker refuses
+        kinds = ("none", "lz4", "gzip", "zstd", "snappy")
+        self._producers = [Producer({**plain, "compression.type": kind}) for kind in kinds]
+
+    def write(self, count: int, bombs: int) -> None:
+        draw = self._stranger.draw
+        for number in range(count):
+            topic = draw.choice(RECORD_TOPICS)
+            raw = self._stranger.bomb() if number < bombs else self._stranger.message(topic)
+            self._produce(draw.choice(self._producers), topic, raw)
+        for producer in self._producers:
+            assert producer.flush(60) == 0
+
+    def _produce(self, producer: Producer, topic: Topic, raw: RawMessage) -> None:
+        def stored(error: KafkaError | None, message: Message) -> None:
+            if error is None:
+                self.stored[topic, int(message.partition() or 0), int(message.offset() or 0)] = raw
+            else:
+                self.refused[error.name()] += 1
+
+        partition = self._stranger.draw.randrange(PARTITIONS.count_of(topic.partition_setting))
+        name, headers = self._settings.topic(topic), list(raw.headers)
+        try:
+            producer.produce(name, raw.value, raw.key, partition=partition, headers=headers, on_delivery=stored)
+        except KafkaException as error:  # of its own client: no other one would send this either
+            if error.args[0].code() != KafkaError.MSG_SIZE_TOO_LARGE:
+                raise
+            self.refused["before it was sent"] += 1
+        producer.poll(0)
+
+
+def versions_served(log: str) -> set[int]:
+    lines = [line for line in log.splitlines() if "event=serving" in line]
+    return {
+        int(word.removeprefix("version=")) for line in lines for word in line.split() if word.startswith("version=")
+    }
+
+
+def genuine_versions(run: Run) -> set[int]:
+    """Of the manifests that the trainer has signed."""
+    trust = Trust("policy", run_id(NAMESPACE, "fuzzed"), public_key(run.public))
+    found = (trust.verified(each) for each in read_whole_topics(run.settings, [MANIFESTS]))
+    return {manifest.version for manifest in found if manifest is not None}
+
+
+def seen(settings: BusSettings) -> Iterator[Record]:
+    """What a stranger may have seen of this run: its newest records of every topic but the chunks, which are large."""
+    for topic in RECORD_TOPICS:
+        if topic is not CHUNKS:
+            found = [each.record for each in read_whole_topics(settings, [topic]) if each.record is not None]
+            yield from found[-SEEN:]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_no_stranger_ends_a_process_or_has_weights_believed(tmp_path: Path) -> None:
+    print(f"ROSE_STRANGERS_SEED={SEED}")
+    kind = KAFKA if os.environ.get("KAFKA_HOME") else EMBEDDED
+    with start(kind, tmp_path / "broker") as broker, ForkServer(tmp_path) as fork_server:
+        settings = broker.settings(NAMESPACE)
+        create_topics(settings, PARTITIONS)
+        run = Run(settings, tmp_path, fork_server)
+        with run.running():
+            run.finish_a_group(START_SECONDS)
+            crowd = Crowd(settings, FuzzGenerator(SEED, examples=(*EXAMPLES, *seen(settings))))
+            while len(crowd.stored) < MESSAGES:
+                crowd.write(MESSAGES // ROUNDS, BOMBS // ROUNDS)
+                run.check()
+            print(f"{len(crowd.stored)} messages of strangers are on the log; refused: {dict(crowd.refused)}")
+            wanted = set(spoiled(crowd.stored))
+            run.bury(wanted, CALM_SECONDS)
+            silent = [socket.create_connection(("127.0.0.1", port), 60) for port in [*run.ports.values()] * SILENT]
+            for number, port in enumerate(run.ports.values()):
+                send_garbage(port, SEED + number, GARBAGE)
+            for line in silent:
+                assert line.recv(1) == b"", "who says nothing is let go of"
+                line.close()
+            run.finish_a_group(CALM_SECONDS)
+            for command in (
+                ("audit",),
+                ("status", "--json"),
+                ("dlq", "list"),
+                ("why", "true-1"),
+                ("replay", "true-1:0"),
+            ):
+                run.look(*command)
+            assert versions_served(run.log("executor")) <= genuine_versions(run)
+        with run.running():  # all that strangers wrote is read back
+            run.finish_a_group(CALM_SECONDS)
+        assert versions_served(run.log("executor")) <= genuine_versions(run)
+        print(f"{len(wanted)} of them are dead letters, {run.log('executor').count('event=serving')} versions served")

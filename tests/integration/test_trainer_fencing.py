@@ -1,0 +1,246 @@
+"""What becomes of a trainer's transaction that hangs, beside other trainers of its model."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError
+
+from schemas.errors import UsageError
+from tests.support.brokers import AnyBroker, any_broker
+from tests.support.trainer_fixtures import everyone, group_name, make_samples, on_log, outcomes_of, write_samples
+from topics.admin import create_topics
+from topics.catalog import Partitions
+from topics.errors import BusError
+from topics.held_offsets import committed_offsets
+from topics.reader import Reader
+from topics.records import Place
+from topics.settings import BusSettings
+from topics.writer import Writer
+from workers.trainer.stream import SampleStream
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def settings(broker: AnyBroker, namespace: str) -> BusSettings:
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(home=2, slots=1, samples=2, chunks=1))
+    return settings
+
+
+class SlowCoordinator:
+    """A producer whose offsets are taken once the group's coordinator was asked three times whether it is there."""
+
+    def __init__(self, producer: Any) -> None:
+        self._producer = producer
+        self._asked, self._enough = 0, Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._producer, name)
+
+    def __len__(self) -> int:
+        return len(self._producer)
+
+    def send_offsets_to_transaction(self, *arguments: Any) -> None:
+        self._enough.wait()
+        self._producer.send_offsets_to_transaction(*arguments)
+
+    def reach(self, _place: Place) -> None:
+        self._asked += 1
+        if self._asked == 3:
+            self._enough.set()
+
+
+@any_broker
+@pytest.mark.slow
+def test_a_slow_coordinator_does_not_end_a_trainer(settings: BusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_samples(settings, make_samples(groups=[0]))
+    with SampleStream(settings, "policy", total_groups=1) as stream:
+        first = stream._committer.writer
+        slow = SlowCoordinator(first._producer)
+        monkeypatch.setattr(Reader, "reach_coordinator", slow.reach)
+        monkeypatch.setattr(first, "_producer", slow)
+        stream.settle(outcomes_of(stream.take(1)))
+        monkeypatch.setattr(first, "_producer", slow._producer)
+    assert on_log(settings) == everyone([0])
+
+
+def give_up(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch, *, committed: bool, meanwhile: Callable[[], None] = lambda: None
+) -> None:
+    """Have the writer's next commit be given up, when all of the transaction is on the broker, or its end as well."""
+    commit = writer.commit
+
+    def hang(offsets: Mapping[Place, int], reader: Reader, *, metadata: str) -> None:
+        if committed:
+            commit(offsets, reader, metadata=metadata)
+        else:
+            writer.flush()
+        meanwhile()
+        raise BusError("committing offsets (it has not returned)", KafkaError(KafkaError._TIMED_OUT))
+
+    monkeypatch.setattr(writer, "commit", hang)
+
+
+@any_broker
+@pytest.mark.parametrize("committed", [False, True])
+@pytest.mark.parametrize("publishes_alone", [False, True])
+def test_of_a_settlement_that_was_given_up_the_log_tells_whether_it_is_made_again(
+    settings: BusSettings, monkeypatch: pytest.MonkeyPatch, committed: bool, publishes_alone: bool
+) -> None:
+    """Also of one that settles nothing, as where a version alone is published: no offset moves then."""
+    write_samples(settings, make_samples(groups=range(3)))
+    with SampleStream(settings, "policy") as stream:
+        stream.settle(outcomes_of(stream.take(1)))
+        give_up(stream._committer.writer, monkeypatch, committed=committed)
+        second = outcomes_of(stream.take(1))
+        given_up = [] if publishes_alone else second
+        if settings.embedded:
+            with pytest.raises(BusError):
+                stream.settle(given_up)
+            return
+        stream.settle(given_up)
+        stream.settle(second)
+        stream.settle(outcomes_of(stream.take(1)))
+    assert on_log(settings) == everyone(range(3))
+    with SampleStream(settings, "policy", total_groups=3) as stream:
+        assert stream.take(1) == ()
+
+
+@pytest.mark.parametrize("committed", [False, True])
+@pytest.mark.parametrize(("settles", "after_reading"), [([0, 1, 2], True), ([1], True), ([2], True), ([1], False)])
+def test_what_was_given_up_is_not_made_again_once_another_trainer_has_settled(
+    settings: BusSettings,
+    monkeypatch: pytest.MonkeyPatch,
+    settles: list[int],
+    after_reading: bool,
+    committed: bool,
+) -> None:
+    """Whatever that did to the place to read on from: with the first group left open it stays as it was."""
+    write_samples(settings, make_samples(groups=range(3)))
+
+    def another() -> None:
+        with SampleStream(settings, "policy") as stream:
+            groups = stream.take(3 - 2 * committed) if after_reading else taken
+            stream.settle(outcomes_of(group for group in groups if group.group_id in names))
+
+    names = [group_name(number) for number in settles]
+    with SampleStream(settings, "policy") as stream:
+        taken = stream.take(3)
+        give_up(stream._committer.writer, monkeypatch, committed=committed, meanwhile=another)
+        with pytest.raises(BusError) as refused:
+            stream.settle(outcomes_of(group for group in taken if group.group_id != group_name(0)))
+    assert refused.value.is_fenced is not settings.embedded  # which has it make nothing again
+    assert on_log(settings) == everyone({*settles, 1, 2} if committed else settles)
+
+
+def test_a_settlement_is_not_taken_for_there_that_another_trainer_has_made_of_the_same_group(
+    settings: BusSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_samples(settings, make_samples(groups=range(2)))
+
+    def another() -> None:
+        with SampleStream(settings, "policy") as stream:
+            stream.settle(outcomes_of(stream.take(1)))
+
+    with SampleStream(settings, "policy") as stream:
+        give_up(stream._committer.writer, monkeypatch, committed=False, meanwhile=another)
+        with pytest.raises(BusError) as refused:
+            stream.settle(outcomes_of(stream.take(1)))
+    assert refused.value.is_fenced is not settings.embedded  # which has it make nothing again
+    assert on_log(settings) == everyone([0])
+
+
+def test_who_gives_a_settlement_up_leaves_a_newer_stream_its_place_though_that_has_settled_nothing(
+    settings: BusSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_samples(settings, make_samples(groups=range(2)))
+    newer: list[SampleStream] = []
+    with SampleStream(settings, "policy") as stream:
+        give_up(
+            stream._committer.writer,
+            monkeypatch,
+            committed=False,
+            meanwhile=lambda: newer.append(SampleStream(settings, "policy")),
+        )
+        with pytest.raises(BusError) as refused:
+            stream.settle(outcomes_of(stream.take(1)))
+        assert refused.value.is_fenced is not settings.embedded  # which has it make nothing again
+        [left] = newer
+        with left:
+            left.settle(outcomes_of(left.take(2)))
+    assert on_log(settings) == everyone(range(2))
+
+
+def test_a_stream_that_hangs_as_it_begins_leaves_a_newer_one_its_place(
+    settings: BusSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would hand out again what the newer one has settled, which came when it knew already where it stands."""
+    if settings.embedded:
+        pytest.skip("nothing is made again there")
+    write_samples(settings, make_samples(groups=range(3)))
+    newer: list[SampleStream] = []
+    came: list[bool] = []
+
+    def amid(reader: Reader, writer: Writer, places: Sequence[Place]) -> dict[Place, int | None]:
+        found = committed_offsets(reader, writer, places)
+        if not came:
+            came.append(True)
+            newer.append(SampleStream(settings, "policy"))
+            newer[0].settle(outcomes_of(newer[0].take(1)))
+            give_up(writer, monkeypatch, committed=False)
+        return found
+
+    monkeypatch.setattr("workers.trainer.fencing.committed_offsets", amid)
+    with pytest.raises(BusError) as refused:
+        SampleStream(settings, "policy")
+    assert refused.value.is_fenced
+    with newer[0] as stream:
+        stream.settle(outcomes_of(stream.take(2)))
+    assert on_log(settings) == everyone(range(3))
+
+
+def test_a_trainer_that_has_settled_nothing_leaves_the_log_fresh(settings: BusSettings) -> None:
+    write_samples(settings, make_samples(groups=range(1)))
+    for _ in range(2):
+        with SampleStream(settings, "policy") as stream:
+            assert stream.fresh
+    with SampleStream(settings, "policy") as stream:
+        stream.settle(outcomes_of(stream.take(1)))
+    with SampleStream(settings, "policy") as stream:
+        assert not stream.fresh
+
+
+def test_a_stream_is_closed_once_what_another_thread_settles_is_on_the_log(
+    settings: BusSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_samples(settings, make_samples(groups=range(2)))
+    under_way, closes = Event(), Event()
+    stream = SampleStream(settings, "policy")
+    first, second = (stream.settlement(outcomes_of(stream.take(1))) for _ in range(2))
+    writer = stream._committer.writer
+    commit, close = writer.commit, stream._committer.close
+
+    def slow_commit(*arguments: Any, **named: Any) -> None:
+        under_way.set()
+        assert closes.wait(60)
+        commit(*arguments, **named)
+
+    def told_close() -> None:
+        closes.set()
+        close()
+
+    monkeypatch.setattr(writer, "commit", slow_commit)
+    monkeypatch.setattr(stream._committer, "close", told_close)
+    with ThreadPoolExecutor(1) as pool:
+        settled = pool.submit(first.commit)
+        assert under_way.wait(60)
+        stream.close()
+        settled.result()
+    assert on_log(settings) == everyone([0])
+    with pytest.raises(UsageError, match="close the publisher first"):
+        second.commit()
+    stream.close()

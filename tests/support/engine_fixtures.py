@@ -1,0 +1,95 @@
+"""An engine beside the transformers model whose weights it should serve."""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import workers.executor.vllm.process_env  # noqa: F401
+from schemas.prompts import Sampling
+from tests.support.policy_folders import VOCABULARY, logprobs_of, new_policy, save_policy, tensors_of
+from workers.executor.vllm.engine import (
+    Engine,
+    EngineConfig,
+    FinishedTurn,
+)
+
+TOLERANCE = 1e-4
+"""Largest difference of two logprobs that counts as the same."""
+
+BLOCK = 32
+MAX_MODEL_LEN = 256
+MAX_RUNNING = 16
+
+
+@dataclass
+class Rig:
+    """An engine, and the transformers model whose weights it should serve."""
+
+    engine: Engine
+    model: Any
+    tied: bool
+    seed: int = 0
+
+    def swap(self) -> None:
+        """To the next random policy, under the next version."""
+        self.seed += 1
+        self.model = new_policy(self.seed, tied=self.tied)
+        self.engine.swap(self.engine.version + 1, tensors_of(self.model).items())
+
+    def add(self, key: str, context: Sequence[int], **sampling: Any) -> None:
+        self.engine.add(key, context, Sampling(**sampling), policy_version=self.engine.version)
+
+    def drain(self) -> dict[str, FinishedTurn]:
+        done: dict[str, FinishedTurn] = {}
+        while len(self.engine):
+            done |= {turn.key: turn for turn in self.engine.step().finished}
+        return done
+
+    def run(self, context: Sequence[int], **sampling: Any) -> FinishedTurn:
+        self.add("only", context, **sampling)
+        return self.drain()["only"]
+
+    def clear(self) -> None:
+        """Abort what a test left."""
+        for key in list(self.engine._turns):
+            self.engine.abort(key)
+
+    def check(self, seed: int, turns: int = 40) -> float:
+        """Many turns of different lengths together; the largest difference to transformers."""
+        rng = random.Random(seed)
+        contexts = {f"t{i}": contexts_of(rng, rng.randint(1, 150)) for i in range(turns)}
+        for key, context in contexts.items():
+            self.add(key, context, max_tokens=rng.randint(1, 40))
+            if rng.random() < 0.3:
+                self.engine.step()
+        ended = [(contexts[key], turn) for key, turn in self.drain().items() if key in contexts]
+        differences = torch.tensor([difference(self.model, context, turn) for context, turn in ended])
+        return float(differences.max())  # which is none where one of them is, as Python's own is not
+
+
+@contextmanager
+def started_rig(folder: Path, *, tied: bool) -> Iterator[Rig]:
+    """A small policy, kept in the folder, and an engine that serves it as version 0."""
+    model = new_policy(0, tied=tied)
+    engine = Engine(folder_config(save_policy(folder, model), policy_version=0))
+    with closing(engine):
+        yield Rig(engine, model, tied)
+
+
+def contexts_of(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(VOCABULARY) for _ in range(length)]
+
+
+def difference(model: Any, context: Sequence[int], turn: FinishedTurn, temperature: float = 1.0) -> float:
+    expected = logprobs_of(model, context, turn.tokens, temperature)
+    return float((expected - torch.from_numpy(turn.logprobs)).abs().max())
+
+
+def folder_config(folder: Path, **settings: Any) -> EngineConfig:
+    standard = {"max_model_len": MAX_MODEL_LEN, "max_running": MAX_RUNNING, "step_tokens": 512, "seed": 1}
+    return EngineConfig(model_folder=folder, **(standard | settings))

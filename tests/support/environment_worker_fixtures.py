@@ -1,0 +1,92 @@
+"""What tests of environment workers over a broker share: the prompts, their undisturbed samples, and how to look."""
+
+from typing import Any
+
+from confluent_kafka import ConsumerGroupState, Producer
+from confluent_kafka.admin import AdminClient
+
+from schemas.arrays import unpack_tokens
+from schemas.progress import Group
+from schemas.prompts import Prompt
+from schemas.samples import Sample
+from tests.support.scripted_executors import END, ScriptedExecutors, essence
+from topics.admin import connect
+from topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Partitions, Topic
+from topics.catalog import GROUPS as GROUPS_TOPIC
+from topics.dead_letters import DeadLetter, read_dead_letters
+from topics.log_reader import read_whole_topics
+from topics.settings import BusSettings
+
+PARTITIONS = Partitions(home=4, slots=1, samples=2, chunks=1)
+GROUPS, SIZE = 12, 4
+
+
+def prompt_of(number: int, **fields: Any) -> Prompt:
+    known = {"group_id": f"g{number}", "group_size": SIZE, "environment": "calculator", "seed": number, "max_turns": 10}
+    return Prompt(**{**known, **fields})
+
+
+def submit_all(executors: ScriptedExecutors) -> None:
+    for number in range(GROUPS):
+        executors.submit(prompt_of(number))
+
+
+def finish(executors: ScriptedExecutors, count: int = GROUPS * SIZE) -> None:
+    executors.pump_until(lambda: len(executors.samples) >= count, what=f"{count} samples")
+
+
+def once(executors: ScriptedExecutors) -> dict[str, Sample]:
+    """The essence of every sample. There is one of each trajectory, and what follows a turn follows its end."""
+    executors.pump(0.5)
+    for name, samples in executors.samples.items():
+        tokens = unpack_tokens(samples[0].tokens)
+        for turn in samples[0].turns:
+            ended = tokens[turn.end - 1] == END
+            assert ended or tokens[turn.end : turn.end + 1] in ([END], []), f"turn {turn.turn} of {name} has no end"
+    assert {name: len(samples) for name, samples in executors.samples.items() if len(samples) != 1} == {}
+    return {name: essence(samples[0]) for name, samples in executors.samples.items()}
+
+
+def settle_all(executors: ScriptedExecutors) -> None:
+    """Give every sample its outcome, and each that comes from now on."""
+    executors.settles = True
+    for samples in list(executors.samples.values()):
+        executors.settle(samples[0])
+
+
+def produce(
+    settings: BusSettings, *values: bytes, topic: Topic = PROMPTS, partition: int = 0, key: bytes | None = None
+) -> None:
+    """Put messages into a partition as any producer may."""
+    producer = Producer(settings.producer("stranger"))
+    for value in values:
+        producer.produce(settings.topic(topic), value=value, key=key, partition=partition)
+    assert producer.flush(30.0) == 0
+
+
+def homes_of_members(settings: BusSettings) -> list[set[int]]:
+    """The prompt partitions of every member of a group that has settled."""
+    client: AdminClient = connect(settings)
+    name = settings.name(ENVIRONMENT_GROUP)
+    group = client.describe_consumer_groups([name])[name].result()
+    if group.state != ConsumerGroupState.STABLE:
+        return []
+    topic = settings.topic(PROMPTS)
+    return [
+        {place.partition for place in member.assignment.topic_partitions if place.topic == topic}
+        for member in group.members
+    ]
+
+
+def letters(settings: BusSettings) -> list[DeadLetter]:
+    """Dead prompts, by place."""
+    return sorted(read_dead_letters(settings, PROMPTS), key=lambda letter: (letter.partition, letter.offset))
+
+
+def groups(settings: BusSettings) -> dict[str, Group]:
+    """The newest record of every group."""
+    found: dict[str, Group] = {}
+    for envelope in read_whole_topics(settings, [GROUPS_TOPIC]):
+        assert isinstance(envelope.record, Group)
+        found[envelope.key] = envelope.record
+    return found

@@ -1,0 +1,83 @@
+"""What tests of a guest have serving and the guest do: the same prompts and turns, one after another or meanwhile."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from schemas.arrays import pack_logprobs, pack_tokens
+from schemas.prompts import Sampling
+from tests.support.lender_server_fixtures import VOCABULARY, Answer, PlayedSidecar, Server
+from workers.executor.ipc.messages import Resume, Suspend
+from workers.executor.vllm.engine import Engine
+
+PROMPTS = [[3 + (7 * prompt + place) % (VOCABULARY - 3) for place in range(10 + prompt)] for prompt in range(6)]
+SHORT = ([3, 4, 5], Sampling(max_tokens=4, temperature=0.0))
+"""A first turn so short that torch asks the kernel for no AMX tiles, which vLLM's bfloat16 attention then uses."""
+
+TURNS = [
+    SHORT,
+    *((prompt * 4, Sampling(max_tokens=12, temperature=0.0)) for prompt in PROMPTS[:3]),
+    (PROMPTS[5], Sampling(max_tokens=12, seed=7)),
+]
+
+
+@contextmanager
+def traffic(server: Server, pause_seconds: float = 0.05) -> Iterator[list[tuple[int, Answer]]]:
+    """Requests one after another, meanwhile: which prompt, and what was answered."""
+    answers: list[tuple[int, Answer]] = []
+    stop = threading.Event()
+    troubles: list[BaseException] = []
+
+    def ask() -> None:
+        number = 0
+        try:
+            while not stop.wait(pause_seconds):
+                answers.append((number % len(PROMPTS), server.complete(PROMPTS[number % len(PROMPTS)])))
+                number += 1
+        except BaseException as trouble:
+            troubles.append(trouble)
+            raise
+
+    client = threading.Thread(target=ask)
+    client.start()
+    try:
+        yield answers
+    finally:
+        stop.set()
+        client.join()
+    assert not troubles
+
+
+def same(answers: Sequence[tuple[int, Answer]], alone: Sequence[Answer]) -> bool:
+    return all(answer.text == alone[prompt].text for prompt, answer in answers)
+
+
+def run_guest(beside: PlayedSidecar, version: int = -1) -> list[tuple[bytes, bytes]]:
+    """TURNS one after another: tokens and logprobs."""
+    made = []
+    beside.awake()
+    for number, (context, sampling) in enumerate(TURNS):
+        beside.forget()
+        beside.take(f"turn {number}", context, sampling, version)
+        done = beside.done(1)[f"turn {number}"]
+        made.append((done.tokens, done.logprobs))
+    return made
+
+
+def run_standalone(engine: Engine) -> list[tuple[bytes, bytes]]:
+    made = []
+    for number, (context, sampling) in enumerate(TURNS):
+        engine.add(str(number), context, sampling, policy_version=engine.version)
+        finished = []
+        while len(engine):
+            finished += engine.step().finished
+        made.append((pack_tokens(finished[0].tokens), pack_logprobs(finished[0].logprobs)))
+    return made
+
+
+def wake_and_park(beside: PlayedSidecar) -> None:
+    beside.order(Resume())
+    beside.awake()
+    beside.order(Suspend())
+    assert beside.parked()
+    beside.forget()

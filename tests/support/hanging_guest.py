@@ -1,0 +1,26 @@
+"""A scheduler for a serving engine whose guest hangs for as long as a file is there."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from tests.support.lender_server_fixtures import HANG
+from workers.executor.vllm.engine import Engine, StepResult
+
+
+class Hanging(Scheduler):  # type: ignore[misc]
+    """Stands in a server by `--scheduler-cls`."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        step, file = Engine.step, Path(os.environ[HANG])
+
+        def a_step_that_hangs(engine: Engine, most_tokens: int | None = None) -> StepResult:
+            while file.exists():
+                time.sleep(0.1)  # this is the hang
+            return step(engine, most_tokens)
+
+        Engine.step = a_step_that_hangs  # type: ignore[method-assign, assignment]

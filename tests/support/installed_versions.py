@@ -1,0 +1,51 @@
+"""Roles of installations that lie beside each other: each start of a name is of the next one, in turn.
+
+What an installation does not have, it takes from the environment of whoever runs this.
+"""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pipeline.local.fork_server import ForkedProcess, ForkServer
+
+
+class InstalledVersions:
+    """A fork server for each installation. Use it from one thread that lives as long as the roles should."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str], sites: Sequence[Path]) -> None:
+        """`folder` is where roles run. Each of the `sites` is a folder that a wheel was installed into."""
+        self._fork_servers = [ForkServer(folder, {**environment, "PYTHONPATH": str(site)}) for site in sites]
+        self._starts: Counter[str] = Counter()
+
+    def start(self, arguments: Sequence[str], *, name: str, log: Path) -> ForkedProcess:
+        """Ask for a role with these arguments of `rose`; what it prints is appended to the log."""
+        fork_server = self._fork_servers[self._starts[name] % len(self._fork_servers)]
+        self._starts[name] += 1
+        return fork_server.start(arguments, name=name, log=log)
+
+    def close(self) -> None:
+        """End every role that still runs."""
+        for fork_server in self._fork_servers:
+            fork_server.close()
+
+
+def build(source: Path, folder: Path) -> Path:
+    """The wheel of these sources, in this folder."""
+    uv = [sys.executable, "-m", "uv", "build", "--quiet", "--wheel", "--out-dir", str(folder), str(source)]
+    subprocess.run(uv, check=True)
+    [wheel] = folder.glob("*.whl")
+    return wheel
+
+
+def install(wheel: Path, site: Path) -> None:
+    """Install a wheel, without what it needs, into a folder of its own; its loops are compiled there, once."""
+    uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)]
+    subprocess.run(uv, check=True)
+    warm = [sys.executable, "-P", "-c", "from workers.weights import codec; codec.warm_up(); print(codec.__file__)"]
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    told = subprocess.run(warm, env=environment, cwd=site, check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert Path(told.strip()).is_relative_to(site), f"{told.strip()} is not of {site}"

@@ -1,0 +1,250 @@
+"""A vLLM server in whose engine process a guest may run, and the sidecar, played by the test."""
+
+import http.client
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import psutil
+
+from schemas.arrays import pack_tokens
+from schemas.prompts import Sampling
+from tests.support.waiting import WAIT_SECONDS, until
+from topics.local_broker.process import free_ports
+from workers.executor.ipc.messages import (
+    REPORT_DECODER,
+    Command,
+    EngineStatus,
+    MessageSender,
+    Report,
+    Resume,
+    SubmitTurn,
+    TurnFinished,
+)
+from workers.executor.ipc.shared_memory import RingBuffer
+from workers.lender.admission import Promise
+from workers.lender.config import LendConfig
+from workers.lender.sidecar_link import connect
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "workers/models/calculator"
+VOCABULARY = 99
+NOTES = "LEND_WITNESS"
+"""The environment variable that names the witness's file of notes: one JSON object a line."""
+
+HANG = "LEND_HANG"
+"""The environment variable that names the file for as long as which a guest hangs (`lend_hang`)."""
+
+FAULT = "LEND_FAULT"
+"""The environment variable that names the file which says what fault a guest's rank has (`rank_witness`)."""
+
+SERVING = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # with `uni`: the model computes in the engine-core process, as on a GPU
+    "VLLM_LOGGING_LEVEL": "INFO",  # an engine of the test's own process has set another
+    "OMP_NUM_THREADS": "1",
+}
+
+RANKS = 2
+ON_RANKS = (
+    *("--tensor-parallel-size", str(RANKS), "--distributed-executor-backend", "mp"),
+    *("--worker-extension-cls", "tests.support.rank_probe.RankProbe"),
+)
+"""Flags of a server with a worker for each rank, that has a witness in it."""
+
+STRICTLY = Promise()
+
+Wanted = TypeVar("Wanted", bound=Report)
+
+
+@dataclass
+class Server:
+    """One, with what it was given."""
+
+    process: "subprocess.Popen[bytes]"
+    port: int
+    config: LendConfig
+    log: Path
+    notes: Path
+
+    @property
+    def core(self) -> psutil.Process:
+        """The engine-core process."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return next(child for child in children if child.name().startswith("VLLM::Engin"))
+
+    @property
+    def workers(self) -> list[psutil.Process]:
+        """Of a server of several ranks, in their order."""
+        children = self.core.children(recursive=True)
+        return sorted((child for child in children if "Worker" in child.name()), key=lambda child: child.name())
+
+    def said(self, text: str) -> bool:
+        return text in self.log.read_text()
+
+    def noted(self) -> list[dict[str, Any]]:
+        """What the witness saw, step by step."""
+        return [json.loads(line) for line in self.notes.read_text().splitlines()]
+
+    def complete(self, prompt: Sequence[int], tokens: int = 16) -> "Answer":
+        """One greedy, streamed completion."""
+        body = {
+            "model": "serving",
+            "prompt": list(prompt),
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_SECONDS)
+        began = time.perf_counter()
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+        answer = Answer()
+        for line in response:
+            if line.startswith(b"data: {"):
+                answer.at.append(time.perf_counter() - began)
+                answer.text += json.loads(line[6:])["choices"][0]["text"]
+        connection.close()
+        return answer
+
+
+@dataclass
+class Answer:
+    text: str = ""
+    at: list[float] = field(default_factory=list)
+    """Seconds after the request, of each piece of the text."""
+
+
+class PlayedSidecar:
+    """The sidecar: knocks, orders turns, hears reports."""
+
+    def __init__(self, config: LendConfig) -> None:
+        until(lambda: Path(config.socket).is_socket())
+        self.end = connect(Path(config.socket))
+        self.orders = RingBuffer(self.end.channel.commands)
+        self.reports = RingBuffer(self.end.channel.reports)
+        self.heard: list[Report] = []
+        self.order(Resume())
+
+    def order(self, word: Command) -> None:
+        MessageSender(self.orders).send(word)
+        self.end.channel.wake_engine()
+
+    @property
+    def ended(self) -> bool:
+        return bool(select.select([self.end.connection], [], [], 0)[0])
+
+    def take(self, name: str, context: Sequence[int], sampling: Sampling, version: int = -1) -> None:
+        self.order(SubmitTurn(name, pack_tokens(context), sampling, version))
+
+    def hear(self, kind: type[Wanted], count: int = 1) -> list[Wanted]:
+        """Wait until that many reports of a kind have come since the last `forget`."""
+        until(lambda: len(self._of(kind)) >= count)
+        return self._of(kind)
+
+    def done(self, count: int) -> dict[str, TurnFinished]:
+        return {turn.name: turn for turn in self.hear(TurnFinished, count)}
+
+    def forget(self) -> None:
+        self._read()
+        self.heard.clear()
+
+    def awake(self) -> None:
+        """Wait until the guest lends: it is built beside serving, on ranks of a busy server for minutes."""
+        until(lambda: bool(ticks := self._of(EngineStatus)) and not ticks[-1].suspended_reason, 4 * WAIT_SECONDS)
+
+    def parked(self) -> str:
+        """Wait until there is no guest; why."""
+        until(lambda: bool(ticks := self._of(EngineStatus)) and bool(ticks[-1].suspended_reason))
+        return self._of(EngineStatus)[-1].suspended_reason
+
+    def silent_for(self) -> float:
+        """Seconds until the next report of how the engine stands."""
+        self.forget()
+        began = time.monotonic()
+        self.hear(EngineStatus)
+        return time.monotonic() - began
+
+    def _of(self, kind: type[Wanted]) -> list[Wanted]:
+        self._read()
+        return [report for report in self.heard if isinstance(report, kind)]
+
+    def _read(self) -> None:
+        self.heard += [REPORT_DECODER.decode(message) for message in self.reports.read()]
+
+
+def server_flags(port: int) -> list[str]:
+    """vLLM's, of a small server on a CPU."""
+    where = ["--served-model-name", "serving", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    memory = ["--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(32 << 20), "--seed", "0"]
+    sizes = ["--max-model-len", "512", "--max-num-seqs", "16", "--max-num-batched-tokens", "512"]
+    return [*where, *memory, *sizes, "--distributed-executor-backend", "uni", "--no-async-scheduling"]
+
+
+@contextmanager
+def lending_server(
+    folder: Path, *flags: str, lends: bool = True, promise: Promise = STRICTLY, **sizes: Any
+) -> Iterator[Server]:
+    """With the shipped policy as serving's model and as the guest's; `sizes` are fields of its LendConfig."""
+    small: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "max_turns": 8,
+        "max_model_len": 256,
+        "kv_cache_bytes": 8 << 20,
+        "step_tokens": 64,
+    }
+    config = LendConfig(
+        model_folder=str(MODEL),
+        socket=str(folder / "lend.sock"),
+        promise=promise,
+        **(small | sizes),
+    )
+    (folder / "lend.json").write_bytes(msgspec.json.encode(config))
+    [port] = free_ports(1)
+    environment = os.environ | SERVING | {NOTES: str(folder / "notes.jsonl"), FAULT: str(folder / "fault")}
+    environment.pop("ROSE_LEND", None)
+    if lends:
+        environment["ROSE_LEND"] = str(folder / "lend.json")
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)]
+    command += [*server_flags(port), *flags]
+    log = folder / "server.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+    server = Server(process, port, config, log, folder / "notes.jsonl")
+    try:
+        until(lambda: healthy(port) or process.poll() is not None, 4 * WAIT_SECONDS)
+        assert process.poll() is None, log.read_text()[-4000:]
+        yield server
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30.0)
+        except subprocess.TimeoutExpired:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+            process.wait()
+
+
+def healthy(port: int) -> bool:
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1.0)
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False

@@ -1,0 +1,230 @@
+"""An environment that does to its process what an action says, as native code and careless authors do."""
+
+import asyncio
+import ctypes
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from workers.environments.protocol import JsonValue, Step
+
+NAME = "tests.support.misbehaving_environment:Wild"
+
+FOLDER = "WILD_FOLDER"
+"""The variable that names where environments leave files, and wait for them."""
+
+
+def end_at_once() -> None:
+    os._exit(3)
+
+
+def crash() -> None:
+    ctypes.string_at(0)
+
+
+def kill_itself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_in_a_thread() -> None:
+    asyncio.get_running_loop().run_in_executor(None, end_at_once)
+    time.sleep(0.05)
+
+
+def close_all_files() -> None:
+    os.closerange(3, 256)
+
+
+def sleep_for_ever() -> None:
+    time.sleep(3600.0)
+
+
+def hold_the_interpreter() -> None:
+    ctypes.PyDLL(None).sleep(3600)
+
+
+def sleep_a_while() -> None:
+    time.sleep(1.5)
+
+
+def sleep_for_a_moment() -> None:
+    time.sleep(0.7)
+
+
+def start_children() -> None:
+    """One in its group, one in a session of its own, one whose parent is gone."""
+    for command, apart in (("sleep 3600", False), ("sleep 3600", True), ("sleep 3600 & sleep 3600 & echo", False)):
+        subprocess.Popen(["sh", "-c", command], start_new_session=apart, stdout=subprocess.DEVNULL)
+
+
+def change_folder() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+
+
+def guard() -> None:
+    """As graders of generated code do."""
+    for module, names in ((os, ("kill", "unlink", "_exit", "stat")), (shutil, ("rmtree",)), (subprocess, ("Popen",))):
+        for name in names:
+            setattr(module, name, None)
+
+
+def close_streams() -> None:
+    os.closerange(0, 3)
+    LEFT.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(3))
+
+
+def leak_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    LEFT.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(200))
+
+
+def change_folder_in_a_thread() -> None:
+    asyncio.get_running_loop().run_in_executor(None, change_folder)
+    time.sleep(0.1)
+
+
+def nest_a_loop() -> None:
+    asyncio._set_running_loop(None)
+    asyncio.run(asyncio.sleep(0))
+
+
+def take_the_pool() -> None:
+    loop = asyncio.get_running_loop()
+    with suppress(StopIteration):
+        loop.shutdown_default_executor().send(None)
+    loop.set_task_factory(lambda *_: None)  # type: ignore[arg-type]
+
+
+class Late(Exception):
+    """What took too long."""
+
+
+def too_late(*_: object) -> None:
+    raise Late
+
+
+def bound_by_a_signal() -> None:
+    """As graders of answers do."""
+    before = signal.signal(signal.SIGALRM, too_late)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with suppress(Late):
+            while True:
+                sum(range(9))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def leave_a_timer() -> None:
+    signal.signal(signal.SIGALRM, too_late)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+
+
+def not_wait_for_readers() -> None:
+    """As ssh and node do to what they were handed."""
+    for number in (1, 2):
+        os.set_blocking(number, False)
+
+
+LEFT: list[int] = []
+
+CHANGES: dict[str, Callable[[], None]] = {
+    "folder": change_folder,
+    "folder in a thread": change_folder_in_a_thread,
+    "guard": guard,
+    "streams": close_streams,
+    "files": leak_files,
+    "memory": lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 28, resource.getrlimit(resource.RLIMIT_AS)[1])),
+    "depth": lambda: sys.setrecursionlimit(sys.getrecursionlimit() // 4),
+    "stderr": lambda: sys.stderr.close(),
+    "variables": os.environ.clear,
+    "timer": leave_a_timer,
+    "nest": nest_a_loop,
+    "pool": take_the_pool,
+}
+"""What goes on in a process, which is that of others as well."""
+
+DEEDS: dict[str, Callable[[], None]] = {
+    "end": end_at_once,
+    "crash": crash,
+    "kill": kill_itself,
+    "end in a thread": end_in_a_thread,
+    "close all files": close_all_files,
+    "sleep": sleep_for_ever,
+    "hold": hold_the_interpreter,
+    "doze": sleep_a_while,
+    "nap": sleep_for_a_moment,
+    "bound": bound_by_a_signal,
+    "non-blocking": not_wait_for_readers,
+    **CHANGES,
+    "children": start_children,
+}
+
+
+class Wild:
+    """Counts its steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    async def reset(self, seed: int, arguments: Mapping[str, JsonValue]) -> str:
+        if deed := arguments.get("deed"):
+            DEEDS[str(deed)]()
+        return "begin"
+
+    async def step(self, action: str) -> Step:
+        if action in DEEDS:
+            DEEDS[action]()
+        if action == "use":
+            await self.use()
+        if action == "pause":
+            await asyncio.sleep(0.5)
+        if action == "end meanwhile":
+            asyncio.get_running_loop().run_in_executor(None, end_at_once)
+            await asyncio.Event().wait()
+        if action == "hang in a thread":
+            await asyncio.to_thread(sleep_for_ever)
+        if action == "wait":
+            folder = Path(os.environ[FOLDER])
+            (folder / f"{os.getpid()}.waits").touch()
+            while not (folder / "gate").exists():
+                await asyncio.sleep(0.005)
+        self.steps += 1
+        return Step(observation=str(self.steps), reward=1.0, done=action == "done")
+
+    async def use(self) -> None:
+        """Raise if the process is not what it was."""
+
+        def depth(left: int) -> int:
+            return depth(left - 1) if left else 0
+
+        with tempfile.TemporaryFile(dir=Path.cwd()), tempfile.TemporaryDirectory():
+            print("used", file=sys.stderr, flush=True)
+        assert callable(os.unlink) and depth(500) == 0
+        ended = await asyncio.to_thread(subprocess.run, ["false"], check=False)
+        assert ended.returncode == 1
+
+    async def snapshot(self) -> bytes:
+        return str(self.steps).encode()
+
+    async def restore(self, state: bytes) -> None:
+        self.steps = int(state)
+
+    async def close(self) -> None:
+        pass
+
+
+class EndsAtLast(Wild):
+    async def close(self) -> None:
+        sys.stdout.flush()
+        end_at_once()

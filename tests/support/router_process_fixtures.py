@@ -1,0 +1,170 @@
+"""A router's other sides over a real broker, by hand: environment workers, executors; and routers as processes."""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from confluent_kafka import OFFSET_BEGINNING
+
+from pipeline.local.fork_server import ForkedProcess
+from schemas.record import Record
+from schemas.turns import TurnDispatch, TurnOutcome, TurnResult
+from tests.support.roles import role_process
+from tests.support.routing_fixtures import heartbeat, packed, request, result
+from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, Partitions, Topic
+from topics.log_reader import read_whole_topics
+from topics.reader import Reader
+from topics.records import Envelope
+from topics.settings import BusSettings
+from topics.writer import Writer
+
+WAIT_SECONDS = 60.0
+PARTITIONS = Partitions(home=2, slots=3, samples=1, chunks=1)
+BEAT_SECONDS = 0.2
+
+
+@dataclass
+class Fleet:
+    """Executors that answer nothing by themselves: what they have taken they hold until the test lets them answer."""
+
+    alive: dict[int, dict[str, object]] = field(default_factory=dict)
+    """Those that send heartbeats, and what they say."""
+    held: dict[int, list[TurnDispatch]] = field(default_factory=dict)
+    """By executor: the first and the third have one inbox."""
+    claims: dict[int, int] = field(default_factory=dict)
+    """The newest claim seen in each inbox."""
+
+
+class RouterHarness:
+    """The other side of the topics."""
+
+    def __init__(self, settings: BusSettings, partitions: Partitions = PARTITIONS) -> None:
+        self.settings = settings
+        self.homes, self.cells = partitions.home, partitions.cells
+        self.writer = Writer(settings, "test")
+        self.reader = Reader(settings, "test", group="test")
+        self.reader.assign({(DISPATCHED, slot): OFFSET_BEGINNING for slot in range(partitions.slots)})
+        self.inboxes: list[TurnDispatch] = []
+        """All dispatches that executors take for valid, in the order in which they were found."""
+        self.zombies: list[TurnDispatch] = []
+        """Those of a claim that was not the newest."""
+        self.fleet = Fleet()
+        self.most_held = 0
+        """Turns that one executor held at once."""
+        self.asked = 0
+        self._next_beat = 0.0
+
+    def say(self, topic: Topic, record: Record, key: str, partition: int = 0) -> None:
+        self.writer.write(topic, record, key=key, partition=partition)
+        self.writer.flush()
+
+    def ask(self, trajectory: str, turn: int = 0, home: int = 1, **fields: object) -> None:
+        said: dict[str, Any] = {"patience_seconds": 600.0, "requested_at": time.time(), **fields}
+        asked = request(trajectory, turn, home=home, **said)
+        self.asked += 1
+        self.say(REQUESTED, asked, trajectory, home)
+
+    def beat(self, worker: int, **fields: object) -> None:
+        """Send a heartbeat, and from now on more of it whenever somebody waits."""
+        self.fleet.alive[worker] = fields
+        holds = packed(self.fleet.held.get(worker, []))
+        said = heartbeat(worker, **{"holds": holds, "sent_at": time.time(), **fields})
+        self.writer.write(HEARTBEATS, said, key=f"w{worker}", partition=said.slot % self.cells)
+        self.writer.flush()
+
+    def answer(self, dispatch: TurnDispatch, outcome: TurnOutcome = TurnOutcome.COMPLETED) -> None:
+        held = self.fleet.held.get(_number(dispatch), [])
+        if dispatch in held:
+            held.remove(dispatch)
+        self.say(COMPLETED, result(dispatch, outcome), dispatch.request.trajectory_id, dispatch.home)
+
+    def look(self) -> list[TurnDispatch]:
+        """Let the executors that are alive take what there is and send heartbeats; all dispatches so far."""
+        for item in self.reader.read(100, 0.01):
+            if not isinstance(item, Envelope):
+                continue
+            newest = self.fleet.claims.get(item.partition, 0)
+            if not isinstance(item.record, TurnDispatch):
+                self.fleet.claims[item.partition] = max(newest, item.offset)
+            elif item.record.claim < newest:
+                self.zombies.append(item.record)
+            else:
+                self.fleet.claims[item.partition] = item.record.claim
+                self.inboxes.append(item.record)
+                held = self.fleet.held.setdefault(_number(item.record), [])
+                held.append(item.record)
+                self.most_held = max(self.most_held, len(held))
+        if time.monotonic() >= self._next_beat:
+            self._next_beat = time.monotonic() + BEAT_SECONDS
+            for worker, fields in self.fleet.alive.items():
+                self.beat(worker, **fields)
+        return self.inboxes
+
+    def until(self, condition: Callable[[], object], meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Look until something is so; the executors that are alive go on all the while."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, f"{self.asked} asked for, {len(self.inboxes)} dispatched"
+            meanwhile()
+            self.look()
+
+    def until_dispatched(self, count: int) -> None:
+        self.until(lambda: len(self.inboxes) >= count)
+        assert len(self.inboxes) == count
+
+    def go_on(self, seconds: float) -> None:
+        """Let so much time pass."""
+        end = time.monotonic() + seconds
+        self.until(lambda: time.monotonic() >= end)
+
+    def keep_turns_moving(self, seconds: float, turns: int = 6) -> None:
+        """Executors answer, and so many trajectories are begun, all the while."""
+        for _ in range(turns):
+            self.ask(f"g:{self.asked}", home=self.asked % self.homes)
+            for held in self.fleet.held.values():
+                if held:
+                    self.answer(held[0])
+            self.go_on(seconds / turns)
+
+    def finish(self) -> None:
+        """Answer until every turn has a result; none has two, and none was lost or failed."""
+
+        def answer_next() -> None:
+            for held in self.fleet.held.values():
+                if held:
+                    self.answer(held[0])
+
+        self.until(lambda: len({each.request.trajectory_id for each in self.inboxes}) == self.asked, answer_next)
+        self.until(lambda: not any(self.fleet.held.values()), answer_next)
+        results = self.results()
+        assert len(results) == len({each.trajectory_id for each in results}) == self.asked
+        assert {each.attempt for each in self.inboxes} == {0}
+
+    def results(self) -> list[TurnResult]:
+        found = read_whole_topics(self.settings, [COMPLETED])
+        return [envelope.record for envelope in found if isinstance(envelope.record, TurnResult)]
+
+    def close(self) -> None:
+        self.reader.close()
+
+
+def _number(dispatch: TurnDispatch) -> int:
+    return int(dispatch.worker.removeprefix("w"))
+
+
+def router_process(
+    settings: BusSettings, number: int = 0, *, log: Path | None = None, **config: object
+) -> AbstractContextManager[ForkedProcess]:
+    """A router in a process of its own; killed at the end if it still runs. What it prints is appended to `log`."""
+    own = {f"router.{name}": value for name, value in config.items()}
+    return role_process("router", settings, number, {"router.low_water_seconds": 0.0, **own}, log=log)
+
+
+def with_properties(settings: BusSettings, properties: Mapping[str, str]) -> BusSettings:
+    """The same broker, reached with more librdkafka settings."""
+    return BusSettings(
+        settings.bootstrap, settings.namespace, {**settings.properties, **properties}, embedded=settings.embedded
+    )

@@ -1,0 +1,131 @@
+"""What can happen in a world of executors that come and go, one step at a time; for property tests."""
+
+from hypothesis import strategies as st
+
+from schemas.heartbeats import ExecutorState
+from schemas.turns import Refusal, TurnOutcome
+from tests.support.routing_fixtures import RoutingSimulation, request, result
+
+WORKERS = st.integers(0, 2)
+TRAJECTORIES = st.sampled_from([f"g{group}:{index}" for group in range(3) for index in range(3)])
+REJECTIONS = st.sampled_from(
+    [
+        (TurnOutcome.PREEMPTED, None),
+        (TurnOutcome.REFUSED, Refusal.ROOM),
+        (TurnOutcome.REFUSED, Refusal.VERSION),
+        (TurnOutcome.REFUSED, Refusal.ENGINE),
+        (TurnOutcome.REFUSED, Refusal.CONTEXT),
+    ]
+)
+STEPS = st.one_of(
+    st.tuples(st.just("ask"), TRAJECTORIES, st.integers(1, 60), st.integers(1, 40), st.sampled_from([5.0, 20.0, 1e9])),
+    st.tuples(st.just("ask"), TRAJECTORIES, st.integers(1, 60), st.integers(1, 40), st.just(1e9)),
+    st.tuples(st.just("ask_again"), TRAJECTORIES),
+    st.tuples(st.just("overtake"), st.integers(0, 20)),
+    st.tuples(
+        st.just("beat"),
+        WORKERS,
+        st.integers(0, 4),
+        st.integers(0, 200),
+        st.sampled_from(ExecutorState),
+        st.integers(-1, 2),
+    ),
+    st.tuples(st.just("beat_unread"), WORKERS),
+    st.tuples(st.just("beats")),
+    st.tuples(st.just("beats_of"), st.sets(WORKERS), st.integers(1, 40)),
+    st.tuples(st.just("restart"), WORKERS),
+    st.tuples(st.just("hand_back"), WORKERS),
+    st.tuples(st.just("read_on")),
+    st.tuples(st.just("complete"), st.integers(0, 20)),
+    st.tuples(st.just("reject"), st.integers(0, 20), REJECTIONS),
+    st.tuples(st.just("echo"), st.integers(0, 200), st.booleans()),
+    st.tuples(st.just("mend")),
+    st.tuples(st.just("lose")),
+    st.tuples(st.just("publish")),
+    st.tuples(st.just("time"), st.sampled_from([0.05, 0.3, 1.0, 2.5, 6.0, 70.0])),
+)
+
+
+def step(world: RoutingSimulation, what: str, *values: object) -> None:
+    """Let one thing happen in the world; steps that make no sense at the moment do nothing."""
+    match what, *values:
+        case "ask", str(trajectory), int(context), int(most), float(patience):
+            ask_next(world, trajectory, context=context, max_tokens=most, patience_seconds=patience)
+        case "ask_again", str(trajectory):
+            if trajectory in world.asked:
+                world.feed(world.asked[trajectory][0])
+        case "overtake", int(which):
+            if world.running:  # its result and the request that it led to lie in two partitions
+                done = world.running[which % len(world.running)]
+                trajectory, turn = done.request.trajectory_id, done.request.turn
+                if world.asked[trajectory][0].turn == turn and world.done.get(trajectory, -1) < turn:
+                    del world.executors[done.worker].held[done.key]
+                    world.ask(request(trajectory, turn + 1))
+                    world.feed(result(done))
+        case "beat", int(worker), int(turns), int(tokens), ExecutorState() as state, int(lag):
+            version = -1 if lag < 0 else max(-1, world.version - lag)
+            world.beat(worker, max_turns=turns, token_budget=tokens, state=state, policy_version=version)
+        case "beat_unread", int(worker):
+            world.beat_unread(worker)
+        case ("beats",):
+            for worker in range(3):
+                world.beat(worker, policy_version=world.version)
+        case "beats_of", set(workers), int(times):
+            for _ in range(times):
+                world.pass_time(0.2)
+                for worker in sorted(workers):
+                    world.beat(worker, policy_version=world.version)
+        case "restart", int(worker):
+            world.beat(worker, restart=True, state=ExecutorState.STARTING, policy_version=-1)
+        case "hand_back", int(worker):
+            world.hand_back(worker)
+        case ("read_on",):
+            world.read_on()
+        case "complete", int(which):
+            if world.running:
+                world.complete(world.running[which % len(world.running)])
+        case "reject", int(which), (TurnOutcome() as outcome, (Refusal() | None) as refusal):
+            if world.running:
+                rejected = world.running[which % len(world.running)]
+                if refusal is not Refusal.CONTEXT or rejected.request.chain:
+                    world.reject(rejected, outcome, refusal)
+        case "echo", int(which), bool(completed):
+            sent = [each for each in world.sent.values() if each.key not in world.executors[each.worker].held]
+            if sent and completed:
+                world.complete(sent[which % len(sent)])
+            elif sent:
+                world.reject(sent[which % len(sent)], TurnOutcome.PREEMPTED)
+        case ("mend",):
+            world.mend()
+        case ("lose",):
+            world.loses = True
+        case ("publish",):
+            world.version += 1
+        case "time", float(seconds):
+            world.pass_time(seconds)
+
+
+def ask_next(world: RoutingSimulation, trajectory: str, **fields: object) -> None:
+    turn = world.asked[trajectory][0].turn + 1 if trajectory in world.asked else 0
+    if turn == world.done.get(trajectory, -1) + 1:
+        world.ask(request(trajectory, turn, **fields))  # type: ignore[arg-type]
+
+
+def started() -> RoutingSimulation:
+    world = RoutingSimulation()
+    step(world, "beats")
+    return world
+
+
+def settle(world: RoutingSimulation) -> None:
+    """The fleet is well from now on: every turn ends."""
+    world.loses = False
+    world.read_on()
+    for _ in range(200):
+        step(world, "beats_of", {0, 1, 2}, 1)
+        world.mend()
+        for dispatch in world.running:
+            world.complete(dispatch)
+        if not world.router.turns and not world.running:
+            return
+    raise AssertionError(f"{len(world.router.turns)} turns never end")

@@ -1,0 +1,246 @@
+"""An executor whose engine is played: on threads of a test, and in processes that a test can kill and freeze."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from schemas.arrays import pack_logprobs, pack_tokens
+from schemas.errors import RoseError
+from schemas.heartbeats import WorkerClass
+from schemas.turns import VersionSpan
+from tests.support.executor_fixtures import SLOT, Router
+from tests.support.waiting import until
+from topics.processes import signal_safe_setter
+from topics.settings import BusSettings
+from workers.executor import metrics
+from workers.executor.config import ExecutorConfig
+from workers.executor.grants import UNRESTRICTED, GrantFollower, IntakeGate, Lease, PermissionSource
+from workers.executor.ipc.engine_client import EngineClient
+from workers.executor.ipc.messages import (
+    ABORTED,
+    COMMAND_DECODER,
+    AbortTurn,
+    ActivateWeights,
+    Command,
+    EngineStatus,
+    MessageSender,
+    StageWeights,
+    SubmitTurn,
+    TurnFinished,
+    WeightsActivated,
+    WeightsStaged,
+    aborted_before_start,
+)
+from workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
+from workers.executor.loop import Executor
+from workers.weights.receive import StagedVersion
+
+NAME = f"executor-{SLOT}"
+TICK = EngineStatus(-1, "cpu", 0, 0, 10_000, 10_000, 1, 1.0, 1.0, 0, 0.0)
+Wanted = TypeVar("Wanted", bound=Command)
+
+
+class OneVersion:
+    """A receiver to which version 3 came."""
+
+    newest, refused_newest = 3, None
+
+    def __init__(self) -> None:
+        self._staged: StagedVersion | None = StagedVersion(3, {"w": torch.zeros(4)}, 16, None, 0.0)  # type: ignore[arg-type]
+
+    def staged(self) -> StagedVersion | None:
+        staged, self._staged = self._staged, None
+        return staged
+
+    def refuse(self, version: int, reason: str) -> None:
+        """The engine does not take it."""
+
+
+@dataclass
+class Engine:
+    """The other end of an executor's channel. What it says of itself is `tick`."""
+
+    channel: ChannelFds
+    tick: EngineStatus = TICK
+    heard: list[Command] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reports = MessageSender(RingBuffer(self.channel.reports))
+        self._orders = RingBuffer(self.channel.commands)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def say(self, **changes: Any) -> None:
+        self.tick = msgspec.structs.replace(self.tick, **changes)
+
+    def hear(self, kind: type[Wanted]) -> Wanted:
+        """Wait for an order of a kind, and forget it."""
+        until(lambda: any(isinstance(order, kind) for order in self.heard))
+        found = next(order for order in self.heard if isinstance(order, kind))
+        self.heard.remove(found)
+        return found
+
+    def serve(self) -> None:
+        """Take a version up, as it is told to."""
+        version = self.hear(StageWeights).version
+        self.reports.send(WeightsStaged(version))
+        self.hear(ActivateWeights)
+        self.reports.send(WeightsActivated(version, 0.0))
+        self.say(version=version)
+
+    def complete(self, name: str, tokens: list[int], logprob: float = -1.0) -> None:
+        spans, logprobs = (VersionSpan(0, len(tokens), 3),), pack_logprobs([logprob] * len(tokens))
+        self.reports.send(TurnFinished(name, pack_tokens(tokens), logprobs, "stop", spans, 3, 0, 1.0, 2.0, 3.0, 0.5))
+
+    def give_up(self, name: str, tokens: list[int]) -> None:
+        spans = (VersionSpan(0, len(tokens), 3),) if tokens else ()
+        logprobs = pack_logprobs([-1.0] * len(tokens))
+        self.reports.send(TurnFinished(name, pack_tokens(tokens), logprobs, ABORTED, spans, 3, 0, 1.0, 2.0, 3.0, 0.5))
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.02):
+            self.heard += map(COMMAND_DECODER.decode, self._orders.read())
+            self.reports.send(self.tick)
+
+
+@contextmanager
+def running(
+    settings: BusSettings, granted: PermissionSource | None = None, *, kind: type[Engine] = Engine, lends: bool = True
+) -> Iterator[tuple[Engine, Router]]:
+    """An executor, its engine of this kind, and the router that it talks to."""
+    channel, stop = ChannelFds.create(), threading.Event()
+    engine = kind(channel)
+    life = os.pidfd_open(os.getpid())
+    executor = Executor(
+        settings,
+        ExecutorConfig(model_folder=Path(), name=NAME, slot=SLOT),
+        WorkerClass.SERVING,
+        EngineClient(channel, life),
+        TICK,
+        OneVersion(),  # type: ignore[arg-type]
+        IntakeGate(granted or (lambda: UNRESTRICTED), lends=lends and granted is not None),
+    )
+    thread = threading.Thread(target=executor.run, args=(stop,))
+    thread.start()
+    try:
+        yield engine, Router(settings)
+    finally:
+        stop.set()
+        thread.join()
+        engine.close()
+        channel.close()
+        os.close(life)
+
+
+class Answering(Engine):
+    """One that serves what it is told to, and completes each turn a while after it took it."""
+
+    def __init__(self, channel: ChannelFds, turn_seconds: float = 0.1) -> None:
+        self._due: deque[tuple[float, SubmitTurn]] = deque()
+        self._turn_seconds = turn_seconds
+        super().__init__(channel)
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.01):
+            for order in map(COMMAND_DECODER.decode, self._orders.read()):
+                self._obey(order)
+            while self._due and self._due[0][0] <= time.monotonic():
+                self._complete(self._due.popleft()[1])
+            self.reports.send(self.tick)
+
+    def _obey(self, order: Command) -> None:
+        match order:
+            case StageWeights():
+                self.reports.send(WeightsStaged(order.version))
+            case ActivateWeights():
+                self.say(version=order.version)
+                self.reports.send(WeightsActivated(order.version, 0.0))
+            case SubmitTurn():
+                self._due.append((time.monotonic() + self._turn_seconds, order))
+            case AbortTurn():
+                mine = [each for each in self._due if each[1].name == order.name]
+                for each in mine:
+                    self._due.remove(each)
+                    self.reports.send(aborted_before_start(order.name, time.time()))
+            case _:
+                pass
+
+    def _complete(self, taken: SubmitTurn) -> None:
+        now, tokens, logprobs = time.time(), pack_tokens([3, 4]), pack_logprobs([-1.0, -1.0])
+        spans = (VersionSpan(0, 2, taken.version),)
+        self.reports.send(TurnFinished(taken.name, tokens, logprobs, "stop", spans, 3, 0, now, now, now, 0.1))
+
+
+def played_executor(settings: BusSettings, config: ExecutorConfig, said: Path) -> None:
+    """The program of a process: until SIGTERM, or another begins under its name. Its last words are in the file."""
+    stop, channel = threading.Event(), ChannelFds.create()
+    set_stop = signal_safe_setter(stop)
+    signal.signal(signal.SIGTERM, lambda *_: set_stop())
+    engine, link = Answering(channel), EngineClient(channel, os.pidfd_open(os.getpid()))
+    grants = GrantFollower(settings, config.worker, Lease())
+    grants.wait_until_read(stop)
+    gate = IntakeGate(grants.permission, lends=False)
+    executor = Executor(settings, config, WorkerClass.DEDICATED, link, TICK, OneVersion(), gate)  # type: ignore[arg-type]
+    try:
+        executor.run(stop)
+    except RoseError as error:
+        said.write_text(str(error))
+        raise SystemExit(error.exit_status) from None
+    finally:
+        grants.stop()
+        engine.close()
+    samples = [each for family in metrics.TURNS.collect() for each in family.samples if each.name.endswith("_total")]
+    said.write_bytes(msgspec.json.encode({each.labels["outcome"]: each.value for each in samples if each.value}))
+
+
+@dataclass
+class Played:
+    """A process that runs one."""
+
+    process: ForkServerProcess
+    said: Path
+    """Its last words: what it counted, or why it ended."""
+
+    def send(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def stop(self) -> int | None:
+        """Ask it to, and wait; its exit status."""
+        self.send(signal.SIGTERM)
+        self.process.join(60.0)
+        return self.process.exitcode
+
+
+@contextmanager
+def played(settings: BusSettings, folder: Path, name: str, *, slot: int | None = None) -> Iterator[Played]:
+    """A process with an executor of this name; killed at the end if it still runs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    config = ExecutorConfig(model_folder=Path(), name=name, slot=slot, max_turns=4)
+    said = folder / f"{name}-{len(list(folder.iterdir()))}"
+    said.touch()
+    process = context.Process(target=played_executor, args=(settings, config, said))
+    process.start()
+    try:
+        yield Played(process, said)
+    finally:
+        process.kill()
+        process.join()

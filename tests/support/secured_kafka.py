@@ -1,0 +1,112 @@
+"""A secured node, a user a role with that role's rights and no more, and what the node saw them do."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.support.brokers import KAFKA, home_of
+from topics.acl import ROLES, Acl, Operation, Resource, Role, acls
+from topics.apache_kafka.secured import SecuredNode, start_secured
+from topics.settings import BusSettings
+
+_SAID = re.compile(
+    r"Principal = User:(?P<user>\S+) is (?P<verdict>Allowed|Denied) operation = (?P<operation>\w+) "
+    r"from host = \S+ on resource = (?P<kind>\w+):LITERAL:(?P<name>\S+) for request = (?P<request>\w+)"
+)
+"""What the node writes down of each right that it was asked about."""
+
+KINDS = {
+    "Topic": Resource.TOPIC,
+    "Group": Resource.GROUP,
+    "TransactionalId": Resource.TRANSACTIONAL_ID,
+    "Cluster": Resource.CLUSTER,
+}
+OPERATIONS = {operation.name: operation for operation in Operation}
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A right that somebody made use of, or was refused."""
+
+    user: str
+    allowed: bool
+    operation: str
+    resource: Resource
+    name: str
+    request: str
+
+
+@dataclass(slots=True)
+class Users:
+    """Of one namespace: each role's user has its rights, once it is asked for."""
+
+    node: SecuredNode
+    namespace: str
+    folder: Path
+    """Where their passwords are."""
+    _known: dict[str, BusSettings] = field(default_factory=dict)
+
+    def name(self, role: Role) -> str:
+        return f"{self.namespace}{role.name}"
+
+    def settings(self, role: Role) -> BusSettings:
+        """How the role reaches the node."""
+        if role.name not in self._known:
+            self._known[role.name] = self.node.settings_of(self.name(role), self.namespace)
+            self.node.allow(self.name(role), acls(role, self.namespace))
+        return self._known[role.name]
+
+    def flags(self, role: Role) -> tuple[str, ...]:
+        """The same, for `rose`: as an operator would say it."""
+        settings, file = self.settings(role), self.folder / f"{role.name}.properties"
+        file.touch(mode=0o600)
+        file.write_text("".join(f"{name}={value}\n" for name, value in settings.properties.items()))
+        told = ("--bootstrap-server", settings.bootstrap, "--namespace", self.namespace)
+        return (*told, "--command-config", str(file))
+
+    def seen(self) -> Iterator[Seen]:
+        """What the node saw the users of this namespace do."""
+        for said in _SAID.finditer(self.node.broker.log.read_text(errors="replace")):
+            if said["user"].startswith(self.namespace):
+                verdict, kind = said["verdict"] == "Allowed", KINDS[said["kind"]]
+                yield Seen(said["user"], verdict, said["operation"], kind, said["name"], said["request"])
+
+    def unused(self) -> dict[str, set[str]]:
+        """By role, the rights that it has and that it made no use of."""
+        used: dict[str, set[Seen]] = {}
+        for seen in self.seen():
+            used.setdefault(seen.user, set()).add(seen)
+        return {
+            role.name: idle
+            for role in ROLES.values()
+            if (
+                idle := {
+                    str(acl)
+                    for acl in acls(role, self.namespace)
+                    if not any(_uses(seen, acl) for seen in used.get(self.name(role), ()))
+                }
+            )
+        }
+
+
+def _uses(seen: Seen, acl: Acl) -> bool:
+    named = seen.name.startswith(acl.name) if acl.prefixed else seen.name == acl.name
+    return seen.allowed and OPERATIONS.get(seen.operation) is acl.operation and seen.resource is acl.resource and named
+
+
+def start_audited(folder: Path) -> SecuredNode:
+    """A node that writes down what it allows; skips the test where there is none to start."""
+    home = home_of(KAFKA)
+    assert home is not None
+    return start_secured(folder, kafka_home=home, audit=True)
+
+
+def rose(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command, in a folder."""
+    command = [sys.executable, "-P", "-m", "pipeline.cli.main", *arguments]
+    wide = os.environ | {"COLUMNS": "300"}
+    return subprocess.run(command, cwd=folder, env=wide, capture_output=True, text=True, timeout=300, check=False)

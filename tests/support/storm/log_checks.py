@@ -1,0 +1,299 @@
+"""What a storm left on the log, read by a reader of its own and by kcat, and whether the law holds in it.
+
+Keeps true: nothing of ROSE is used but the names of topics; what ROSE's own audit says is one more voice.
+"""
+
+import re
+import struct
+import subprocess
+import time
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import msgpack
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
+
+from pipeline.accounting.audit import audit_log
+from tests.support.storm.lines import Sort
+from tests.support.storm.plan import Plan, Role
+from topics.catalog import COMPLETED, DISPATCHED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES
+from topics.dead_letter_headers import OFFSET, PARTITION, TOPIC
+from topics.settings import BusSettings
+
+WAIT_SECONDS = 60.0
+"""Without a record or an end for so long, the log cannot be read."""
+READ_SECONDS = 0.2
+"""As long as this a reader collects what comes."""
+MARK = re.compile(rb"mark-\d+\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One committed record."""
+
+    topic: str
+    partition: int
+    offset: int
+    at: float
+    """Unix seconds, as its producer said."""
+    key: bytes | None
+    value: bytes | None
+    headers: Mapping[str, bytes]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The value as the map that it is."""
+        found: dict[str, Any] = msgpack.unpackb(self.value, strict_map_key=False)
+        return found
+
+    @property
+    def mark(self) -> str:
+        """Which line it came from; empty when from none."""
+        return mark_of(self.value)
+
+
+def mark_of(value: bytes | None) -> str:
+    found = MARK.search(value or b"")
+    return found[0].decode() if found else ""
+
+
+def consumer_of(settings: BusSettings) -> Consumer:
+    """One that sees what is committed and belongs to no group that anybody else knows."""
+    return Consumer(
+        {
+            "bootstrap.servers": settings.bootstrap,
+            "group.id": f"{settings.namespace}storm",
+            "isolation.level": "read_committed",
+            "enable.auto.commit": False,
+            "enable.partition.eof": True,
+            "receive.message.max.bytes": 512 * 2**20,
+            "log_level": 0,
+        }
+    )
+
+
+def begin(consumer: Consumer, topics: list[str]) -> set[tuple[str, int]]:
+    """Read these topics from their first record on; returns their partitions."""
+    known = consumer.list_topics(timeout=WAIT_SECONDS).topics
+    places = {(topic, partition) for topic in topics for partition in known[topic].partitions}
+    consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING) for topic, partition in places])
+    return places
+
+
+def found_in(message: Any) -> Found:
+    headers = {name: value for name, value in message.headers() or () if isinstance(value, bytes)}
+    at = message.timestamp()[1] / 1000
+    return Found(message.topic(), message.partition(), message.offset(), at, message.key(), message.value(), headers)
+
+
+def read_all(settings: BusSettings, topics: list[str]) -> Iterator[Found]:
+    """Every committed record of these topics, to their present end. Raises TimeoutError."""
+    consumer = consumer_of(settings)
+    try:
+        left = begin(consumer, topics)
+        deadline = time.monotonic() + WAIT_SECONDS
+        while left:
+            messages = consumer.consume(500, READ_SECONDS)
+            if messages:
+                deadline = time.monotonic() + WAIT_SECONDS
+            elif time.monotonic() > deadline:
+                raise TimeoutError(f"nothing was read of {left} in {WAIT_SECONDS:.0f} s")
+            for message in messages:
+                error = message.error()
+                if error is None:
+                    yield found_in(message)
+                elif error.code() == KafkaError._PARTITION_EOF:
+                    left.discard((message.topic(), message.partition()))
+    finally:
+        consumer.close()
+
+
+def read_by_kcat(settings: BusSettings, topic: str) -> list[tuple[bytes, bytes]]:
+    """Key and value of every committed record, as kcat reads them."""
+    command = ["kcat", "-C", "-b", settings.bootstrap, "-t", topic, "-e", "-q"]
+    command += ["-X", "isolation.level=read_committed", "-X", "receive.message.max.bytes=536870912", "-f", "%k\n%R%s"]
+    read = subprocess.run(command, capture_output=True, timeout=WAIT_SECONDS, check=True).stdout
+    records = []
+    while read:
+        key, _, rest = read.partition(b"\n")
+        (size,) = struct.unpack_from(">i", rest)
+        value = rest[4 : 4 + max(0, size)]
+        records.append((key, value))
+        read = rest[4 + len(value) :]
+    return records
+
+
+Turn: TypeAlias = tuple[str, int]
+"""A trajectory and one of its turns."""
+
+
+@dataclass(slots=True)
+class Log:
+    """What the law is about, counted."""
+
+    outcomes: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """Of every trajectory."""
+    lines: dict[tuple[str, int, int], str] = field(default_factory=dict)
+    """The mark of every prompt by its place."""
+    letters: list[tuple[tuple[str, int, int], str]] = field(default_factory=list)
+    """Of every dead prompt the place that it names, and its mark."""
+    other_letters: Counter[str] = field(default_factory=Counter)
+    """Dead letters of other topics."""
+    requests: Counter[tuple[str, int]] = field(default_factory=Counter)
+    dispatches: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """How many attempts at each turn were sent to an executor."""
+    results: int = 0
+    samples: Counter[str] = field(default_factory=Counter)
+    sample_turns: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """The turns that are in the samples of each trajectory."""
+    sampled_at: dict[str, float] = field(default_factory=dict)
+    """When each trajectory ended."""
+    applied_at: list[float] = field(default_factory=list)
+    """When each turn was applied: the next one was asked for, or the sample written."""
+    produced_at: dict[str, float] = field(default_factory=dict)
+    """When the first line of each mark came."""
+
+    faults: int = 0
+    """The most attempts at one turn that ended by somebody's fault; a silence is one."""
+    waits: dict[Role, float] = field(default_factory=dict)
+    """The longest that a turn waited to be sent to an executor, and its result to be applied, in seconds."""
+
+    @property
+    def turns(self) -> int:
+        """Applied ones."""
+        return sum(map(len, self.sample_turns.values()))
+
+
+def read_log(settings: BusSettings, *, blocked: Container[str] = ()) -> Log:
+    """Read everything back. `blocked`: trajectories that wait for their environments, and for no worker."""
+    log = Log()
+    attempts: dict[Turn, set[int]] = defaultdict(set)
+    asked_at: dict[Turn, float] = {}
+    sent_at: dict[Turn, float] = {}
+    answered_at: dict[Turn, float] = {}
+    name = settings.topic
+    topics = (PROMPTS, REQUESTED, DISPATCHED, COMPLETED, SAMPLES, OUTCOMES)
+    for found in read_all(settings, [name(topic) for topic in topics]):
+        if found.topic == name(PROMPTS):
+            log.lines[found.topic, found.partition, found.offset] = found.mark
+            log.produced_at.setdefault(found.mark, found.at)
+        elif found.value is None:
+            continue  # a tombstone says nothing of turns
+        elif found.topic == name(REQUESTED):
+            turn = found.record["trajectory_id"], found.record["turn"]
+            log.requests[turn] += 1
+            asked_at.setdefault(turn, found.at)
+            if turn[1] > 0:
+                log.applied_at.append(found.at)
+        elif found.topic == name(DISPATCHED):
+            request = found.record["request"]
+            turn = request["trajectory_id"], request["turn"]
+            attempts[turn].add(found.record["attempt"])
+            sent_at.setdefault(turn, found.at)
+            log.faults = max(log.faults, found.record.get("failures", 0))
+        elif found.topic == name(COMPLETED):
+            log.results += 1
+            if found.record["outcome"] == "completed":
+                answered_at.setdefault((found.record["trajectory_id"], found.record["turn"]), found.at)
+        elif found.topic == name(SAMPLES):
+            trajectory = found.record["trajectory_id"]
+            log.samples[trajectory] += 1
+            log.sample_turns[trajectory] += [turn[0] for turn in found.record["turns"]]
+            log.sampled_at[trajectory] = found.at
+            log.applied_at.append(found.at)
+        else:
+            log.outcomes[found.record["trajectory_id"]].append(found.record["outcome"])
+    applied_at = {(name, turn): asked_at.get((name, turn + 1), log.sampled_at.get(name)) for name, turn in answered_at}
+    applied_at = {turn: at for turn, at in applied_at.items() if turn[0] not in blocked}
+    log.waits = {
+        Role.ROUTER: max((at - asked_at[turn] for turn, at in sent_at.items()), default=0.0),
+        Role.ENVIRONMENT: max((at - answered_at[turn] for turn, at in applied_at.items() if at), default=0.0),
+    }
+    log.dispatches = Counter({turn: len(numbers) for turn, numbers in attempts.items()})
+    letters = [f"{name(topic)}.dlq" for topic in topics]
+    for found in read_all(settings, letters):
+        if found.topic != letters[0]:
+            log.other_letters[found.topic] += 1
+            continue
+        place = (found.headers[TOPIC].decode(), int(found.headers[PARTITION]), int(found.headers[OFFSET]))
+        log.letters.append((place, found.mark))
+    return log
+
+
+def breaches(plan: Plan, log: Log, settings: BusSettings) -> list[str]:
+    """Every way in which the law does not hold on this log, in a sentence each."""
+    return [*_of_outcomes(plan, log), *of_turns(log), *_of_letters(plan, log), *_of_others(plan, log, settings)]
+
+
+def _of_outcomes(plan: Plan, log: Log) -> Iterator[str]:
+    asked = plan.trajectories
+    for trajectory in sorted(asked - log.outcomes.keys()):
+        yield f"{trajectory} has no outcome"
+    for trajectory, ends in sorted(log.outcomes.items()):
+        if trajectory not in asked:
+            yield f"{trajectory} has an outcome ({', '.join(ends)}), and nobody asked for it"
+        if len(ends) > 1:
+            yield f"{trajectory} has {len(ends)} outcomes: {', '.join(ends)}"
+        blocked = trajectory in plan.blocked
+        if blocked != ("infra_failed" in ends):
+            yield f"{trajectory} ended as {', '.join(ends)}, and its environment {'blocked' if blocked else 'was well'}"
+
+
+def of_turns(log: Log) -> Iterator[str]:
+    """That each was asked for once, and each that was asked for is in the sample of its trajectory, once."""
+    for (trajectory, turn), many in sorted(log.requests.items()):
+        if many > 1:
+            yield f"turn {turn} of {trajectory} was asked for {many} times"
+    for trajectory, many in sorted(log.samples.items()):
+        if many > 1:
+            yield f"{trajectory} has {many} samples"
+    asked: dict[str, list[int]] = defaultdict(list)
+    for trajectory, turn in sorted(log.requests):
+        asked[trajectory].append(turn)
+    for trajectory, turns in sorted(log.sample_turns.items()):
+        if turns != asked[trajectory]:
+            yield f"turns {turns} are in the sample of {trajectory}, and {asked[trajectory]} were asked for"
+
+
+def _of_letters(plan: Plan, log: Log) -> Iterator[str]:
+    many = Counter(mark for _, mark in log.letters)
+    for line in plan.lines:
+        if line.mark not in log.produced_at:
+            yield f"kcat did not bring {line.mark} to the log"
+        elif line.sort is Sort.BAD and many[line.mark] != 1:
+            yield f"bad line {line.mark} is a dead letter {many[line.mark]} times: {line.value[:80]!r}"
+    groups: dict[str, list[str]] = defaultdict(list)
+    for line in plan.lines:
+        if line.sort is not Sort.BAD:
+            groups[line.group_id].append(line.mark)
+    for group_id, marks in groups.items():
+        letters = [many[mark] for mark in marks]
+        if sorted(letters) != [0, *[1] * (len(marks) - 1)]:
+            yield f"of {len(marks)} prompts of {group_id} one opens; they are dead letters {letters} times"
+    for place, times in Counter(place for place, _ in log.letters).items():
+        if times > 1:
+            yield f"what lies at {place} is a dead letter {times} times"
+    for place, mark in log.letters:
+        if log.lines.get(place) != mark:
+            yield f"the dead letter of {mark or 'nobody'} names {place}, where {log.lines.get(place, 'nothing')} lies"
+    for topic, times in log.other_letters.items():
+        yield f"{times} dead letters in {topic}: nobody wrote there but ROSE"
+
+
+def _of_others(plan: Plan, log: Log, settings: BusSettings) -> Iterator[str]:
+    """What ROSE's audit and kcat say of the same log."""
+    audit = audit_log(settings)
+    if not audit.clean or audit.requested != len(plan.trajectories) or audit.settled != audit.requested:
+        yield (
+            f"rose audit: {audit.requested} requested, {audit.settled} settled, {len(audit.lost)} lost, "
+            f"{len(audit.doubled)} doubled, {len(audit.unasked)} unasked"
+        )
+    outcomes = Counter(key.decode() for key, _ in read_by_kcat(settings, settings.topic(OUTCOMES)))
+    if outcomes != Counter({trajectory: len(ends) for trajectory, ends in log.outcomes.items()}):
+        yield f"kcat counts {sum(outcomes.values())} outcomes of {len(outcomes)} trajectories, and that is not the log"
+    dead = f"{settings.namespace}{PROMPTS.dead_letters}"
+    letters = Counter(mark_of(value) for _, value in read_by_kcat(settings, dead))
+    if letters != Counter(mark for _, mark in log.letters):
+        yield f"kcat counts {sum(letters.values())} dead prompts, and that is not the log"

@@ -1,0 +1,365 @@
+"""The processes of a storm: started, told apart by start, and done things to; a journal of all of it.
+
+Keeps true
+- Every start, end, freeze and first sign of work is in the journal with its time.
+- Whatever happens, no process that was started here is left behind, frozen or not.
+"""
+
+import json
+import os
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import psutil
+
+from pipeline.local.fork_server import ForkedProcess, ForkServer
+from tests.support.installed_versions import InstalledVersions
+from tests.support.lender_server_fixtures import MODEL, server_flags
+from tests.support.storm.plan import Act, Deed, Part, Role, Worker, cell_of
+from tests.support.storm.stalls import Change, Happening
+from topics.apache_kafka import Cluster
+from topics.local_broker.process import Broker, free_ports
+
+LOOK_SECONDS = 0.1
+"""Between two looks for roles that are leaving: their ends are in no queue."""
+
+LEAVE_SECONDS = 30.0
+"""How long a role may take to leave when it is asked to."""
+ABORT_SECONDS = 2.0
+"""How long it may take to say where it hung."""
+AGAIN_SECONDS = 1.0
+"""After so long a role that ended by itself is started again."""
+SPARE_SECONDS = 6.0
+"""A router that has nothing to do says nothing, nor does a control app: so long after its start it must be able to."""
+SYNC_SECONDS = 1.0
+"""Between two looks at whether a node is back."""
+
+READY = {
+    Role.ENVIRONMENT: re.compile(r"event=homes_recovered"),
+    Role.EXECUTOR: re.compile(r"event=serving"),
+    Role.LENDER: re.compile(r"event=serving"),
+    Role.ROUTER: re.compile(r"event=serving"),
+    Role.TRAINER: re.compile(r"event=(\"going on\"|step)"),
+}
+"""What a role says once it does its work."""
+
+PARKED = re.compile(r"the guest is parked")
+"""What a lender says that a control app has no work for."""
+
+
+@dataclass(slots=True)
+class _Process:
+    """One start of one worker."""
+
+    worker: Worker
+    number: int
+    process: ForkedProcess
+    log: Path
+    log_begin: int
+    """Bytes into the log, where this start begins."""
+    started_at: float
+    ready: bool = False
+    asked_at: float | None = None
+    """It was asked to leave then."""
+    overdue: bool = False
+    """It did not, and was aborted."""
+
+
+class Roles:
+    """All of a storm's processes. Used by one thread that lives as long as they should."""
+
+    def __init__(
+        self,
+        folder: Path,
+        arguments: tuple[str, ...],
+        broker: Cluster | Broker,
+        most: int,
+        sites: Sequence[Path] = (),
+        *,
+        cells: int = 1,
+        controlled: bool = False,
+    ) -> None:
+        """`arguments` follow the role's own on the command line; of `most` executors lenders have the last names.
+
+        `cells`: those that executors stay in, by name. `controlled`: a lender that was parked by hand is given back to
+        a control app. `sites`: installations whose roles these are, see `InstalledVersions`; none: this one's.
+        """
+        self._folder = folder
+        self._most = most
+        self._cells = cells
+        self._controlled = controlled
+        self._arguments = arguments
+        self._broker = broker
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("ROSE_")}
+        environment |= {"OMP_NUM_THREADS": "1"}
+        self._fork_server = InstalledVersions(folder, environment, sites) if sites else ForkServer(folder, environment)
+        self._journal: TextIO = (folder / "journal.jsonl").open("a")
+        self._present: dict[Worker, _Process] = {}
+        self._leaving: list[_Process] = []
+        self._again: dict[Worker, float] = {}
+        """Who is to be started, and from when on; not before the same name has left."""
+        self._node_starts: dict[Worker, int] = {}
+        self._next_look = 0.0
+        self._starts = 0
+        self.happenings: list[Happening] = []
+        self.faults: Counter[str] = Counter()
+        """What was done, by kind."""
+        self.crashes: Counter[str] = Counter()
+        """Roles that ended by themselves, and not well."""
+        self.crash_words: list[str] = []
+        """What they said last."""
+        self.overdue: list[Worker] = []
+        """Those that did not leave when they were asked to, and were killed."""
+        self.left: Counter[int] = Counter()
+        """The exit statuses of those that were asked to."""
+        self.complete = False
+        """The trainer has ended by itself, and well."""
+
+    def do(self, deed: Deed) -> None:
+        """Carry out one deed of the plan; what cannot be done to a worker that is not there is left out."""
+        worker = deed.worker
+        if worker.role is Role.NODE:
+            self._do_to_node(deed)
+        elif deed.act in (Act.PARK, Act.WAKE):
+            self._grant(deed.act, worker)
+        elif deed.act is Act.START:
+            if worker not in self._present:
+                self._again[worker] = 0.0
+                if deed.joins:
+                    self._count("join", worker)
+        elif (present := self._present.get(worker)) is not None and present.process.poll() is None:
+            self._do_to_role(deed, present)
+        else:
+            self._again.pop(worker, None)
+
+    def tick(self) -> None:
+        """See who has begun to work, who has ended, and start again who ended by itself. Call it often."""
+        now = time.time()
+        for present in list(self._present.values()):
+            self._look_at(present, now)
+        for present in list(self._leaving):
+            if (status := present.process.poll()) is not None:
+                self._leaving.remove(present)
+                if present.ready or status != -signal.SIGTERM:  # who is asked while it loads has nothing to hand back
+                    self.left[status] += 1
+                self._note(Change.ENDED, present.worker, present.number, status=status)
+            elif present.asked_at is not None and now > present.asked_at + LEAVE_SECONDS:
+                if not present.overdue:
+                    present.overdue = True
+                    self.overdue.append(present.worker)
+                    present.process.send_signal(signal.SIGABRT)  # its log says where it hung
+                elif now > present.asked_at + LEAVE_SECONDS + ABORT_SECONDS:
+                    present.process.send_signal(signal.SIGKILL)
+        there = {present.worker for present in self._leaving}
+        for worker in [worker for worker, at in self._again.items() if at <= now and worker not in there]:
+            del self._again[worker]
+            self.start(worker)
+        if self._node_starts and now >= self._next_look:
+            self._next_look = now + SYNC_SECONDS
+            assert isinstance(self._broker, Cluster)
+            if self._broker.in_sync():
+                for worker, number in self._node_starts.items():
+                    self._note(Change.READY, worker, number)
+                self._node_starts.clear()
+
+    def waits_for_nodes(self) -> bool:
+        """Whether copies are not in sync again after a node's loss: another must not be killed now."""
+        return bool(self._node_starts)
+
+    def ready(self, worker: Worker) -> bool:
+        """Whether it does its work."""
+        return worker in self._present and self._present[worker].ready
+
+    def all_well(self) -> bool:
+        """Whether nobody is on the way, neither in nor out."""
+        on_the_way = self._leaving or self._again or self._node_starts
+        return not on_the_way and all(present.ready for present in self._present.values())
+
+    def proven(self, worker: Worker) -> None:
+        """What others say shows that it does its work."""
+        present = self._present.get(worker)
+        if present is not None and not present.ready:
+            present.ready = True
+            self._note(Change.READY, worker, present.number)
+
+    def last_words(self, worker: Worker) -> str:
+        """The last line of its log."""
+        lines = (self._folder / f"{worker}.log").read_text(errors="replace").splitlines()
+        return (lines or ["nothing"])[-1]
+
+    def leave(self) -> None:
+        """Ask all to leave, and wait until they have; kill who does not."""
+        for present in list(self._present.values()):
+            _send(present, signal.SIGCONT)
+            self._ask_to_leave(present)
+        self._again.clear()
+        while self._leaving:
+            self.tick()
+            time.sleep(LOOK_SECONDS)  # several may end next, and none of them tells
+
+    def close(self) -> None:
+        """Kill whatever is left."""
+        for present in [*self._present.values(), *self._leaving]:
+            present.process.send_signal(signal.SIGKILL)
+            present.process.wait()
+        self._fork_server.close()
+        self._journal.close()
+
+    def start(self, worker: Worker) -> None:
+        """Start a process under this name."""
+        self._starts += 1
+        log = self._folder / f"{worker}.log"
+        log.touch()
+        begin = log.stat().st_size
+        process = self._fork_server.start(self._command(worker), name=str(worker), log=log)
+        assert process.pid  # born: its time begins after the imports of others
+        self._present[worker] = _Process(worker, self._starts, process, log, begin, time.time())
+        self._note(Change.STARTED, worker, self._starts)
+
+    def _command(self, worker: Worker) -> tuple[str, ...]:
+        """Of `rose`."""
+        if worker.role is Role.LENDER:
+            flags = (*server_flags(*free_ports(1)), "--uvicorn-log-level", "warning")
+            model = ("--model", str(MODEL), "--name", self._name(worker))
+            return ("lend", *model, *self._arguments, "--", *flags)
+        own = {Role.EXECUTOR: ("--name", str(worker)), Role.TRAINER: ()}
+        return (worker.role.value, *own.get(worker.role, ("--number", str(worker.number))), *self._arguments)
+
+    def _name(self, lender: Worker) -> str:
+        return f"executor-{self._most - 1 - lender.number}"
+
+    def _do_to_role(self, deed: Deed, present: _Process) -> None:
+        worker, number, part = present.worker, present.number, deed.part
+        if deed.act is Act.KILL:
+            part = self._kill(part, present)
+        elif deed.act is Act.LEAVE:
+            self._ask_to_leave(present)
+        elif deed.act is Act.FREEZE:
+            part = _send(present, signal.SIGSTOP, part)
+            self._note(Change.FROZEN, worker, number)
+        else:
+            _send(present, signal.SIGCONT)
+            self._note(Change.THAWED, worker, number)
+            return
+        self._count(f"{deed.act.value}{_of(part)}", worker)
+
+    def _kill(self, part: Part, present: _Process) -> Part:
+        """What of it was killed: its first process where there is no such part now."""
+        if not _sent(present, signal.SIGKILL, part):
+            part = Part.ALL
+        if part is Part.ALL:
+            present.process.send_signal(signal.SIGKILL)
+            present.process.wait()
+            del self._present[present.worker]
+        if part is Part.CORE:  # what is left of the server leaves by itself
+            present.asked_at = time.time()
+            del self._present[present.worker]
+            self._leaving.append(present)
+        self._note(Change.ENDED, present.worker, present.number, status=-signal.SIGKILL, part=part.name)
+        return part
+
+    def _grant(self, act: Act, lender: Worker) -> None:
+        told = ("--no-lend" if act is Act.PARK else "--lend", "--reason", "storm")
+        said = ("--release",) if act is Act.WAKE and self._controlled else told
+        command = ("grant", self._name(lender), *said, *self._arguments)
+        self._fork_server.start(command, name="grant", log=self._folder / "grants.log")
+        self._write(act.value, lender, 0)
+        if act is Act.PARK:
+            self._count(act.value, lender)
+
+    def _ask_to_leave(self, present: _Process) -> None:
+        present.asked_at = time.time()
+        present.process.send_signal(signal.SIGTERM)
+        del self._present[present.worker]
+        self._leaving.append(present)
+        self._write("asked to leave", present.worker, present.number)
+
+    def _do_to_node(self, deed: Deed) -> None:
+        assert isinstance(self._broker, Cluster)
+        node = self._broker.nodes[deed.worker.number]
+        if deed.act in (Act.KILL, Act.LEAVE):
+            if deed.act is Act.KILL:
+                node.kill()
+            else:
+                node.stop()  # it hands its leaders over first, for seconds
+            self._note(Change.ENDED, deed.worker, 0)
+            self._count(deed.act.value, deed.worker)
+            self._starts += 1
+            self._node_starts[deed.worker] = -self._starts
+        else:
+            node.launch()
+            self._note(Change.STARTED, deed.worker, self._node_starts[deed.worker])
+
+    def _look_at(self, present: _Process, now: float) -> None:
+        status = present.process.poll()
+        role = present.worker.role
+        spare = role is Role.CONTROL or (role is Role.ROUTER and not self._broker.settings().embedded)
+        if not present.ready and spare and now > present.started_at + SPARE_SECONDS:
+            self.proven(present.worker)
+        if not present.ready and role in READY:
+            with present.log.open("rb") as log:
+                log.seek(present.log_begin)
+                said = log.read().decode(errors="replace")
+            idle = role is Role.LENDER and self._controlled and PARKED.search(said)
+            if idle or READY[role].search(said):
+                self.proven(present.worker)
+        if status is None:
+            return
+        del self._present[present.worker]
+        self._note(Change.ENDED, present.worker, present.number, status=status)
+        if present.worker.role is Role.TRAINER and status == 0:
+            self.complete = True
+        else:
+            self.crashes[present.worker.role.value] += 1
+            self.crash_words.append(f"{present.worker} ended with status {status}: {self.last_words(present.worker)}")
+            self._again[present.worker] = now + AGAIN_SECONDS
+
+    def _count(self, what: str, worker: Worker) -> None:
+        self.faults[f"{what} {worker.role.value}"] += 1
+
+    def _note(self, change: Change, worker: Worker, number: int, **more: object) -> None:
+        at = self._write(change.value, worker, number, **more)
+        self.happenings.append(Happening(at, change, worker.role, number, cell_of(worker, self._cells)))
+
+    def _write(self, what: str, worker: Worker, number: int, **more: object) -> float:
+        at = time.time()
+        self._journal.write(json.dumps({"at": at, "what": what, "worker": str(worker), "start": number, **more}) + "\n")
+        self._journal.flush()
+        return at
+
+
+def _send(present: _Process, number: signal.Signals, part: Part = Part.ALL) -> Part:
+    """To a part of a worker, or to all of it where there is no such part now. To what it was."""
+    if _sent(present, number, part):
+        return part
+    with suppress(ProcessLookupError):
+        if present.worker.role is Role.LENDER:
+            os.killpg(present.process.pid, number)  # its processes are a session
+        else:
+            present.process.send_signal(number)
+    return Part.ALL
+
+
+def _sent(present: _Process, number: signal.Signals, part: Part) -> bool:
+    """To those processes of a lender that are this part of it; whether there were any."""
+    if part is Part.ALL:
+        return False
+    there = False
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(present.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if child.name().startswith(part.value):
+                    child.send_signal(number)
+                    there = True
+    return there
+
+
+def _of(part: Part) -> str:
+    return "" if part is Part.ALL else f" {part.name.lower()} of"

@@ -1,0 +1,392 @@
+"""The storm: real roles on a real broker, everything done to them that a seed draws, and what the log says then.
+
+Example
+    report = blow(folder, draw(seed, Shape(nodes=3)), cluster)
+    assert not report.breaches, report
+"""
+
+import json
+import subprocess
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec
+
+from tests.support.brokers import flags
+from tests.support.lender_server_fixtures import SERVING
+from tests.support.storm.lines import Line, Sort
+from tests.support.storm.log_checks import Log, breaches, read_all, read_log
+from tests.support.storm.plan import SLOTS, Act, Deed, Plan, Role, Worker
+from tests.support.storm.roles import Roles
+from tests.support.storm.stalls import Interval, Stall, excuses, stalls
+from topics.admin import create_topics
+from topics.apache_kafka import Cluster
+from topics.catalog import OUTCOMES, PROMPTS, REQUESTED, SAMPLES, Partitions
+from topics.local_broker.process import QUIET, Broker
+from topics.queries import offset_in
+from topics.settings import BusSettings
+
+MOST_STALL_SECONDS = 20.0
+"""No longer may nothing move while it could."""
+LEAST_ASKED = 0.9
+"""Of those that a plan has leave: who is still on the way out under its name cannot be asked again."""
+READY_SECONDS = 600.0
+"""How long all roles together may take to start; a serving engine takes longest."""
+SILENCE_SECONDS = 75.0
+"""With nothing applied nor settled for so long, a freeze, a session and a start included, the storm is broken off."""
+DRAIN_SECONDS = 240.0
+"""So long after the last fault everything has its end."""
+LETTERS_SECONDS = 30.0
+"""How long the last dead letters may take once everything else has its end."""
+TICK_SECONDS = 0.05
+LOOK_SECONDS = 2.0
+"""Between two looks at the log."""
+PRODUCE_SECONDS = 1.0
+"""Lines are handed to kcat so often."""
+SHOWN_BREACHES = 40
+SHOWN_STALLS = 10
+
+NAMESPACE = "storm."
+PARTITIONS = Partitions(home=6, slots=SLOTS, samples=2, chunks=2)
+"""In one cell."""
+GROUPS_PER_STEP = 4
+CONFIG = """
+[run]
+name = "storm"
+folder = "{folder}"
+environment_workers = 3
+executors = 3
+
+[topics]
+home_partitions = {partitions.home}
+inbox_slots = {partitions.slots}
+sample_partitions = {partitions.samples}
+chunk_partitions = {partitions.chunks}
+cells = {partitions.cells}
+
+[environment]
+max_turn_tokens = 16
+max_context_tokens = 256
+window_groups = 8
+step_timeout_seconds = 8.0
+environments = ["storm_environments:Blocking"]
+import_paths = ["{imports}"]
+
+[executor]
+max_turns = 16
+max_model_len = 256
+step_tokens = 512
+kv_cache_bytes = 16777216
+
+[serving]
+environment = {{ {environment} }}
+
+[control]
+page_port = 0
+lease_seconds = 6.0
+dwell_seconds = 3.0
+idle_seconds = 2.0
+margin_seconds = 0.5
+
+[trainer]
+groups_per_step = {groups_per_step}
+total_groups = {total_groups}
+minibatches = 1
+"""
+
+
+@dataclass(slots=True)
+class Report:
+    """What a storm came to."""
+
+    seed: int
+    broker: str
+    folder: Path
+    """Where the journal, the times that did not count and the logs of all roles are."""
+    seconds: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+    """By kind."""
+    crashes: Counter[str] = field(default_factory=Counter)
+    """Roles that ended by themselves and were started again."""
+    crash_words: list[str] = field(default_factory=list)
+    """What they said last."""
+    trajectories: int = 0
+    turns: int = 0
+    """Applied ones."""
+    repeated: int = 0
+    """Attempts at turns beyond the first."""
+    dropped: int = 0
+    """Results of which nothing came."""
+    letters: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    stall: Stall | None = None
+    """The longest."""
+    left: Counter[int] = field(default_factory=Counter)
+    """The exit statuses of those that were asked to leave; at the end all are that are still there."""
+    attempts_at_fault: int = 0
+    """The most at one turn that ended by somebody's fault."""
+    waits: dict[Role, float] = field(default_factory=dict)
+    """Seconds that a turn waited at most for this role."""
+    breaches: list[str] = field(default_factory=list)
+
+    @property
+    def asked_to_leave(self) -> int:
+        """Times that one was while the storm blew."""
+        return sum(many for what, many in self.faults.items() if what.startswith(f"{Act.LEAVE.value} "))
+
+    @property
+    def stall_seconds(self) -> float:
+        return 0.0 if self.stall is None else self.stall.seconds
+
+    def __str__(self) -> str:
+        lines = [
+            f"storm {self.seed} on {self.broker}: {self.seconds:.0f} s, {self.trajectories} trajectories, "
+            f"{self.turns} turns, {sum(self.faults.values())} faults",
+            f"faults: {_told(self.faults)}; ended by themselves: {_told(self.crashes)}",
+            f"outcomes: {_told(self.outcomes)}; {self.letters} dead letters",
+            f"{self.repeated} turns repeated, {self.dropped} results dropped, longest stall {self.stall_seconds:.1f} s",
+            "longest waits: " + ", ".join(f"{role.value} {seconds:.1f} s" for role, seconds in self.waits.items()),
+            *self.crash_words,
+        ]
+        if self.breaches:
+            lines += [f"{len(self.breaches)} breaches; journal and logs are in {self.folder}"]
+            lines += self.breaches[:SHOWN_BREACHES]
+        return "\n  ".join(lines)
+
+
+def _told(counts: Counter[str]) -> str:
+    return ", ".join(f"{many} {name}" for name, many in sorted(counts.items())) or "none"
+
+
+class StormBroken(Exception):
+    """It cannot go on: nothing moves."""
+
+
+def blow(folder: Path, plan: Plan, broker: Cluster | Broker, *, sites: Sequence[Path] = ()) -> Report:
+    """Let the storm blow over a broker that is its own, and look at what it leaves. `sites` are those of `Roles`.
+
+    Call it from a thread that lives as long as the storm.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    report = Report(plan.seed, broker.name, folder, trajectories=len(plan.trajectories))
+    settings = broker.settings(NAMESPACE)
+    partitions = replace(PARTITIONS, cells=plan.shape.cells)
+    create_topics(settings, partitions, replication_factor=plan.shape.nodes or 1)
+    arguments = ("--config", str(_configure(folder, plan)), *flags(settings))
+    shape = plan.shape
+    stays_in = 1 if shape.moves else shape.cells
+    roles = Roles(folder, arguments, broker, SLOTS, sites, cells=stays_in, controlled=bool(shape.control))
+    with closing(roles):
+        storm = _Storm(plan, settings, roles)
+        try:
+            storm.gather()
+            storm.rage()
+        except StormBroken as error:
+            report.breaches.append(str(error))
+        roles.leave()
+    report.breaches += [f"{worker} did not leave when it was asked to" for worker in roles.overdue]
+    report.breaches += storm.unproduced()
+    report.faults, report.crashes, report.crash_words = roles.faults, roles.crashes, roles.crash_words
+    report.left = roles.left
+    if isinstance(broker, Cluster):
+        broker.await_in_sync(READY_SECONDS)
+    _conclude(report, plan, roles, settings)
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def _configure(folder: Path, plan: Plan) -> Path:
+    path = folder / "storm.toml"
+    told = CONFIG.format(
+        folder=folder,
+        partitions=replace(PARTITIONS, cells=plan.shape.cells),
+        imports=Path(__file__).with_name("environments"),
+        groups_per_step=GROUPS_PER_STEP,
+        total_groups=len(plan.groups) + plan.refused,
+        environment=", ".join(f'{name} = "{value}"' for name, value in SERVING.items()),
+    )
+    path.write_text(told)
+    return path
+
+
+def _conclude(report: Report, plan: Plan, roles: Roles, settings: BusSettings) -> None:
+    log = read_log(settings, blocked=plan.blocked)
+    report.turns = log.turns
+    report.repeated = sum(log.dispatches.values()) - len(log.dispatches)
+    report.dropped = log.results - log.turns
+    report.letters = len(log.letters)
+    report.attempts_at_fault, report.waits = log.faults, log.waits
+    report.outcomes = Counter(end for ends in log.outcomes.values() for end in ends)
+    ended = max((each.at for each in roles.happenings), default=0.0)
+    work = list(work_left(plan, log, until=ended))
+    excused = [] if plan.in_turn else excuses(roles.happenings, until=ended)
+    found = stalls(log.applied_at, work, excused)
+    told = {"excused": excused, "longest stalls": [asdict(stall) for stall in found[:SHOWN_STALLS]]}
+    (report.folder / "stalls.json").write_text(json.dumps(told, indent=1))
+    report.stall = found[0] if found else None
+    if report.stall_seconds > MOST_STALL_SECONDS:
+        assert report.stall is not None
+        report.breaches.append(
+            f"no turn was applied from {report.stall.begin:.1f} to {report.stall.end:.1f}, "
+            f"for {report.stall_seconds:.1f} s of which there is no excuse"
+        )
+    report.breaches += breaches(plan, log, settings)
+
+
+def work_left(plan: Plan, log: Log, *, until: float) -> list[Interval]:
+    """When there was a group that was asked for and had not ended."""
+    asked: dict[str, list[float]] = defaultdict(list)
+    for line in plan.lines:
+        if line.sort is not Sort.BAD and line.mark in log.produced_at:
+            asked[line.group_id].append(log.produced_at[line.mark])
+    groups = plan.groups
+    return [
+        (min(moments), max(log.sampled_at.get(f"{group_id}:{index}", until) for index in range(groups[group_id])))
+        for group_id, moments in asked.items()
+    ]
+
+
+class _Watch:
+    """Does anything move on the log while the storm blows? Asks for the ends only: a reader would keep a core busy."""
+
+    def __init__(self, settings: BusSettings) -> None:
+        self._address = {"bootstrap.servers": settings.bootstrap, **QUIET}
+        self._admin = AdminClient(self._address)
+        names = [*map(settings.topic, (REQUESTED, SAMPLES, OUTCOMES))]
+        known = self._admin.list_topics(timeout=LOOK_SECONDS).topics
+        self._ends = {
+            TopicPartition(name, part): OffsetSpec.latest() for name in names for part in known[name].partitions
+        }
+        self._seen: list[int] = []
+        self._next_look = 0.0
+        self.moved_at = time.monotonic()
+
+    def look(self) -> None:
+        """Now and then."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_SECONDS
+        try:
+            found = self._admin.list_offsets(self._ends, request_timeout=LOOK_SECONDS)
+            seen = [offset_in(end) for end in found.values()]
+        except KafkaException:  # a node is away; a client that met this may hold on to a leader's old epoch for good
+            self._admin = AdminClient(self._address)
+            return
+        if seen != self._seen:
+            self._seen, self.moved_at = seen, time.monotonic()
+
+
+class _Storm:
+    """What is done, and when."""
+
+    def __init__(self, plan: Plan, settings: BusSettings, roles: Roles) -> None:
+        self._plan = plan
+        self._settings = settings
+        self._roles = roles
+        self._watch = _Watch(settings)
+        self._lines = list(plan.lines)
+        self._kcats: list[subprocess.Popen[bytes]] = []
+        self._failures: list[str] = []
+        self._next_produce = 0.0
+
+    def gather(self) -> None:
+        """Start everybody, and wait until all do their work."""
+        for worker in self._plan.first:
+            self._roles.start(worker)
+        deadline = time.monotonic() + READY_SECONDS
+        while late := self._late():
+            if {worker.role for worker in late} == {Role.TRAINER}:
+                self._roles.proven(late[0])  # executors serve what it has published
+            self._turn_over()
+            if time.monotonic() > deadline:
+                words = "; ".join(f"{worker}: {self._roles.last_words(worker)}" for worker in late)
+                raise StormBroken(f"not ready after {READY_SECONDS:.0f} s: {words}")
+
+    def rage(self) -> None:
+        """Carry out the plan, then wait until every trajectory has its end and every bad line its letter."""
+        began = self._watch.moved_at = time.monotonic()
+        deeds, through = list(self._plan.deeds), self._plan.shape.seconds
+        while not (self._roles.complete and self._all_produced()):
+            now = time.monotonic() - began
+            while deeds and deeds[0].at <= now and not self._too_soon(deeds[0]):
+                self._roles.do(deeds.pop(0))
+            self._produce(self._plan.due(now, len(deeds)))
+            self._turn_over()
+            if self._plan.in_turn and deeds:  # there may be nothing to do until the next deed brings some
+                through, self._watch.moved_at = now, time.monotonic()
+            if time.monotonic() - self._watch.moved_at > SILENCE_SECONDS:
+                raise StormBroken(f"nothing moved for {SILENCE_SECONDS:.0f} s")
+            if now > through + DRAIN_SECONDS:
+                raise StormBroken(f"work was left {DRAIN_SECONDS:.0f} s after the last fault")
+        deadline = time.monotonic() + LETTERS_SECONDS
+        while not self._all_dead() and time.monotonic() < deadline:
+            self._turn_over()
+
+    def _too_soon(self, deed: Deed) -> bool:
+        """Whether others must be well first."""
+        if self._plan.in_turn:
+            return deed.act is Act.LEAVE and not self._roles.all_well()
+        return deed.act is Act.KILL and deed.worker.role is Role.NODE and self._roles.waits_for_nodes()
+
+    def _late(self) -> list[Worker]:
+        """Who does not do its work yet; of routers one is enough."""
+        first = self._plan.first
+        served = any(self._roles.ready(worker) for worker in first if worker.role is Role.ROUTER)
+        return [
+            worker for worker in first if not self._roles.ready(worker) and not (served and worker.role is Role.ROUTER)
+        ]
+
+    def _all_dead(self) -> bool:
+        """Whether every bad line has its letter."""
+        dead = {line.mark for line in self._plan.lines if line.sort is Sort.BAD}
+        letters = f"{self._settings.namespace}{PROMPTS.dead_letters}"
+        return dead <= {found.mark for found in read_all(self._settings, [letters])}
+
+    def unproduced(self) -> list[str]:
+        """What kcat could not produce."""
+        for kcat in self._kcats:
+            kcat.kill()
+            kcat.wait()
+        return self._failures
+
+    def _turn_over(self) -> None:
+        self._roles.tick()
+        self._watch.look()
+        time.sleep(TICK_SECONDS)  # logs and processes are looked at: they call nobody
+
+    def _produce(self, now: float) -> None:
+        """Hand the lines that are due to kcat: those with a key and those without."""
+        if now < self._next_produce:
+            return
+        self._next_produce = now + PRODUCE_SECONDS
+        due: list[Line] = []
+        while self._lines and self._lines[0].at <= now:
+            due.append(self._lines.pop(0))
+        self._hand_over([b"%s\t%s\n" % (line.key.encode(), line.value) for line in due if line.key], "-K", "\t")
+        self._hand_over([line.value + b"\n" for line in due if not line.key])
+
+    def _hand_over(self, lines: Sequence[bytes], *options: str) -> None:
+        if not lines:
+            return
+        topic = self._settings.topic(PROMPTS)
+        command = ["kcat", "-P", "-b", self._settings.bootstrap, "-t", topic, "-X", "enable.idempotence=true", *options]
+        kcat = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        assert kcat.stdin is not None
+        kcat.stdin.write(b"".join(lines))
+        kcat.stdin.close()
+        self._kcats.append(kcat)
+
+    def _all_produced(self) -> bool:
+        for kcat in [kcat for kcat in self._kcats if kcat.poll() is not None]:
+            self._kcats.remove(kcat)
+            if kcat.returncode != 0:
+                assert kcat.stderr is not None
+                self._failures.append(f"kcat: {kcat.stderr.read().decode(errors='replace').strip()}")
+        return not (self._lines or self._kcats)

@@ -1,0 +1,252 @@
+"""A tiny policy, a fixed set of samples, and a trainer over both, in this process or in one that is to be killed."""
+
+import multiprocessing
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import torch
+
+from schemas.arrays import pack_logprobs, pack_tokens
+from schemas.prompts import Prompt, Sampling, trajectory_id
+from schemas.samples import Outcome, Sample, SampleOutcome
+from schemas.turns import VersionSpan
+from schemas.weights import WeightManifest
+from tests.support.brokers import AnyBroker
+from tests.support.sample_fixtures import turns_of
+from topics.admin import create_topics
+from topics.catalog import MANIFESTS, OUTCOMES, PROMPTS, SAMPLES, Partitions
+from topics.log_reader import read_whole_topics
+from topics.settings import BusSettings
+from topics.writer import Writer
+from workers.trainer.config import TrainerConfig
+from workers.trainer.groups import CompleteGroup
+from workers.trainer.loop import Trainer
+from workers.trainer.main import run_trainer
+from workers.weights.config import WeightsConfig
+
+VOCABULARY = 40
+GROUPS, GROUP_SIZE = 10, 4
+GROUPS_PER_STEP = 3
+STEPS = 4  # three of three groups and one of the last
+FILTERED_GROUP, FAILED_GROUP = 2, 5
+PRELOADED = [
+    "workers.trainer.loop",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+    __name__,
+]
+"""What a trainer imports, so that one that is to be killed need not."""
+POINTS = ("before_checkpoint", "after_checkpoint", "in_transaction", "after_transaction")
+
+
+def make_policy(folder: Path, *, vocabulary: int = VOCABULARY) -> Path:
+    """A model folder with a random Qwen3 of some thousand parameters."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(11)
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    (folder / "turn_format.json").write_text("{}")
+    return folder
+
+
+def group_name(number: int) -> str:
+    return f"g{number:02d}"
+
+
+def make_samples(
+    seed: int = 5, *, groups: Iterable[int] = range(GROUPS), sampling: Sampling | None = None
+) -> list[Sample]:
+    """Complete groups in a shuffled order, one of equal rewards and one with a failed member."""
+    source = random.Random(seed)
+    samples = [_sample(source, number, index, sampling) for number in groups for index in range(GROUP_SIZE)]
+    source.shuffle(samples)
+    return samples
+
+
+def _sample(source: random.Random, number: int, index: int, sampling: Sampling | None) -> Sample:
+    length = source.randint(6, 20)
+    mask = [0, 0, *(source.randint(0, 1) for _ in range(length - 3)), 1]
+    failed = number == FAILED_GROUP and index == 0
+    reward = 1.0 if number == FILTERED_GROUP else float(index % 2)
+    return Sample(
+        trajectory_id=trajectory_id(group_name(number), index),
+        group_id=group_name(number),
+        group_size=GROUP_SIZE,
+        model_id="policy",
+        environment="calculator",
+        seed=number,
+        tokens=pack_tokens([source.randrange(VOCABULARY) for _ in range(length)]),
+        loss_mask=bytes(mask),
+        logprobs=pack_logprobs([on * source.uniform(-4.0, -3.5) for on in mask]),
+        spans=(VersionSpan(2, length, 0),),
+        turns=turns_of(mask, sampling),
+        reward=None if failed else reward,
+        success=reward == 1.0 and not failed,
+        failure="the environment broke" if failed else "",
+        completed_at=0.0,
+    )
+
+
+def write_samples(settings: BusSettings, samples: Iterable[Sample]) -> None:
+    writer = Writer(settings, "test")
+    for sample in samples:
+        writer.write(SAMPLES, sample, key=sample.group_id, trajectory_id=sample.trajectory_id)
+    writer.flush()
+
+
+def write_prompts(settings: BusSettings, groups: Iterable[int] = range(GROUPS)) -> None:
+    writer = Writer(settings, "test")
+    for number in groups:
+        prompt = Prompt(group_id=group_name(number), group_size=GROUP_SIZE, environment="calculator", seed=number)
+        writer.write(PROMPTS, prompt, key=prompt.group_id)
+    writer.flush()
+
+
+def config_of(model_folder: Path, run_folder: Path, **change: Any) -> TrainerConfig:
+    fields: dict[str, Any] = {"groups_per_step": GROUPS_PER_STEP, "total_groups": GROUPS, "max_staleness": 100}
+    return TrainerConfig(model_folder=model_folder, run_folder=run_folder, learning_rate=1e-3, **(fields | change))
+
+
+def trainer_of(settings: BusSettings, model_folder: Path, run_folder: Path, **change: Any) -> Trainer:
+    """One that runs when it is told to."""
+    return Trainer(settings, config_of(model_folder, run_folder, **change), WeightsConfig(), Event())
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run left on the log."""
+
+    digests: dict[int, bytes]
+    """Of each version's manifest."""
+    outcomes: list[tuple[str, Outcome, int]]
+    """Trajectory, outcome and step, in the order of the log."""
+
+    @property
+    def counts(self) -> Counter[Outcome]:
+        return Counter(outcome for _, outcome, _ in self.outcomes)
+
+
+def result_of(settings: BusSettings) -> Result:
+    records = [envelope.record for envelope in read_whole_topics(settings, [MANIFESTS, OUTCOMES])]
+    manifests = [record for record in records if isinstance(record, WeightManifest)]
+    digests = {manifest.version: manifest.digest for manifest in manifests}
+    assert all(digests[one.version] == one.digest for one in manifests), "a version number stands for two policies"
+    return Result(
+        digests,
+        [(r.trajectory_id, r.outcome, r.step) for r in records if isinstance(r, SampleOutcome)],
+    )
+
+
+def train_in_a_process_that_is_killed(
+    settings: BusSettings, model_folder: Path, run_folder: Path, *, point: str, version: int
+) -> int | None:
+    """The exit status of a trainer that SIGKILL is to end at this point of this version."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=_train_armed, args=(settings, model_folder, run_folder, point, version))
+    process.start()
+    process.join(600)
+    return process.exitcode
+
+
+def _train_armed(settings: BusSettings, model_folder: Path, run_folder: Path, point: str, version: int) -> None:
+    _arm(point, version)
+    run_trainer(settings, config_of(model_folder, run_folder), Event())
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _arm(point: str, version: int) -> None:
+    """Make this process die when the trainer comes to the point."""
+    from workers.trainer.checkpoint import Checkpoints, Progress
+
+    current: list[Trainer] = []
+    begin: Callable[..., None] = Trainer.__init__
+    save: Callable[..., None] = Checkpoints.save
+    commit: Callable[..., None] = Writer.commit
+
+    def armed_begin(self: Trainer, *arguments: Any) -> None:
+        begin(self, *arguments)
+        current.append(self)
+
+    def armed_save(self: Checkpoints, progress: Progress, *arguments: Any) -> None:
+        if (point, version) == ("before_checkpoint", progress.version):
+            _die()
+        save(self, progress, *arguments)
+        if (point, version) == ("after_checkpoint", progress.version):
+            _die()
+
+    def armed_commit(self: Writer, *arguments: Any, **named: Any) -> None:
+        at = (point, current[0]._version) if current else None  # None: the stream begins, of which no version is made
+        if at == ("in_transaction", version):
+            self.flush()
+            _die()
+        commit(self, *arguments, **named)
+        if at == ("after_transaction", version):
+            _die()
+
+    Trainer.__init__ = armed_begin  # type: ignore[method-assign,assignment]
+    Checkpoints.save = armed_save  # type: ignore[method-assign,assignment]
+    Writer.commit = armed_commit  # type: ignore[method-assign]
+
+
+def log_with_samples(broker: AnyBroker, namespace: str, *, partitions: int = 1) -> BusSettings:
+    """A log on which everything has been asked for and sampled, and nothing trained."""
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(home=1, slots=1, samples=partitions, chunks=2))
+    write_prompts(settings)
+    write_samples(settings, make_samples())
+    return settings
+
+
+def newest_of(settings: BusSettings) -> WeightManifest:
+    records = [envelope.record for envelope in read_whole_topics(settings, [MANIFESTS])]
+    return max((one for one in records if isinstance(one, WeightManifest)), key=lambda manifest: manifest.order)
+
+
+def outcomes_of(groups: Iterable[CompleteGroup]) -> list[SampleOutcome]:
+    return [
+        SampleOutcome(
+            trajectory_id=sample.trajectory_id,
+            group_id=group.group_id,
+            outcome=Outcome.TRAINED,
+            step=1,
+            policy_version=0,
+            recorded_at=0.0,
+        )
+        for group in groups
+        for sample in group.samples
+    ]
+
+
+def on_log(settings: BusSettings) -> list[str]:
+    """The trajectories with an outcome, one entry for each outcome."""
+    records = [envelope.record for envelope in read_whole_topics(settings, [OUTCOMES])]
+    return sorted(record.trajectory_id for record in records if isinstance(record, SampleOutcome))
+
+
+def everyone(groups: Iterable[int]) -> list[str]:
+    return sorted(sample.trajectory_id for sample in make_samples(groups=groups))

@@ -1,0 +1,193 @@
+"""Versions of weights without a broker: what a publisher would store, and a log that is a dictionary.
+
+Keeps true: manifests and chunks are made of the same parts as the publisher's own (`cut`, the codec, `merge`).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightChunk, WeightManifest
+from workers.weights import codec
+from workers.weights.chunk_stores import StoredChunk
+from workers.weights.digests import NO_BASE, digest_of, whole_digest
+from workers.weights.layout import Box, matrix, slices_of, whole
+from workers.weights.publish import merge_manifests
+from workers.weights.tensors import INFINITY, bits_of, read_box, spec_of, write_box
+
+Tensors = dict[str, Tensor]
+Place = tuple[int, int]
+
+RUN = ":run"
+"""What a run without a namespace is called that nobody names."""
+
+
+def bare(version: int, base: int | None = None, **fields: Any) -> WeightManifest:
+    """A manifest of no tensors at all."""
+    standard: dict[str, Any] = {"model_id": "m", "run": RUN, "epoch": 0, "step": version, "tensors": (), "slices": ()}
+    standard |= {"digest": NO_BASE, "published_at": 0.0}
+    return WeightManifest(version=version, base_version=base, **(standard | fields))
+
+
+def random_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, random: np.random.Generator) -> Tensors:
+    """Tensors of any bits that are a finite number: subnormals and both zeros among them."""
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    for tensor in tensors.values():
+        words = bits_of(tensor)
+        words[...] = random.integers(0, 1 << (8 * words.itemsize), words.shape, dtype=words.dtype)
+        _make_finite(tensor)
+    return tensors
+
+
+def changed(tensors: Tensors, share: float, random: np.random.Generator) -> Tensors:
+    """A copy of which about so many elements have other bits."""
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in copies.values():
+        words = bits_of(tensor)
+        words += (random.random(words.shape) < share).astype(words.dtype)
+        _make_finite(tensor)
+    return copies
+
+
+def _make_finite(tensor: Tensor) -> None:
+    words, infinity = bits_of(tensor), INFINITY[spec_of("", tensor).dtype]
+    magnitude = words.dtype.type(np.iinfo(words.dtype).max >> 1)
+    words[...] = (words & ~magnitude) | ((words & magnitude) % words.dtype.type(infinity))
+
+
+def same_bits(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    return some.keys() == others.keys() and all(
+        bool(np.array_equal(bits_of(some[name]), bits_of(others[name]))) for name in some
+    )
+
+
+def part(tensor: Tensor, box: Box) -> NDArray[Any]:
+    """The bits of a box."""
+    return read_box(bits_of(tensor), box)
+
+
+def shards_of(box: Box, ranks: int) -> list[Box]:
+    """Ranges of rows as FSDP2 cuts them: all of one length but the last ones, which may be empty."""
+    length = -(-box.rows // ranks)
+    edges = [min(box.rows, length * rank) for rank in range(ranks + 1)]
+    return [Box(start, stop - start, 0, box.columns) for start, stop in pairwise(edges)]
+
+
+def with_slice(manifest: WeightManifest, number: int, **change: object) -> WeightManifest:
+    """A manifest that is whole and says something else of one slice."""
+    slices = list(manifest.slices)
+    slices[number] = msgspec.structs.replace(slices[number], **change)
+    changed = msgspec.structs.replace(manifest, slices=tuple(slices))
+    return msgspec.structs.replace(changed, digest=whole_digest(changed))
+
+
+@dataclass(slots=True)
+class Shelf:
+    """A log of chunks in three partitions."""
+
+    chunks: dict[Place, WeightChunk] = field(default_factory=dict)
+    fetched: list[ChunkRef] = field(default_factory=list)
+    """Every reference that was ever asked for."""
+    partitions: int = 3
+    files: tuple[str, ...] = ()
+
+    def put(self, chunk: WeightChunk) -> StoredChunk:
+        partition, offset = len(self.chunks) % self.partitions, len(self.chunks) // self.partitions
+        self.chunks[partition, offset] = chunk
+        return StoredChunk(len(chunk.payload), digest_of(chunk.payload), partition=partition, offset=offset)
+
+    def close(self) -> None:
+        """All is there at once."""
+
+    def store(
+        self,
+        tensors: Tensors,
+        version: int,
+        *,
+        base: Tensors | None = None,
+        base_version: int | None = None,
+        column_parts: int = 1,
+        row_shards: int = 1,
+        chunk_bytes: int = 100,
+    ) -> WeightManifest:
+        """Store a version: an anchor, or a delta on `base`; as so many ranks would that each own some rows."""
+        specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+        slices = [
+            self._slice(number, spec, box, tensors, base, version, chunk_bytes)
+            for number, spec in enumerate(specs)
+            for shard in shards_of(whole(spec.shape), row_shards)
+            for box in slices_of(shard, column_parts=column_parts)
+        ]
+        manifest = WeightManifest(
+            model_id="m",
+            run=RUN,
+            epoch=0,
+            version=version,
+            base_version=None if base is None else base_version,
+            step=version,
+            tensors=tuple(specs),
+            slices=tuple(slices),
+            digest=NO_BASE,
+            published_at=0.0,
+        )
+        return merge_manifests([manifest])
+
+    def fetch(self, refs: list[ChunkRef]) -> Iterator[tuple[ChunkRef, WeightChunk]]:
+        """Each partition in order, so slices come mixed; what is not there does not come."""
+        self.fetched += refs
+        for ref in sorted(refs, key=lambda ref: (ref.partition, ref.offset)):
+            if (ref.partition, ref.offset) in self.chunks:
+                yield ref, self.chunks[ref.partition, ref.offset]
+
+    def _slice(
+        self,
+        number: int,
+        spec: TensorSpec,
+        box: Box,
+        tensors: Tensors,
+        base: Tensors | None,
+        version: int,
+        chunk_bytes: int,
+    ) -> SliceRef:
+        new = part(tensors[spec.name], box)
+        old = None if base is None else part(base[spec.name], box)
+        if old is None:
+            payload = codec.dense(new)
+        else:
+            payload = b"" if np.array_equal(old, new) else codec.encode(old, new, spec.dtype)
+        return SliceRef(
+            tensor=number,
+            row_start=box.row_start,
+            rows=box.rows,
+            column_start=box.column_start,
+            columns=box.columns,
+            digest=digest_of(new.tobytes()),
+            base_digest=NO_BASE if old is None else digest_of(old.tobytes()),
+            chunks=tuple(
+                self.put(
+                    WeightChunk(
+                        model_id="m",
+                        version=version,
+                        tensor=spec.name,
+                        part=place,
+                        payload=payload[start : start + chunk_bytes],
+                    )
+                ).ref()
+                for place, start in enumerate(range(0, len(payload), chunk_bytes))
+            ),
+        )
+
+
+def covered(spec_shape: tuple[int, ...], boxes: list[Box]) -> NDArray[np.int64]:
+    """How often each element of a tensor lies in one of the boxes, int64 [rows, columns]."""
+    times = np.zeros(matrix(spec_shape), dtype=np.int64)
+    for box in boxes:
+        write_box(times, box, read_box(times, box) + 1)
+    return times

@@ -1,0 +1,143 @@
+"""Users of a trace leave the time that they leave; whole workers are given late and never while users need them."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.fleet.arms import Shape, deeds_of, terms_of
+from bench.fleet.executor import GRANT, USERS, What
+from bench.fleet.figures import Waiting, first_turns, from_grants, last_lent, last_turns_off, spread_of
+from bench.fleet.fleet import Act, Deed, Line
+from bench.fleet.users import BUSY, UTILISED, Load, Pace, Users, short_seconds, users_of, whole_workers
+from workers.loadgen.config import TRACE_FILE
+from workers.loadgen.traces import Arrival, read_trace
+
+PACE = Pace(prefill_tokens_per_second=1000.0, tpot_seconds=0.1)
+
+
+def arrival(at: float, prompt: int = 1000, output: int = 10) -> Arrival:
+    return Arrival(at=at, prompt_tokens=prompt, output_tokens=output)
+
+
+def test_users_hold_a_worker_from_their_arrival_to_their_last_token() -> None:
+    load = Load([arrival(0.0), arrival(1.0), arrival(10.0)], PACE)  # each is served for 2 s
+    assert [(step.at, step.running, step.tokens) for step in load.steps[:4]] == [
+        (0.0, 1, 1010),
+        (1.0, 2, 2020),
+        (2.0, 1, 1010),
+        (3.0, 0, 0),
+    ]
+    users = Users(load, offset=9.0, speed=2.0, full=1)
+    assert users.at(0.0).running == 0 and users.at(0.0).at == -3.0
+    assert users.at(0.5).running == 1 and users.at(0.5).at == 0.5
+    assert users.idle(0.0, 1.5) == pytest.approx(0.5)
+    assert users.idle(1.5, 3.0) == pytest.approx(0.0)  # the trace begins again
+
+
+ARRIVALS = st.lists(
+    st.builds(arrival, st.floats(0.0, 100.0), st.integers(1, 5000), st.integers(1, 100)), min_size=1, max_size=30
+)
+
+
+@given(ARRIVALS, st.lists(st.floats(0.0, 500.0), min_size=2, max_size=10))
+def test_idle_time_is_what_the_steps_leave(arrivals: list[Arrival], moments: list[float]) -> None:
+    load = Load(sorted(arrivals, key=lambda each: each.at), PACE)
+    moments.sort()
+    sums = [load.idle_until(at) for at in moments]
+    assert all(
+        -1e-6 <= later - sooner <= there - here + 1e-6
+        for (sooner, later), (here, there) in zip(pairwise(sums), pairwise(moments), strict=True)
+    )
+    assert load.idle_until(load.seconds) == pytest.approx(load.seconds * (1 - load.busy), abs=1e-6)
+    for at in moments:
+        if load.at(at).running and load.at(at).at < at:
+            assert load.idle_until(at) == pytest.approx(load.idle_until(load.at(at).at), abs=1e-6)
+
+
+def test_a_real_trace_goes_round_so_that_workers_are_busy_as_in_production() -> None:
+    users = users_of(read_trace(str(TRACE_FILE)), PACE, workers=8, speed=6.0)
+    assert len({each.load for each in users}) > 1
+    assert users[0].load.busy == pytest.approx(BUSY, rel=0.25)
+    assert users[0].full == max(step.running for each in users for step in each.load.steps)
+
+
+@given(ARRIVALS, st.floats(1.0, 40.0), st.integers(1, 8))
+def test_a_whole_worker_is_given_late_and_not_while_users_need_it(
+    arrivals: list[Arrival], delay: float, workers: int
+) -> None:
+    load = Load(sorted(arrivals, key=lambda each: each.at), PACE)
+    users = [Users(load, offset=number * 5.0, speed=2.0, full=2) for number in range(workers)]
+    moves = whole_workers(users, delay=delay, wall_seconds=60.0)
+    given: set[int] = set()
+    for move in moves:
+        assert (move.worker in given) is not move.given
+        given ^= {move.worker}
+        if move.given:
+            assert move.at >= delay / users[0].speed - 1e-9
+            needed = sum(each.at(move.at).running for each in users)
+            assert needed <= UTILISED * 2 * (workers - len(given)) + 1e-9
+    assert short_seconds(users, (), wall_seconds=10.0) <= 10.0
+
+
+def line(what: What, at: float, since: float = 0.0, reason: str = "", worker: str = "s0") -> Line:
+    return Line(worker=worker, what=what.value, at=at, since=since, reason=reason)
+
+
+def test_a_first_turn_counts_where_turns_waited_all_the_while() -> None:
+    waiting = Waiting([(0.0, 3), (1.0, 3), (2.0, 0), (3.0, 0), (4.0, 5), (5.0, 5)])
+    lines = [
+        line(What.FREE, 0.5, 0.2, GRANT),
+        line(What.FIRST, 0.9, 0.5, GRANT),
+        line(What.FREE, 2.5, 2.5, USERS),
+        line(What.FIRST, 3.5, 2.5, USERS),
+        line(What.FREE, 4.1, 4.1, USERS),
+        line(What.FIRST, 4.2, 4.1, USERS),
+    ]
+    assert first_turns(lines, waiting, late=0.25) == {GRANT: [pytest.approx(0.4)], USERS: [pytest.approx(0.1)]}
+    assert from_grants(lines, waiting) == [pytest.approx(0.7)]
+    assert spread_of([0.1]) is None
+
+
+def test_capacity_that_went_before_a_turn_came_counts_where_that_was_late() -> None:
+    lines = [
+        line(What.FREE, 0.5, 0.5, USERS),
+        line(What.FIRST, 0.6, 0.5, USERS),
+        line(What.SHUT, 0.7, 0.7, USERS),
+        line(What.FREE, 1.0, 0.1, GRANT),
+        line(What.SHUT, 2.5, 2.5, USERS),
+        line(What.FREE, 3.0, 3.0, USERS),
+        line(What.SHUT, 3.1, 3.1, USERS),
+    ]
+    found = {GRANT: [pytest.approx(1.5)], USERS: [pytest.approx(0.1)]}
+    assert first_turns(lines, Waiting([(0.0, 3), (5.0, 3)]), late=0.25) == found
+    assert first_turns(lines, Waiting([(0.0, 3), (2.0, 0), (5.0, 3)]), late=0.25)[GRANT] == []
+
+
+def test_who_lends_when_the_journal_ends_has_outlived_all() -> None:
+    lines = [
+        line(What.FREE, 1.0, reason=GRANT),
+        line(What.FREE, 1.0, reason=GRANT, worker="s1"),
+        line(What.SHUT, 7.0, reason=GRANT),
+        line(What.OFF, 7.1, 7.0, GRANT),
+        line(What.SHUT, 6.0, reason=USERS, worker="s1"),
+    ]
+    assert last_lent(lines, ["s0", "s1"], since=0.0) is None
+    assert last_lent([*lines, line(What.SHUT, 7.4, reason=GRANT, worker="s1")], ["s0", "s1"], since=7.0) == 7.4
+    for seen in ([], [*lines, line(What.SHUT, 7.4, reason=GRANT, worker="s1")]):
+        assert last_lent(seen, ["s0", "s1"], since=8.0) is None, "nobody lent then: of that no bound is kept"
+    assert last_turns_off(lines) == {GRANT: [pytest.approx(0.1)]}
+
+
+def test_arms_differ_in_who_is_there_and_nobody_is_there_before_it_is_given() -> None:
+    shape = Shape(
+        dedicated=4, lenders=8, groups=1, group_size=1, trace=TRACE_FILE, speed=6.0, allocation_delay=34.0, wake=5.0
+    )
+    arms = {arm: {terms.name for terms in terms_of(shape, arm)} for arm in ("fixed", "whole", "rose")}
+    assert len(arms["fixed"]) == 4 and len(arms["rose"]) == 12
+    first: dict[str, Deed] = {}
+    for deed in deeds_of(shape, "whole"):
+        first.setdefault(deed.worker, deed)
+    assert arms["whole"] - arms["fixed"] == set(first) != set()
+    assert all(deed.act is Act.START and deed.at >= 34.0 / 6.0 for deed in first.values())

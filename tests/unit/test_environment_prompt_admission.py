@@ -1,0 +1,114 @@
+"""Which prompts a worker opens: whatever comes, it is refused in a sentence, or its group can be written and read."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.errors import RecordError, UsageError
+from schemas.limits import MAX_GROUP_ID_CHARACTERS, MAX_RECORD_BYTES, MAX_STOP_TOKENS, RECORD_OVERHEAD_BYTES
+from schemas.progress import Group, GroupState
+from schemas.prompts import Prompt, PromptSampling, Sampling
+from schemas.samples import Sample
+from schemas.wire import decode, encode
+from tests.support.trajectory_fixtures import RULES, prompt_of
+from workers.environments.outbox import group_record
+from workers.environments.prompt_admission import refusal_reason
+from workers.environments.trajectory import with_full_sampling
+from workers.environments.transitions import fail_at_opening
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def known(name: str) -> None:
+    if name != "calculator":
+        raise UsageError(f"unknown environment {name!r}")
+
+
+def read(prompt: dict[str, Any]) -> Prompt | None:
+    """As it comes from a producer's line of JSON; None when that is no prompt."""
+    try:
+        return decode(Prompt, msgspec.json.encode(prompt))
+    except (RecordError, msgspec.MsgspecError, OverflowError):
+        return None
+
+
+def assert_decided(prompt: Prompt) -> str:
+    """Refused, or all that must be written of it can be."""
+    refusal = refusal_reason(prompt, RULES, known)
+    whole = with_full_sampling(prompt, RULES.sampling)
+    if not refusal:
+        group = group_record(whole, GroupState.OPEN, offset=2**40, outcomes_from=2**40, now=1e9)
+        assert decode(Group, encode(group)) == group
+    refused = group_record(whole, GroupState.REFUSED, offset=2**40, outcomes_from=0, now=1e9)
+    assert decode(Group, encode(refused)) == refused
+    sample = fail_at_opening(whole, prompt.group_size - 1, "no container", RULES, 1e9)
+    assert decode(Sample, encode(sample)) == sample
+    return refusal
+
+
+@pytest.mark.slow
+@settings(max_examples=150)
+@given(
+    st.fixed_dictionaries(
+        {
+            "group_id": st.from_regex(rf"[A-Za-z0-9._:/@#+=,~-]{{1,{MAX_GROUP_ID_CHARACTERS}}}", fullmatch=True),
+            "group_size": st.sampled_from([1, 2, 4096]),
+            "environment": st.sampled_from(["calculator", "chess"]),
+            "arguments": st.dictionaries(st.text(max_size=4), JSON, max_size=4),
+        },
+        optional={
+            "seed": st.integers(0, 2**63 - 1),
+            "sampling": st.fixed_dictionaries(
+                {"temperature": st.sampled_from([0, 0.005, 0.7, 2]), "top_p": st.sampled_from([0.5, 1])}
+            ),
+        },
+    )
+)
+def test_whatever_a_line_says_it_is_refused_or_can_be_written(line: dict[str, Any]) -> None:
+    prompt = read(line)
+    if prompt is not None:
+        refusal = assert_decided(prompt)
+        asked = line.get("sampling", {"temperature": 1, "top_p": 1})
+        priced = asked["temperature"] >= 0.01 and asked["top_p"] == 1
+        assert refusal or (line["environment"] == "calculator" and priced)
+
+
+@pytest.mark.parametrize("size", [MAX_RECORD_BYTES - 50, MAX_RECORD_BYTES, MAX_RECORD_BYTES + RECORD_OVERHEAD_BYTES])
+def test_a_prompt_near_the_limit_is_refused_when_its_group_is_over_it(size: int) -> None:
+    prompt = prompt_of(arguments={"text": "x" * size})
+    assert bool(assert_decided(prompt)) == (size > MAX_RECORD_BYTES)
+
+
+def test_no_prompt_that_travels_is_too_large_for_the_record_of_its_group() -> None:
+    wide = replace(RULES, sampling=Sampling(stop_token_ids=(2**32 - 1,) * MAX_STOP_TOKENS, seed=2**63 - 1))
+    prompt = prompt_of(group_id="g" * MAX_GROUP_ID_CHARACTERS, seed=2**63 - 1, arguments={"text": ""})
+    prompt = msgspec.structs.replace(prompt, arguments={"text": "x" * (Prompt.MAX_BYTES - len(encode(prompt)) - 4)})
+    assert len(encode(prompt)) == Prompt.MAX_BYTES
+    assert not refusal_reason(prompt, wide, known)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"arguments": {"n": 2**70}}, "cannot be written|can't serialize"),
+        ({"sampling": PromptSampling(temperature=0)}, "temperature 0"),
+        ({"sampling": PromptSampling(top_p=0.9)}, "top_p 0.9"),
+        ({"environment": "os:getcwd"}, "unknown environment"),
+    ],
+)
+def test_the_reason_is_said(fields: dict[str, Any], reason: str) -> None:
+    assert re.search(reason, assert_decided(prompt_of(**fields)))
+
+
+def test_a_worker_that_samples_greedily_by_default_opens_nothing_that_says_no_sampling() -> None:
+    greedy = replace(RULES, sampling=Sampling(temperature=0))
+    assert "temperature" in refusal_reason(prompt_of(), greedy, known)

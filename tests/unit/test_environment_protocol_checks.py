@@ -1,0 +1,102 @@
+"""What an environment hands back: scalars of NumPy are taken, and whatever cannot be used is told in a sentence."""
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from schemas.limits import MAX_INFO_BYTES
+from workers.environments.protocol import Step
+from workers.environments.protocol_checks import ProtocolViolation, check_observation, check_snapshot, check_step
+
+
+def step(**fields: Any) -> Step:
+    return Step(**{"observation": "o", "reward": 0.5, "done": False, **fields})
+
+
+@pytest.mark.parametrize(
+    ("reward", "taken"),
+    [(1, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (np.int64(-3), -3.0), (np.bool_(True), 1.0), (np.array(2.5), 2.5)],
+)
+def test_a_reward_is_any_number(reward: Any, taken: float) -> None:
+    given = check_step(step(reward=reward)).reward
+    assert type(given) is float and given == taken
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        ("1", "a reward of type str"),
+        (None, "a reward of type NoneType"),
+        (1j, "a reward of type complex"),
+        (np.array([1.0, 2.0]), "a reward of type ndarray"),
+        (Fraction(1, 2), "a reward of type Fraction"),
+        (math.nan, "the reward nan: it must be a finite number"),
+        (-math.inf, "the reward -inf: it must be a finite number"),
+        (np.float32("nan"), "the reward nan: it must be a finite number"),
+        (10**400, "the reward inf: it must be a finite number"),
+    ],
+)
+def test_a_reward_that_is_no_finite_number_is_told_as_what_it_is(reward: Any, says: str) -> None:
+    with pytest.raises(ProtocolViolation) as refused:
+        check_step(step(reward=reward))
+    assert says in str(refused.value) and "scale" not in str(refused.value)
+
+
+@pytest.mark.parametrize("truth", [True, 1, np.bool_(True), np.int8(1)])
+def test_a_truth_is_a_bool_whoever_made_it(truth: Any) -> None:
+    given = check_step(step(done=truth, success=truth))
+    assert given.done is True and given.success is True
+
+
+@pytest.mark.parametrize("truth", ["false", "", None, 2, 0.0, [], np.array([True, False])])
+def test_what_is_no_truth_is_not_taken_for_one(truth: Any) -> None:
+    with pytest.raises(ProtocolViolation, match=r"done of type .*: it must be True or False"):
+        check_step(step(done=truth))
+
+
+@pytest.mark.parametrize(
+    ("observation", "says"),
+    [
+        (None, "of type NoneType: it must be a str"),
+        (b"seen", "of type bytes: it must be a str; decode it"),
+        (("seen", {}), "of type tuple: it must be a str"),
+        (7, "of type int: it must be a str"),
+        ("ab\ud800", r"half a surrogate pair \(U\+D800, character 2\)"),
+    ],
+)
+def test_an_observation_that_is_no_text_is_told_as_what_it_is(observation: Any, says: str) -> None:
+    with pytest.raises(ProtocolViolation, match=says):
+        check_step(step(observation=observation))
+    with pytest.raises(ProtocolViolation, match=says):
+        check_observation(observation, "reset()")
+    assert check_step(step(observation=observation, done=True)).done, "no policy reads the last one"
+
+
+def test_remarks_are_plain_values_that_a_record_can_hold() -> None:
+    info = {"score": np.float32(0.5), "count": np.int64(3), "won": np.bool_(False), "name": np.str_("x"), "more": [1]}
+    info["wide"] = np.float64(1.5)
+    taken = check_step(step(info=info)).info
+    assert taken == {"score": 0.5, "count": 3, "won": False, "name": "x", "more": [1], "wide": 1.5}
+    assert {type(value) for value in taken.values()} == {float, int, bool, str, list}
+    assert check_step(step(info=None)).info == {}
+
+
+@pytest.mark.parametrize("info", [{"a": object()}, {"a": "\udc00"}, {"a": 2**70}, {1: "a"}, ["a"], {"a": np.arange(3)}])
+def test_remarks_that_no_record_can_hold_are_refused(info: Any) -> None:
+    with pytest.raises(ProtocolViolation, match=r"step\(\) gave an info that"):
+        check_step(step(info=info))
+
+
+def test_what_is_no_step_or_no_snapshot_is_refused() -> None:
+    with pytest.raises(ProtocolViolation, match="gave a tuple, not a Step"):
+        check_step(("o", 0.5, True, False, {}))
+    with pytest.raises(ProtocolViolation, match="gave a str, not bytes"):
+        check_snapshot("state")
+
+
+def test_an_info_that_no_sample_holds_is_named_as_such() -> None:
+    with pytest.raises(ProtocolViolation, match=f"an info of .* bytes: {MAX_INFO_BYTES} are allowed"):
+        check_step(step(info={"log": "x" * (1 << 22)}))

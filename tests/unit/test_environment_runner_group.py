@@ -1,0 +1,91 @@
+"""Who is to blame for the end of a process: a lane in front of runners that end when the test says so."""
+
+from dataclasses import dataclass, field
+from itertools import count
+
+from tests.support.environment_fixtures import act
+from workers.environments.jobs import NO_JOB, EnvironmentFailure, Job, RunnerLimits
+from workers.environments.runner_group import MAX_SHARED_EXITS, InFlight, JobResults, RunnerGroup, RunnerSlot
+
+LIMITS = RunnerLimits(max_live=8, timeout_seconds=60.0, max_context_tokens=1024)
+
+
+@dataclass(eq=False)
+class Played:
+    """A process that does nothing by itself."""
+
+    killable: bool = True
+    heartbeats: int = 0
+    threads_stuck: int = 0
+    live: int = 0
+    ready: bool = True
+    load_error: str = ""
+    exit_reason: str = ""
+    began: list[str] = field(default_factory=list)
+    runs: Job | None = None
+
+    def start(self, jobs: list[Job]) -> None:
+        self.began += [job.trajectory_id for job in jobs]
+
+    def release(self, trajectory_ids: list[str]) -> None: ...
+
+    def cancel(self, trajectory_ids: list[str]) -> None: ...
+
+    def begin_generation(self, life: int) -> None: ...
+
+    def current_job(self) -> Job | None:
+        return self.runs
+
+    def stop(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def close(self, seconds: float) -> None: ...
+
+
+class World:
+    """A lane and its processes."""
+
+    def __init__(self, *names: str) -> None:
+        self.numbers = count()
+        self.made: list[Played] = []
+        self.lane = RunnerGroup("counter", self.place, LIMITS)
+        self.jobs = {name: act(name, "go") for name in names}
+        self.lane.start([InFlight(job) for job in self.jobs.values()])
+
+    def place(self) -> RunnerSlot:
+        self.made.append(Played())
+        return RunnerSlot(next(self.numbers), self.made[-1])
+
+    def holds(self, name: str) -> RunnerSlot:
+        (place,) = (place for place in self.lane.slots.values() if id(self.jobs[name]) in place.jobs)
+        return place
+
+    def ends(self, name: str, *, runs: Job | None = None) -> JobResults:
+        """The process that has this job ends, in that job's code."""
+        process = self.holds(name).runner
+        assert isinstance(process, Played)
+        process.runs, process.exit_reason = runs, " was ended by SIGKILL"
+        return self.lane.check(0.0) + self.lane.check(0.0)
+
+
+def test_a_job_is_not_blamed_for_what_another_does_as_it_closes() -> None:
+    world = World("long", "brief", "other")
+    for _ in range(MAX_SHARED_EXITS):
+        assert world.ends("long") == []
+    shared = world.holds("long")
+    assert shared is world.holds("brief") and shared is not world.holds("other")
+    assert world.lane.on_result(shared.number, world.jobs["brief"])
+    assert world.ends("long", runs=NO_JOB) == []
+    assert world.ends("long") == [], "once alone in it"
+    ((job, answer),) = world.ends("long")
+    assert (
+        job.trajectory_id == "long" and isinstance(answer, EnvironmentFailure) and "each of 2 times" in answer.failure
+    )
+
+
+def test_a_job_in_whose_code_a_process_ends_is_begun_again_alone_and_the_others_together() -> None:
+    world = World("bad", "a", "b")
+    assert world.ends("bad", runs=world.jobs["bad"]) == []
+    assert world.holds("a") is world.holds("b") and len(world.holds("a").jobs) == 2
+    assert len(world.holds("bad").jobs) == 1

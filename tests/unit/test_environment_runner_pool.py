@@ -1,0 +1,417 @@
+"""The stage: a failing, hanging or lying environment harms its own trajectory alone, and few are held at once."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from schemas.arrays import count, unpack_tokens
+from tests.support.environment_fixtures import (
+    WAIT_SECONDS,
+    Blocking,
+    Counter,
+    Freezing,
+    Mute,
+    Panic,
+    act,
+    answers,
+    answers_of,
+    pool_of,
+    reset,
+)
+from tests.support.scripted_executors import ACT, END, model_folder
+from tests.support.signals import signals_come
+from tests.support.waiting import until
+from workers.environments import runner_group
+from workers.environments import runner_pool as stage_module
+from workers.environments import thread_runner as runner_module
+from workers.environments.home import ResetResult
+from workers.environments.jobs import EnvironmentFailure, ResetRefused, ResultCallback, RunnerLimits
+from workers.environments.protocol import Environment
+from workers.environments.runner_pool import RunnerPool
+from workers.environments.thread_runner import ThreadRunner
+from workers.environments.transitions import StepResult
+from workers.environments.turn_format import TurnFormat
+
+END_BYTES = END.to_bytes(4, "little")
+
+RAISED = [Panic("boom"), Mute(), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), ValueError("\ud800")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return model_folder(tmp_path)
+
+
+def test_a_signal_amid_a_wait_for_answers_does_not_make_it_endless(folder: Path) -> None:
+    """A worker that was asked to leave while a step blocked its thread did not leave."""
+    with pool_of(folder) as stage, signals_come():
+        for _ in range(50):
+            assert stage.results(0.002) == []
+
+
+def test_a_task_goes_on_from_where_it_was(folder: Path) -> None:
+    with pool_of(folder) as stage:
+        begun = answers(stage, [reset("a")])["a"]
+        assert isinstance(begun, ResetResult) and begun.state == b"0"
+        assert begun.observation[-4:] == ACT.to_bytes(4, "little")
+        for turn in range(3):
+            stepped = answers(stage, [act("a", "go", b"77")])["a"]
+            assert isinstance(stepped, StepResult) and stepped.state == str(turn + 1).encode()
+        done = answers(stage, [act("a", "done")])["a"]
+        assert isinstance(done, StepResult) and done.done and done.state == done.observation == b""
+        assert stage.live == 0, "a task that is done is not held"
+
+
+@pytest.mark.parametrize(
+    ("action", "stop", "ended"),
+    [("go", None, False), ("go", "", True), ("go.", ".", True)],
+    ids=["by the model's own stop token", "by its length", "by a stop token of the prompt"],
+)
+def test_what_ended_a_turn_is_no_part_of_its_action_and_its_end_is_in_the_context(
+    folder: Path, action: str, stop: str | None, *, ended: bool
+) -> None:
+    """An action of another text would fail: the counter takes `done` as it is."""
+    with pool_of(folder) as stage:
+        stepped = answers(stage, [act("a", action, stop=stop)])["a"]
+        assert isinstance(stepped, StepResult) and stepped.observation.startswith(END_BYTES) == ended
+        done = answers(stage, [act("b", action.replace("go", "done"), stop=stop)])["b"]
+        assert isinstance(done, StepResult) and done.done
+
+
+def test_an_observation_with_half_of_a_surrogate_pair_fails_its_trajectory_with_a_sentence(folder: Path) -> None:
+    with pool_of(folder) as stage:
+        found = answers(stage, [act("bad", "half"), act("good", "go")])
+        assert isinstance(found["bad"], EnvironmentFailure) and "half a surrogate pair" in found["bad"].failure
+        assert isinstance(found["good"], StepResult)
+
+
+def test_whoever_lies_fails_its_trajectory_alone(folder: Path) -> None:
+    with pool_of(folder) as stage:
+        found = answers(stage, [act("bad", "lie"), act("good", "go")])
+        assert isinstance(found["bad"], EnvironmentFailure) and "not a Step" in found["bad"].failure
+        assert isinstance(found["good"], StepResult)
+
+
+@pytest.mark.parametrize("raised", RAISED, ids=lambda raised: type(raised).__name__)
+def test_whatever_an_environment_raises_fails_its_trajectory_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException
+) -> None:
+    """In a step, and when it is closed after that, makes room for another, or is held to the end."""
+    monkeypatch.setattr(Counter, "raises", raised)
+    with pool_of(folder, max_live=1) as stage:
+        found = answers(stage, [act("bad", "raise"), act("good", "go"), act("done", "done"), reset("begun")])
+        failed = found.pop("bad")
+        assert isinstance(failed, EnvironmentFailure) and failed.failure.startswith(
+            f"environment counter: {type(raised).__name__}"
+        )
+        assert failed.failure.encode(), "it can be written"
+        assert [type(found[name]) for name in ("good", "done", "begun")] == [StepResult, StepResult, ResetResult]
+        assert stage.live == 1
+
+
+@pytest.mark.parametrize("action", ["raise later", "stop"])
+def test_an_environment_that_breaks_its_loop_off_ends_no_thread(folder: Path, action: str) -> None:
+    with pool_of(folder) as stage:
+        found = answers(stage, [act("bad", action), act("good", "go")])
+        assert [type(answer) for answer in found.values()] == [StepResult, StepResult]
+        assert isinstance(answers(stage, [act("good", "go")])["good"], StepResult)
+
+
+def test_all_are_answered_whose_tasks_an_environment_cancels(folder: Path) -> None:
+    """Also who waits for room."""
+    with pool_of(folder, max_live=2) as stage:
+        found = answers(stage, [act("held", "hang"), act("bad", "cancel all"), *(act(name, "go") for name in "abc")])
+        assert isinstance(found["held"], EnvironmentFailure) and "CancelledError" in found["held"].failure
+        assert isinstance(answers(stage, [act("good", "go")])["good"], StepResult)
+
+
+def test_a_hanging_environment_is_given_up_after_the_time_allowed(folder: Path) -> None:
+    with pool_of(folder, timeout_seconds=0.05) as stage:
+        failed = answers(stage, [act("bad", "hang")])["bad"]
+        assert isinstance(failed, EnvironmentFailure) and "longer than 0.05 s" in failed.failure
+
+
+def test_an_environment_that_goes_on_when_it_is_cancelled_is_given_up_and_closed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "CANCEL_SECONDS", 0.05)
+    with pool_of(folder, max_live=1, timeout_seconds=0.5) as stage:
+        found = answers(stage, [act("bad", "go on"), act("good", "go")])
+        assert isinstance(found["bad"], EnvironmentFailure) and "longer than 0.5 s" in found["bad"].failure
+        assert isinstance(found["good"], StepResult), "it keeps nobody from having room"
+        assert Counter.held == 1
+
+
+@pytest.mark.parametrize("looks", [0, int(WAIT_SECONDS) - 1], ids=["at first", "at last"])
+def test_a_step_that_ends_while_the_process_is_frozen_is_not_late(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, looks: int
+) -> None:
+    monkeypatch.setattr(asyncio, "new_event_loop", Freezing)
+    with pool_of(folder) as stage:
+        assert isinstance(answers(stage, [act("a", f"freeze{looks}")])["a"], StepResult)
+
+
+def test_a_step_that_goes_on_for_long_is_late_also_by_looks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncio, "new_event_loop", Freezing)
+    with pool_of(folder) as stage:
+        failed = answers(stage, [act("a", f"freeze{int(WAIT_SECONDS) + 1}")])["a"]
+        assert isinstance(failed, EnvironmentFailure) and "longer than 30 s" in failed.failure
+
+
+@pytest.mark.parametrize("action", ["sleep", "spin"])
+def test_an_environment_that_blocks_its_thread_fails_alone_and_the_others_are_done_again(
+    folder: Path, action: str
+) -> None:
+    with pool_of(folder, lambda _name: Blocking(), timeout_seconds=0.5) as stage:
+        answers(stage, [reset("a"), reset("b"), reset("bad")])
+        answers(stage, [act(name, "go") for name in ("a", "b", "bad")])
+        found = answers(stage, [act("a", "go", b"1"), act("bad", action, b"1"), act("b", "go", b"1"), reset("c")])
+        failed = found.pop("bad")
+        assert isinstance(failed, EnvironmentFailure) and "blocks its thread for longer than 0.5 s" in failed.failure
+        assert isinstance(found.pop("c"), ResetResult)
+        assert [answer.state for answer in found.values() if isinstance(answer, StepResult)] == [b"2", b"2"]
+        more = answers(stage, [act("a", "go", b"2"), act("c", "go", b"0")])
+        assert all(isinstance(answer, StepResult) for answer in more.values())
+
+
+def test_an_environment_that_blocks_its_thread_as_it_makes_room_fails_nobody(folder: Path) -> None:
+    class BlocksAtLast(Blocking):
+        async def close(self) -> None:
+            await super().close()
+            if self.steps == 1:
+                self.block()
+
+    with pool_of(folder, lambda _name: BlocksAtLast(), max_live=1, timeout_seconds=0.3) as stage:
+        answers(stage, [act("bad", "go")])
+        assert isinstance(answers(stage, [reset("good")])["good"], ResetResult)
+        Counter.gate.set()
+
+
+def test_who_went_on_elsewhere_and_comes_back_meets_nothing_of_its_former_self(folder: Path) -> None:
+    def blocks(name: str, beside: dict[str, bytes]) -> dict[str, bytes]:
+        """The states of those that are stepped beside who blocks, in another thread."""
+        Counter.blocks.clear()
+        stage.start([act(name, "block", b"3")])
+        assert Counter.blocks.wait(WAIT_SECONDS)
+        stage.start([act(each, "go", state) for each, state in beside.items()])
+        found: dict[str, bytes] = {}
+        while len(found) < len(beside):
+            for job, answer in stage.results(WAIT_SECONDS):
+                assert isinstance(answer, StepResult)
+                found[job.trajectory_id] = answer.state
+        Counter.gate.set()
+        assert [job.trajectory_id for job, _ in stage.results(WAIT_SECONDS)] == [name], "its step counts"
+        Counter.gate.clear()
+        return found
+
+    with pool_of(folder, lambda _name: Blocking(), timeout_seconds=60.0) as stage:
+        answers(stage, [act(name, "go", b"1") for name in "abc"])
+        assert blocks("c", {"a": b"2", "b": b"2"}) == {"a": b"3", "b": b"3"}
+        answers(stage, [act("a", "go", b"3")])
+        assert blocks("b", {"a": b"4"}) == {"a": b"5"}, "it is back in the first thread"
+        Counter.gate.set()
+
+
+def test_an_environment_that_blocks_its_thread_holds_up_no_other_kind(folder: Path) -> None:
+    with pool_of(folder, lambda _name: Blocking(), timeout_seconds=60.0) as stage:
+        stage.start([act("bad", "block", environment="blocking")])
+        assert isinstance(answers_of(stage, [act("good", "go")])["good"], StepResult)
+        assert stage.in_flight == 1
+        Counter.gate.set()
+        assert [job.trajectory_id for job, _ in stage.results(WAIT_SECONDS)] == ["bad"]
+
+
+def test_what_is_finished_is_answered_though_its_environment_does_not_close(folder: Path) -> None:
+    """It may hang, or block its thread."""
+
+    class NeverCloses(Blocking):
+        async def close(self) -> None:
+            await super().close()
+            if self.steps == 2:
+                await asyncio.Event().wait()
+            elif self.steps == 3:
+                self.block()
+
+    with pool_of(folder, lambda _name: NeverCloses(), timeout_seconds=0.5) as stage:
+        assert isinstance(answers(stage, [act("hangs", "done", b"1")])["hangs"], StepResult)
+        assert isinstance(answers(stage, [act("blocks", "done", b"2")])["blocks"], StepResult)
+        assert isinstance(answers(stage, [act("good", "go")])["good"], StepResult)
+        Counter.gate.set()
+
+
+def test_calls_that_hang_in_the_pool_take_no_thread_from_others_and_are_counted(folder: Path) -> None:
+    """More of them than the loop's own default pool would have threads."""
+    many = 40
+    with pool_of(folder, max_live=2 * many, timeout_seconds=0.5) as stage:
+        found = answers(stage, [act(f"bad{number}", "pool") for number in range(many)])
+        assert all(isinstance(answer, EnvironmentFailure) for answer in found.values())
+        assert stage.threads_stuck == many
+        Counter.gate.set()
+        until(lambda: stage.threads_stuck == 0)
+        assert isinstance(answers(stage, [act("good", "pool")])["good"], StepResult)
+
+
+ENDS = """
+import sys
+from pathlib import Path
+sys.path[:] = {path}
+from tests.support.environment_fixtures import act, answers, pool_of
+with pool_of(Path({folder!r}), timeout_seconds=0.2) as stage:
+    answers(stage, [act("bad", "pool")])
+"""
+
+
+def test_a_process_ends_though_a_call_hangs_in_the_pool(folder: Path) -> None:
+    program = ENDS.format(path=sys.path, folder=str(folder))
+    subprocess.run([sys.executable, "-c", program], timeout=WAIT_SECONDS, check=True)
+
+
+def test_an_observation_that_fits_no_context_is_not_encoded_to_its_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit, text = 1024, "a" * 3_000_000
+    monkeypatch.setattr(Counter, "text", text)
+    with pool_of(folder, max_context_tokens=limit) as stage:
+        found = answers(stage, [act("long", "text"), reset("first", text=1)])
+        assert isinstance(found["long"], StepResult)
+        assert limit < count(found["long"].observation) < len(text) / 10, "no room is left, so the trajectory ends"
+        failed = found["first"]
+        assert isinstance(failed, EnvironmentFailure)
+        assert "the 3000000 characters of its first observation leave no room in max_context" in failed.failure
+
+
+def test_a_long_observation_is_encoded_as_a_whole_where_it_may_fit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Counter, "text", "abc" * 7_000)
+    with pool_of(folder, max_context_tokens=40_000) as stage:
+        stepped = answers(stage, [act("long", "text")])["long"]
+        assert isinstance(stepped, StepResult)
+        expected = TurnFormat(folder).observation_tokens(Counter.text, first=False)
+        assert list(unpack_tokens(stepped.observation)) == expected
+
+
+def test_a_stop_cuts_steps_short_and_begins_none(folder: Path) -> None:
+    with pool_of(folder, max_live=2) as stage:
+        stage.start([act("held", "hang")])
+        answers_of(stage, [act("good", "go")])  # the other is under way, too
+        stage.start([act("next", "hang"), act("waits", "hang")])
+
+
+def test_what_an_earlier_life_left_behind_is_not_begun_again(folder: Path) -> None:
+    """It would block the next thread too, and the one after it, for nobody."""
+    with pool_of(folder, lambda _name: Blocking(), timeout_seconds=0.5) as stage:
+        stage.start([act("bad", "block"), act("worse", "block")])
+        stage.begin_generation(2)
+        assert stage.in_flight == 0
+        found = answers(stage, [act("good", "go", generation=2)])
+        assert isinstance(found["good"], StepResult)
+        Counter.gate.set()
+
+
+def test_an_environment_whose_callback_blocks_the_thread_is_given_up_in_the_end(folder: Path) -> None:
+    with pool_of(folder, lambda _name: Blocking(), timeout_seconds=0.3) as stage:
+        failed = answers(stage, [act("bad", "later")])["bad"]
+        assert isinstance(failed, EnvironmentFailure) and "blocks its thread" in failed.failure
+        assert isinstance(answers(stage, [act("good", "go")])["good"], StepResult)
+        Counter.gate.set()
+
+
+def test_a_blocked_thread_is_noticed_in_time_by_who_looks_seldom_and_not_by_who_was_frozen(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker looks between its transactions, each of which may take a second."""
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(stage_module, "time", clock)
+
+    def looks(stage: RunnerPool, seconds: float) -> bool:
+        clock.now += seconds
+        return bool(stage.results(0.0))
+
+    with pool_of(folder, lambda _name: Blocking(), timeout_seconds=8.0) as stage:
+        stage.start([act("bad", "block", environment="blocking")])
+        assert Counter.blocks.wait(WAIT_SECONDS)
+        looks(stage, 0.0)  # its last beat
+        assert not looks(stage, 3600.0), "of a freeze no more counts than of any look"
+        assert [looks(stage, 1.0) for _ in range(8)] == [*[False] * 7, True]
+        Counter.gate.set()
+
+
+def test_a_slow_environment_holds_nobody_up(folder: Path) -> None:
+    with pool_of(folder) as stage:
+        stage.start([act("slow", "wait")])
+        assert isinstance(answers_of(stage, [act("quick", "go")])["quick"], StepResult)
+        assert stage.in_flight == 1
+        Counter.gate.set()
+        assert [job.trajectory_id for job, _ in stage.results(WAIT_SECONDS)] == ["slow"]
+
+
+def test_jobs_wait_for_a_runner_where_the_machine_has_no_room_for_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_group, "TRY_SECONDS", 0.01)
+    failures = [BlockingIOError("no more processes"), RuntimeError("can't start new thread")]
+    turn_format, limits = (
+        TurnFormat(folder),
+        RunnerLimits(max_live=8, timeout_seconds=WAIT_SECONDS, max_context_tokens=1024),
+    )
+
+    def new_runner(_kind: str, answer: ResultCallback, life: int) -> ThreadRunner:
+        if failures:
+            raise failures.pop()
+        return ThreadRunner(turn_format, lambda _name: Counter(), answer, limits, generation=life)
+
+    stage = RunnerPool(new_runner, limits)
+    stage.begin_generation(1)
+    try:
+        found = answers(stage, [act("a", "go", b"1"), act("b", "go", b"1")])
+        assert [answer.state for answer in found.values() if isinstance(answer, StepResult)] == [b"2", b"2"]
+        assert isinstance(answers(stage, [act("c", "go")])["c"], StepResult)
+    finally:
+        stage.close()
+
+
+def test_refused_arguments_are_told_from_a_failure(folder: Path) -> None:
+    with pool_of(folder) as stage:
+        found = answers(stage, [reset("refused", refuse=1), reset("mute", mute=1), reset("broken", **{"break": 1})])
+        assert isinstance(found["mute"], ResetRefused)
+        assert found["refused"] == ResetRefused("counter takes no refuse")
+        assert isinstance(found["broken"], EnvironmentFailure) and "no container" in found["broken"].failure
+
+
+def test_no_more_are_held_than_allowed_and_the_others_are_restored(folder: Path) -> None:
+    names = [f"t{number}" for number in range(12)]
+    with pool_of(folder, max_live=3) as stage:
+        answers(stage, [reset(name) for name in names])
+        assert stage.live == Counter.held == 3
+        for turn in range(4):
+            found = answers(stage, [act(name, "go", str(turn).encode()) for name in names])
+            assert {answer.state for answer in found.values() if isinstance(answer, StepResult)} == {
+                str(turn + 1).encode()
+            }
+            assert Counter.held <= 3
+        assert Counter.restored > 0
+
+
+def test_what_was_held_for_an_earlier_life_is_not_used(folder: Path) -> None:
+    with pool_of(folder) as stage:
+        answers(stage, [reset("a")])
+        answers(stage, [act("a", "go")])
+        stage.begin_generation(2)
+        stepped = answers(stage, [act("a", "go", b"40", generation=2)])["a"]
+        assert isinstance(stepped, StepResult) and stepped.state == b"41"
+
+
+@pytest.mark.parametrize("raised", RAISED, ids=lambda raised: type(raised).__name__)
+def test_an_environment_that_cannot_be_made_fails_its_trajectory(folder: Path, raised: BaseException) -> None:
+    def create(name: str) -> Environment:
+        raise raised
+
+    with pool_of(folder, create) as stage:
+        failed = answers(stage, [act("a", "go")])["a"]
+        assert isinstance(failed, EnvironmentFailure) and type(raised).__name__ in failed.failure

@@ -1,0 +1,288 @@
+"""Whatever a stranger writes to a topic is a record or a RecordError, and no core that takes the record fails.
+
+The loops around the cores are tried in `tests/chaos/test_fuzz.py`. Seeds are in the names of the tests.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from pipeline.accounting.ledger import Ledger
+from pipeline.control.config import ControlConfig
+from pipeline.control.elasticity import ElasticityCore
+from pipeline.control.page import page_of, state_of
+from pipeline.monitor.run_state import RunState
+from pipeline.process.process_setup import serve_metrics
+from pipeline.replay.description import describe_trajectory
+from pipeline.replay.episodes import TrajectoryRecords, fold_trajectory, sort_records
+from pipeline.report.history import fold_history
+from pipeline.report.lending import LatencyBudgets, summarise_lending
+from pipeline.report.lending_seconds import seconds_of_lending
+from pipeline.report.page import report_html
+from pipeline.report.summary import Success, describe_machine, summarise
+from pipeline.routing.cell_summary import summarize_cell
+from pipeline.routing.liveness import ClockSkews
+from pipeline.routing.router import Router
+from pipeline.routing.turn_queue import ReceivedRequest
+from schemas.arrays import pack_tokens
+from schemas.cells import CellSummary
+from schemas.errors import RecordError, UsageError
+from schemas.grants import CapacityGrant, GrantSource
+from schemas.heartbeats import SlackHeartbeat, WorkerClass
+from schemas.progress import EnvSnapshot, Group, GroupState, TrajectoryProgress
+from schemas.prompts import Prompt
+from schemas.record import Record
+from schemas.samples import Sample, SampleOutcome
+from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult
+from schemas.weights import WeightChunk, WeightManifest
+from schemas.wire import decode, encode
+from tests.golden.examples import EXAMPLES, PROMPT
+from tests.support.fuzz import FuzzGenerator, send_garbage
+from tests.support.trajectory_fixtures import RULES, stepped
+from topics.catalog import RECORD_TOPICS, Topic
+from topics.local_broker.process import free_ports
+from topics.records import Envelope, InvalidMessage
+from workers.environments.home import DecisionKind, Home
+from workers.environments.outbox import group_record
+from workers.environments.prompt_admission import refusal_reason
+from workers.environments.trajectory import ResultVerdict, begin, result_error, with_full_sampling
+from workers.environments.transitions import advance, fail_trajectory
+from workers.executor.contexts import ContextCache
+from workers.executor.grants import Lease
+from workers.executor.inbox import Inbox
+from workers.executor.inbox import InboxAction as InboxVerdict
+from workers.executor.ipc.messages import TurnFinished
+from workers.executor.results import (
+    ExecutorIncarnation,
+    dispatch_error,
+    finished_result,
+    refused_result,
+    remaining_sampling,
+    resumed_context,
+)
+from workers.trainer.groups import GroupAssembly, ResumePoint
+from workers.trainer.selection import SelectionRules, outcomes_of, select_samples
+from workers.weights.checks import VersionRefused, check_manifest
+from workers.weights.lineage import Lineage
+from workers.weights.trust import Trust
+
+MESSAGES = 180
+"""Of each topic; there are 14."""
+
+
+def items(stranger: FuzzGenerator, topic: Topic, count: int) -> Iterator[Envelope | InvalidMessage]:
+    """What a reader hands out of a stranger's messages."""
+    assert topic.record is not None
+    for offset in range(count):
+        raw = stranger.message(topic)
+        key = raw.key.decode(errors="replace") if raw.key else ""
+        try:
+            record = None if raw.value is None else decode(topic.record, raw.value, raw.headers)
+        except RecordError as error:
+            yield InvalidMessage(topic, 0, offset, raw, str(error))
+        else:
+            yield Envelope(record, topic, 0, offset, key, 1.0, raw)
+
+
+class House:
+    """The cores of every role, with a life of their own in them for strangers to disturb."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+        self.router, self.skews = Router(), ClockSkews()
+        self.home = Home(0, homes=1)
+        self.assembly = GroupAssembly(ResumePoint({0: 0}, 0), {0: 0})
+        self.trust = Trust("policy", "team.:demo", Ed25519PrivateKey.generate().public_key())
+        self.lineage, self.ledger, self.found = Lineage(), Ledger(), TrajectoryRecords()
+        self.control = ElasticityCore(ControlConfig(most_lenders=2), "team.:demo")
+        self.lease = Lease("team.:demo", grant_required=True)
+        self.history: list[Record] = []
+        self.view = RunState(began=0.0)
+
+    def take(self, item: Envelope | InvalidMessage) -> None:
+        self.now += 0.05
+        self.route(self.router.on_heartbeat(BEAT, self.now))
+        record = item.record if isinstance(item, Envelope) else None
+        if isinstance(record, Prompt) or (item.topic.record is Prompt):
+            self.prompt(item)
+        if record is None:
+            return
+        assert encode(decode(type(record), encode(record))) == encode(record)
+        self.history.append(record)
+        sort_records(self.found, [record])
+        self.view.on_record(record, self.now, wall=self.now)
+        match record:
+            case TurnRequest():
+                self.route(
+                    self.router.on_request(
+                        ReceivedRequest.from_record(msgspec.structs.replace(record, home=0)), self.now
+                    )
+                )
+            case SlackHeartbeat():
+                self.skews.on_heartbeat(record.worker, record.sent_at, self.now)
+                self.route(self.router.on_heartbeat(record, self.now))
+            case TurnResult():
+                self.route(self.router.on_result(record, self.now))
+                self.result(record)
+            case TurnDispatch():
+                self.dispatch(record)
+            case Sample():
+                self.sample(record, item.offset)
+            case SampleOutcome():
+                self.ledger.on_outcome(record)
+                self.home.on_outcome(record.group_id, record.trajectory_id, item.offset)
+            case WeightManifest():
+                self.manifest(item)
+            case Group():
+                self.ledger.on_group(record.group_id, record)
+            case CellSummary():
+                self.control.on_summary(record, self.now)
+                self.elasticity()
+            case CapacityGrant():
+                voice = list(GrantSource)[item.offset % len(GrantSource)]
+                self.control.on_grant(record.worker, record, self.now, source=voice)
+                self.lease.on_grant(record, self.now, source=voice, live=item.offset % 5 > 0)
+                self.lease.permission(self.now)
+                self.elasticity()
+            case TrajectoryProgress() | EnvSnapshot() | WeightChunk() | Prompt():
+                pass
+
+    def route(self, decisions: Sequence[Record]) -> None:
+        for decision in [*decisions, *self.router.tick(self.now)]:
+            encode(decision)
+        router, counters = self.router, self.router.counters
+        ended_or_not = counters.finished + counters.failed + router.outstanding + len(router.queue)
+        assert counters.requested == ended_or_not
+
+    def elasticity(self) -> None:
+        for grant in self.control.tick(self.now):
+            assert decode(CapacityGrant, encode(grant)).reason
+        page_of(state_of(self.control, (), self.now))
+        encode(summarize_cell(self.router, name="router-0", now=self.now))
+
+    def prompt(self, item: Envelope | InvalidMessage) -> None:
+        self.home.on_prompt(item)
+        decision = self.home.decide(has_room=True, outcomes_from=0)
+        assert decision is not None
+        if decision.kind is DecisionKind.OPEN and not refusal_reason(decision.opens, RULES, self.check):
+            prompt = with_full_sampling(decision.opens, RULES.sampling)
+            encode(group_record(prompt, GroupState.OPEN, offset=0, outcomes_from=0, now=1.0))
+        self.home.decisions.clear()
+        self.home.open_groups.clear()
+
+    def check(self, name: str) -> None:
+        if name != "calculator":
+            raise UsageError(f"there is no {name}")
+
+    def result(self, result: TurnResult) -> None:
+        """What becomes of it in a trajectory that waits for this turn, and of what that writes."""
+        prompt = with_full_sampling(PROMPT, RULES.sampling)
+        life = begin(prompt, 3, home=0, observation=pack_tokens([5, 6]), state=b"")
+        life.turn = result.turn
+        verdict = life.classify(result)
+        if verdict is ResultVerdict.APPLY and not (problem := result_error(result, 2)):
+            step = stepped(done=self.now % 2 < 1)
+            written = advance(life, result, step, offset=0, rules=RULES, applied_at=1.0, now=2.0)
+        elif verdict is ResultVerdict.APPLY:
+            written = fail_trajectory(life, problem, RULES, 2.0)
+        else:
+            return
+        for record in (written.request, written.snapshot, written.sample):
+            if record is not None:
+                encode(record)
+
+    def dispatch(self, dispatch: TurnDispatch) -> None:
+        if dispatch_error(dispatch, homes=8):
+            return
+        own = Inbox(dispatch.worker, dispatch.incarnation, max_turns=4, token_budget=200_000)
+        answer = own.on_dispatch(dispatch, 3, offset=9)
+        start = ExecutorIncarnation("executor-0", WorkerClass.SERVING, dispatch.incarnation)
+        if answer.action is InboxVerdict.REFUSE:
+            encode(refused_result(start, dispatch, answer.reason, answer.refusal, now=2.0))
+        elif answer.action is InboxVerdict.ACCEPT:
+            context = ContextCache().lookup(dispatch)
+            resumed_context(dispatch, context or b""), remaining_sampling(dispatch)
+            done = msgspec.structs.replace(DONE, context_tokens=dispatch.request.context_tokens)
+            encode(finished_result(start, dispatch, done, TurnOutcome.COMPLETED, "", received_at=1.0))
+
+    def sample(self, sample: Sample, offset: int) -> None:
+        self.ledger.on_sample(sample.trajectory_id)
+        self.assembly.on_sample(sample, partition=0, offset=offset, outcomes_end=0)
+        rules = SelectionRules(max_staleness=2, vocabulary=100, context_tokens=1_000)
+        judged = [select_samples(group, 5, rules=rules) for group in self.assembly.take(1)]
+        for outcome in outcomes_of(judged, step=5, policy_version=5, now=2.0):
+            encode(outcome)
+
+    def manifest(self, item: Envelope | InvalidMessage) -> None:
+        assert isinstance(item, Envelope) and isinstance(item.record, WeightManifest)
+        assert not isinstance(self.trust.verify(item), WeightManifest), "nobody signed it"
+        self.lineage.on_manifest(item.record, item.offset)  # as if keys were not used
+        self.lineage.next_path()
+        self.lineage.blocked()
+        shapes = {"model.embed_tokens.weight": (32, 64)}
+        try:
+            check_manifest(item.record, shapes)
+        except VersionRefused:
+            self.lineage.forget_useless()
+
+    def tell(self) -> None:
+        """What looks at a log afterwards takes all of it."""
+        self.view.present_executors(self.now)
+        history = fold_history(self.history)
+        rows, promised = seconds_of_lending(history, [], now=self.now), LatencyBudgets(ttft=1.0, tpot=1.0)
+        summary = summarise(
+            history,
+            self.ledger.audit(),
+            run="strangers",
+            seed=0,
+            started_at=0.0,
+            seconds=self.now,
+            broker="none",
+            success=Success(),
+            machine=describe_machine(),
+            lending=summarise_lending(history, [], rows, promised),
+        )
+        report_html(summary, history, configuration="", rows=rows)
+        for name in ("g-1:3", "g-1:0"):
+            list(describe_trajectory(fold_trajectory(name, self.found)))
+
+
+BEAT = next(example for example in EXAMPLES if isinstance(example, SlackHeartbeat))
+"""Of an executor that is well: what strangers ask for is dispatched."""
+DONE = TurnFinished(
+    name="g-1:3/2/1",
+    tokens=pack_tokens([9, 7]),
+    logprobs=bytes(8),
+    finish_reason="stop",
+    spans=(),
+    context_tokens=3,
+    cached_tokens=0,
+    scheduled_at=1.0,
+    first_token_at=1.0,
+    finished_at=1.0,
+    device_seconds=0.5,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_no_core_fails_by_what_strangers_write(seed: int) -> None:
+    stranger, house = FuzzGenerator(seed), House()
+    taken = {topic: iter(items(stranger, topic, MESSAGES)) for topic in RECORD_TOPICS}
+    for _ in range(MESSAGES):
+        for topic in RECORD_TOPICS:
+            item = next(taken[topic])
+            try:
+                house.take(item)
+            except Exception as error:
+                error.add_note(f"{topic.name}: {item}")
+                raise
+    house.tell()
+
+
+def test_requests_that_are_none_leave_the_metrics_to_those_that_are() -> None:
+    (port,) = free_ports(1)
+    serve_metrics("127.0.0.1", port)
+    send_garbage(port, seed=0, count=60)

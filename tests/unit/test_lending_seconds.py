@@ -1,0 +1,199 @@
+"""A run second by second: what serving's users waited beside what was lent."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.report import lending_seconds as moments_of
+from pipeline.report.history import LenderStatus, RunHistory, TurnFact, fold_history
+from pipeline.report.lending import LatencyBudgets, lending_sentence, summarise_lending
+from pipeline.report.lending_chart import lending_chart
+from pipeline.report.lending_seconds import seconds_of_lending
+from schemas.heartbeats import ExecutorState, SlackHeartbeat, WorkerClass
+from schemas.turns import TurnTimes
+from schemas.user_requests import UserRequest
+from tests.golden.examples import EXAMPLES
+
+PROMISED = LatencyBudgets(ttft=0.25, tpot=0.05)
+NOW = 100_000.0
+LENDER, DEDICATED = "executor-1", "executor-0"
+
+
+def turn(
+    trajectory: str, worker: str, *, begin: float, end: float, tokens: int = 10, first: float | None = None
+) -> TurnFact:
+    stations = (begin, begin, begin, begin, begin, begin, begin if first is None else first, end, end)
+    return TurnFact(
+        trajectory_id=trajectory,
+        turn=0,
+        attempt=0,
+        worker=worker,
+        version=0,
+        sampled_tokens=tokens,
+        context_tokens=10,
+        cached_tokens=0,
+        reusable_tokens=0,
+        times=TurnTimes(**dict(zip(TurnTimes.__struct_fields__, stations, strict=True))),
+        environment_seconds=0.0,
+    )
+
+
+def standing(at: float, *, cuts: int = 0, frozen: bool = False, incarnation: int = 1) -> LenderStatus:
+    return LenderStatus(worker=LENDER, incarnation=incarnation, at=at, version=3, cuts=cuts, frozen=frozen)
+
+
+def asked(at: float, *, ttft: float = 0.1, tpot: float | None = 0.01, tokens: int = 8, error: str = "") -> UserRequest:
+    if error:
+        return UserRequest(at=at, seconds=ttft, prompt_tokens=5, error=error)
+    seconds = ttft + (tpot or 0.0) * (tokens - 1)
+    return UserRequest(
+        at=at, seconds=seconds, prompt_tokens=5, tokens=tokens, first_token_seconds=ttft, token_seconds=tpot
+    )
+
+
+def history(*turns: TurnFact, standings: tuple[LenderStatus, ...] = (standing(100.0),)) -> RunHistory:
+    return RunHistory(turns=list(turns), lender_statuses=list(standings))
+
+
+def test_a_second_joins_what_users_waited_and_what_trajectories_did() -> None:
+    told = history(
+        turn("g:0", LENDER, begin=100.5, end=102.5, tokens=20),
+        turn("g:1", DEDICATED, begin=101.0, end=102.0, tokens=7),
+    )
+    rows = seconds_of_lending(
+        told, [asked(101.2, ttft=0.1), asked(101.4, ttft=0.3), asked(102.1, error="status 500")], now=NOW
+    )
+    assert [row.at for row in rows] == [100, 101, 102]
+    assert [row.lent_tokens for row in rows] == pytest.approx([5, 10, 5])
+    assert rows[1].turns == ["g:0/0"]
+    assert rows[1].other_tokens == pytest.approx(7)
+    assert (rows[1].asked, rows[1].failed, rows[1].served_tokens) == (2, 0, pytest.approx(16))
+    assert (rows[1].ttft, rows[1].ttft_most) == (pytest.approx(0.2), 0.3)
+    assert rows[1].busy == pytest.approx(0.54)
+    assert (rows[2].asked, rows[2].failed, rows[2].ttft) == (1, 1, None)
+    assert {row.version for row in rows} == {3}
+
+
+def test_cuts_are_counted_once_and_a_freeze_lasts_until_it_is_taken_back() -> None:
+    told = history(
+        turn("g:0", LENDER, begin=100.0, end=107.9),
+        standings=(
+            standing(100.1, cuts=2),
+            standing(102.1, cuts=5, frozen=True),
+            standing(104.5, cuts=5),
+            standing(106.2, cuts=1, incarnation=2),
+        ),
+    )
+    rows = seconds_of_lending(told, [], now=NOW)
+    assert [row.cuts for row in rows] == [2, 0, 3, 0, 0, 0, 1, 0]
+    assert [row.frozen for row in rows] == [False, False, True, True, True, False, False, False]
+
+
+@given(st.lists(st.tuples(st.floats(0, 50), st.floats(0, 9), st.integers(1, 99)), min_size=1, max_size=20))
+def test_no_token_is_lost_on_the_way_into_seconds(turns: list[tuple[float, float, int]]) -> None:
+    told = history(*(turn(f"g:{n}", LENDER, begin=a, end=a + b, tokens=c) for n, (a, b, c) in enumerate(turns)))
+    rows = seconds_of_lending(told, [], now=NOW)
+    assert sum(row.lent_tokens for row in rows) == pytest.approx(sum(tokens for _, _, tokens in turns))
+
+
+def test_a_promise_is_kept_by_requests_that_kept_both_budgets() -> None:
+    told = history(turn("g:0", LENDER, begin=100, end=101), turn("g:1", DEDICATED, begin=100, end=101, tokens=30))
+    served = [asked(100.0), asked(100.1, ttft=0.3), asked(100.2, tpot=0.06), asked(100.3, error="reset\n")]
+    rows = seconds_of_lending(told, served, now=NOW)
+    lending = summarise_lending(told, served, rows, PROMISED)
+    assert lending is not None
+    assert (lending.requests, lending.failed, lending.kept) == (4, 1, 0.25)
+    assert (lending.turns, lending.tokens, lending.share) == (1, 10, 0.25)
+    assert "25.0 % of them within its promise" in lending_sentence(lending)
+    assert "1 of them failed" in lending_sentence(lending)
+    assert lending_chart(rows, PROMISED) is not None
+
+
+def test_a_server_that_lent_nothing_is_said_in_a_sentence() -> None:
+    served = [asked(100.0)]
+    told = history()
+    lending = summarise_lending(told, served, seconds_of_lending(told, served, now=NOW), PROMISED)
+    assert lending is not None
+    assert "lent nothing" in lending_sentence(lending)
+
+
+def test_a_run_without_lender_and_users_has_no_moments() -> None:
+    told = history(turn("g:1", DEDICATED, begin=100, end=101), standings=())
+    assert seconds_of_lending(told, [], now=NOW) == []
+    assert summarise_lending(told, [], [], PROMISED) is None
+    assert lending_chart([], PROMISED) is None
+
+
+def test_lenders_are_those_that_say_that_they_serve() -> None:
+    beat = next(record for record in EXAMPLES if isinstance(record, SlackHeartbeat))
+    serving = [
+        msgspec.structs.replace(
+            beat, worker=LENDER, sequence=n, cuts=cuts, sent_at=100.0 + n, worker_class=WorkerClass.SERVING
+        )
+        for n, cuts in enumerate((0, 0, 1))
+    ]
+    leaves = {"sequence": 3, "cuts": 1, "sent_at": 103.0, "frozen": True, "state": ExecutorState.STOPPING}
+    serving.append(msgspec.structs.replace(serving[-1], **leaves))
+    dedicated = msgspec.structs.replace(beat, worker=DEDICATED, worker_class=WorkerClass.DEDICATED)
+    told = fold_history([*serving, dedicated])
+    assert told.lenders == {LENDER}
+    assert [(each.at, each.cuts) for each in told.lender_statuses] == [(100.0, 0), (102.0, 1), (103.0, 1)]
+    assert [each.frozen for each in told.lender_statuses] == [True, True, False], "who says goodbye is frozen no more"
+
+
+def test_a_lender_that_falls_silent_is_frozen_no_more_until_it_says_so_again() -> None:
+    """One that is killed while frozen says nothing more."""
+    beat = next(record for record in EXAMPLES if isinstance(record, SlackHeartbeat))
+    serving = [
+        msgspec.structs.replace(
+            beat, sent_at=at, ttl_seconds=2.0, frozen=True, cuts=1, worker_class=WorkerClass.SERVING, sequence=n
+        )
+        for n, at in enumerate((100.0, 101.5, 110.0, 110.2))
+    ]
+    told = fold_history(serving)
+    found = [(each.at, each.frozen) for each in told.lender_statuses]
+    assert found == [(100.0, True), (103.5, False), (110.0, True), (112.2, False)]
+    rows = seconds_of_lending(told, [asked(float(second)) for second in range(100, 120)], now=NOW)
+    assert [row.at for row in rows if row.frozen] == [100, 101, 102, 103, 110, 111, 112]
+
+
+def test_a_run_that_stood_still_has_no_rows_meanwhile() -> None:
+    rows = seconds_of_lending(history(), [asked(100.0), asked(159.0), asked(90_000.0)], now=NOW)
+    assert [rows[0].at, rows[59].at, rows[60].at, len(rows)] == [100, 159, 90_000, 61]
+
+
+WHENEVER = st.one_of(st.sampled_from([0.0, 100.0, 1.7e9, 253_402_300_799.0]), st.floats(0.0, 253_402_300_799.0))
+
+
+@given(st.lists(st.tuples(WHENEVER, WHENEVER, WHENEVER), max_size=9))
+def test_times_that_cannot_be_are_in_no_second_and_are_told(forged: list[tuple[float, float, float]]) -> None:
+    now = 1_700_000_100.0
+    known = turn("g:0", LENDER, begin=now - 50.0, end=now - 41.5)
+    others = [
+        turn(f"g:{n}", worker, begin=begin, end=end, first=first)
+        for n, (begin, first, end) in enumerate(forged, 1)
+        for worker in (LENDER, DEDICATED)
+    ]
+    told = history(known, *others, standings=(standing(now - 60.0),))
+    rows = seconds_of_lending(told, [], now=now)
+    assert len(rows) <= 9 + sum(86_401 for _ in forged)
+    assert rows == sorted(rows, key=lambda row: row.at) and rows[-1].at <= now + 3600
+    lending = summarise_lending(told, [], rows, PROMISED)
+    assert lending is not None
+    in_order = sum(begin <= first <= end <= now + 3600 and end - begin <= 86_400 for begin, first, end in forged)
+    assert lending.undrawn == len(forged) - in_order
+    assert lending.turns == 1 + len(forged)
+
+
+def test_rows_are_of_a_bounded_time_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moments_of, "MAX_ROWS", 70)
+    now = 1_700_000_000.0
+    turns = [turn(f"g:{n}", LENDER, begin=now - 10.0 * (n + 1), end=now - 10.0 * n - 0.5) for n in range(9)]
+    told, served = history(*turns, standings=(standing(now),)), [asked(now - 85.0), asked(now - 15.0)]
+    rows = seconds_of_lending(told, served, now=now)
+    assert [row.at for row in rows] == list(range(int(now) - 70, int(now)))
+    assert sum(row.asked for row in rows) == 1
+    lending = summarise_lending(told, served, rows, PROMISED)
+    assert lending is not None and (lending.turns, lending.undrawn) == (9, 2)
+    assert "in no second of the picture: 2." in lending_sentence(lending)

@@ -1,0 +1,97 @@
+"""Numbers of versions: never used for two policies, and an epoch for who goes back."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.limits import Count
+from schemas.weights import WeightManifest
+from tests.support.weights_fixtures import RUN, bare
+from workers.weights.version_numbers import MAX_VERSION, VersionNumbers, VersionTaken
+
+OTHER = "other.:run"
+MOST = 2**53
+assert str(MOST) in str(Count)
+
+
+def manifest(version: int, *, epoch: int = 0, run: str = RUN, digest: int = 0) -> WeightManifest:
+    return bare(version, epoch=epoch, run=run, digest=bytes([digest]) * 16)
+
+
+def numbering_of(*manifests: WeightManifest) -> VersionNumbers:
+    numbering = VersionNumbers()
+    numbering.learn(manifests, RUN)
+    return numbering
+
+
+def test_an_empty_log_begins_at_0() -> None:
+    assert (numbering_of().next_version, numbering_of().epoch, numbering_of().newest) == (0, 0, None)
+
+
+def test_what_comes_next_is_above_all_of_every_run() -> None:
+    numbering = numbering_of(manifest(3), manifest(9, run=OTHER), manifest(5))
+    assert numbering.newest == manifest(5)
+    assert numbering.next_version == 10
+
+
+def test_the_newest_is_of_the_highest_epoch_and_of_two_the_later() -> None:
+    numbering = numbering_of(manifest(9), manifest(10, epoch=1), manifest(11), manifest(10, epoch=1, digest=1))
+    assert numbering.newest == manifest(10, epoch=1, digest=1)
+    assert (numbering.epoch, numbering.next_version) == (1, 12)
+
+
+def test_who_goes_back_is_newer_than_all_before() -> None:
+    numbering = numbering_of(manifest(10))
+    with pytest.raises(VersionTaken, match="up to 10 all numbers are taken on the log"):
+        numbering.check(6, bytes(16))
+    version = numbering.begin_epoch()
+    numbering.take(manifest(version, epoch=numbering.epoch))
+    assert (version, numbering.epoch) == (11, 1)
+    assert numbering.newest is not None
+    assert numbering.newest.order > manifest(10).order
+
+
+def test_who_goes_on_from_what_the_log_has_lost_is_newer_than_that_too() -> None:
+    for numbering in (numbering_of(), numbering_of(manifest(3))):
+        assert (numbering.begin_epoch(epoch=2, version=10), numbering.epoch) == (11, 3)
+    numbering = numbering_of(manifest(20, epoch=4))
+    assert (numbering.begin_epoch(epoch=2, version=10), numbering.epoch) == (21, 5)
+
+
+def test_the_newest_may_be_stored_whole_again_and_nothing_else() -> None:
+    numbering = numbering_of(manifest(4), manifest(5, digest=7))
+    numbering.check(5, bytes([7]) * 16)
+    for version, digest in ((5, bytes(16)), (4, bytes(16))):
+        with pytest.raises(VersionTaken):
+            numbering.check(version, digest)
+    numbering.begin_epoch()
+    with pytest.raises(VersionTaken):
+        numbering.check(5, bytes([7]) * 16)
+
+
+@given(st.lists(st.tuples(st.integers(0, MOST), st.integers(0, MOST), st.sampled_from([RUN, OTHER])), max_size=20))
+def test_no_number_on_the_log_brings_a_publisher_to_an_end(found: list[tuple[int, int, str]]) -> None:
+    numbering = numbering_of(*(manifest(version, epoch=epoch, run=run) for version, epoch, run in found))
+    for _ in range(3):
+        numbering.take(manifest(numbering.begin_epoch(), epoch=numbering.epoch))
+        numbering.take(manifest(numbering.next_version, epoch=numbering.epoch))
+    assert numbering.highest < MAX_VERSION + 6
+    assert numbering.epoch <= MAX_VERSION + 3
+    taken = {version for version, epoch, _ in found if version < MAX_VERSION and epoch < MAX_VERSION}
+    assert numbering.highest > max(taken, default=-1)
+
+
+@given(st.lists(st.sampled_from(["next", "back", "again"]), max_size=30))
+def test_numbers_and_orders_only_rise(deeds: list[str]) -> None:
+    numbering, orders, numbers = VersionNumbers(), [(-1, -1)], set[int]()
+    for deed in deeds:
+        newest = numbering.newest
+        if deed == "again" and newest is not None:
+            numbering.check(newest.version, newest.digest)
+            continue
+        version = numbering.begin_epoch() if deed == "back" else numbering.next_version
+        numbering.take(manifest(version, epoch=numbering.epoch))
+        assert version not in numbers
+        numbers.add(version)
+        orders.append((numbering.epoch, version))
+    assert orders == sorted(orders)

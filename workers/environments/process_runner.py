@@ -1,0 +1,177 @@
+"""A runner in a process of its own, as the worker sees it.
+
+Keeps true
+- Nothing here waits for the process: threads read what it says and write what it is to do.
+- However it ends, `ended` says so once everything that it has said was taken in, and nothing that it started is left.
+- What it says is held to the form of an answer: a process that says anything else is ended.
+"""
+
+import itertools
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from threading import Thread
+from typing import Any
+
+import msgspec
+
+from workers.environments.jobs import NO_JOB, RESULTS, Job, ResultCallback, decode_as, job_fields
+from workers.environments.runner_server import MAX_MESSAGE_BYTES, ProcessSetup
+from workers.environments.runner_status import BEATS, COUNTERS_BYTES, LIVE, RUNNING, STUCK, map_counters
+
+SPARE_SECONDS = 2.0
+"""That a process may take to end once it is killed."""
+
+
+class ProcessRunner:
+    """Jobs of one kind of environment run in a process of their own."""
+
+    killable = True
+
+    def __init__(self, kind: ProcessSetup, answer: ResultCallback) -> None:
+        """`answer` is called in a thread of its own."""
+        self.ready = False
+        self.exit_reason = ""
+        self.load_error = ""
+        """Why there is no such environment, where the process could not make any."""
+        self._change = ""
+        self._answer = answer
+        self._jobs: dict[int, Job] = {}
+        self._numbers = itertools.count()
+        self._leaving = False
+        ours, remote = socket.socketpair()
+        shared = os.memfd_create("environment-signs")
+        os.ftruncate(shared, COUNTERS_BYTES)
+        self._signs = map_counters(os.dup(shared))
+        handed = remote.fileno(), shared
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", f"from workers.environments.runner_process import main; main{handed}"],
+                stdin=subprocess.PIPE,
+                pass_fds=handed,
+                start_new_session=True,  # Ctrl-C is for the command
+            )
+        finally:
+            remote.close()
+            os.close(shared)
+        self._line = Connection(ours.detach())
+        self._to_say: queue.Queue[bytes | None] = queue.Queue()
+        self._to_say.put(msgspec.msgpack.encode(kind))
+        self._reader = Thread(target=self._receive, name="environment-answers", daemon=True)
+        try:
+            self._reader.start()
+            Thread(target=self._write, name="environment-jobs", daemon=True).start()
+        except RuntimeError:
+            self.kill()
+            raise
+
+    def start(self, jobs: list[Job]) -> None:
+        """Begin with these jobs."""
+        numbered = {next(self._numbers): job for job in jobs}
+        self._jobs.update(numbered)
+        self._send("start", [job_fields(job, number) for number, job in numbered.items()])
+
+    def release(self, trajectory_ids: list[str]) -> None:
+        """Close the environments of trajectories that have ended."""
+        self._send("release", trajectory_ids)
+
+    def cancel(self, trajectory_ids: list[str]) -> None:
+        """Answer no job of these that was started, and hold nothing of them."""
+        for number in [number for number, job in list(self._jobs.items()) if job.trajectory_id in trajectory_ids]:
+            self._jobs.pop(number, None)
+        self._send("cancel", trajectory_ids)
+
+    def begin_generation(self, generation: int) -> None:
+        """Close all environments: what was held of earlier lives does not count any more."""
+        self._jobs.clear()
+        self._send("begin_generation", generation)
+
+    @property
+    def heartbeats(self) -> int:
+        """Grows while nothing blocks it."""
+        return self._signs[BEATS]
+
+    @property
+    def live(self) -> int:
+        """Environments that are held or stepped."""
+        return self._signs[LIVE]
+
+    @property
+    def threads_stuck(self) -> int:
+        """Threads of its pool in which a call goes on that was given up."""
+        return self._signs[STUCK]
+
+    def current_job(self) -> Job | None:
+        """The job whose own code the process is in, or was in when it ended."""
+        mark = self._signs[RUNNING]
+        return None if mark == 0 else self._jobs.get(mark - 1, NO_JOB)
+
+    def stop(self) -> None:
+        """Have it close everything and end."""
+        if not self._leaving:
+            self._leaving = True
+            self._send("leave", None)
+
+    def kill(self) -> None:
+        """Kill it, with whatever it has started."""
+        self._leaving = True
+        with suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+    def close(self, seconds: float) -> None:
+        """Leave, wait so long for the end, then kill it. One that has not begun has nothing to close."""
+        self.stop()
+        self._reader.join(seconds if self.ready else 0.0)
+        self.kill()
+        self._reader.join(SPARE_SECONDS)
+
+    def _send(self, what: str, detail: object) -> None:
+        self._to_say.put(msgspec.msgpack.encode((what, detail)))
+
+    def _write(self) -> None:
+        with suppress(OSError):  # it is gone, as `_receive` will find
+            while (message := self._to_say.get()) is not None:
+                self._line.send_bytes(message)
+
+    def _receive(self) -> None:
+        lied = ""
+        try:
+            while True:
+                self._on_message(*msgspec.msgpack.decode(self._line.recv_bytes(MAX_MESSAGE_BYTES)))
+        except (EOFError, ConnectionError):
+            pass
+        except Exception as error:  # noqa: BLE001 - of a process that an environment has meddled with
+            lied = f" wrote to ROSE's own line ({type(error).__name__})"
+            self.kill()
+        status = self._process.wait()
+        self.kill()
+        self._to_say.put(None)
+        self._line.close()
+        self.exit_reason = lied or self._change or _ending(status)
+
+    def _on_message(self, kind: str, *fields: Any) -> None:
+        if kind == "answer":
+            number, name, fields = fields
+            answer = decode_as(RESULTS, name, fields)
+            job = self._jobs.pop(number, None)
+            if job is not None:
+                self._answer(job, answer)
+        elif kind == "unfit":
+            self.load_error = str(fields[0])
+        elif kind == "changed":
+            self._change = f" is replaced: an environment {fields[0]}"
+        else:
+            self.ready = True
+
+
+def _ending(status: int) -> str:
+    if status >= 0:
+        return f" ended with status {status}"
+    name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+    return f" was ended by {name}" + (", as when memory runs out" if name == "SIGKILL" else "")

@@ -1,0 +1,63 @@
+"""Which prompts a worker opens, and with what.
+
+Keeps true: a prompt is opened only if everything that must be written of it can be: the record of its group holds it,
+its sampling can be trained on, and its environment is one that this worker runs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from schemas.errors import UsageError
+from schemas.progress import GroupState
+from schemas.prompts import Prompt, trajectory_id, untrainable_reason
+from workers.environments.home import Home, PromptDecision
+from workers.environments.jobs import ResetJob
+from workers.environments.outbox import group_record
+from workers.environments.trajectory import TrajectoryRules, with_full_sampling
+from workers.environments.transitions import encoding_error
+
+FURTHEST = 2**53
+"""The offset whose encoding is longest."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingReset:
+    """A trajectory of a group that is being opened."""
+
+    home: Home
+    decision: PromptDecision
+    index: int
+
+
+def refusal_reason(prompt: Prompt, rules: TrajectoryRules, check_environment: Callable[[str], object]) -> str:
+    """Why this prompt cannot be opened; empty when it can. `check_environment` raises UsageError."""
+    whole = with_full_sampling(prompt, rules.sampling)
+    if reason := untrainable_reason(whole.sampling):
+        return reason
+    try:
+        check_environment(prompt.environment)
+    except UsageError as error:
+        return str(error)
+    furthest = group_record(
+        whole, GroupState.OPEN, offset=FURTHEST, decided_to=FURTHEST, outcomes_from=FURTHEST, now=0.0
+    )
+    return encoding_error(furthest)
+
+
+def reset_jobs(home: Home, decision: PromptDecision, *, generation: int) -> list[ResetJob]:
+    """What the environments of the group are asked to begin with. What is to be settled by hand begins nothing."""
+    prompt = decision.opens
+    decision.reset_results |= home.settle_requests_of(decision)
+    decision.awaited -= len(decision.reset_results)
+    return [
+        ResetJob(
+            generation=generation,
+            trajectory_id=trajectory_id(prompt.group_id, index),
+            environment=prompt.environment,
+            ticket=PendingReset(home, decision, index),
+            seed=prompt.task_seed,
+            arguments=prompt.arguments,
+        )
+        for index in range(prompt.group_size)
+        if index not in decision.reset_results
+    ]

@@ -1,0 +1,111 @@
+"""What an environment hands back, held to the protocol: one sentence says what cannot be used. Pure.
+
+Keeps true
+- What a NumPy or torch program has at hand is taken as what it stands for: their scalars are numbers and truths.
+- Nothing is guessed: a text is no number, `"false"` is no truth, and no text is made of what is none.
+"""
+
+import math
+from typing import Any
+
+import msgspec
+
+from schemas.errors import message_of
+from schemas.limits import MAX_INFO_BYTES
+from workers.environments.protocol import Step
+
+
+class ProtocolViolation(Exception):
+    """What an environment handed back cannot be used; the message says why."""
+
+
+def check_observation(value: object, method: str) -> str:
+    """The observation. Raises ProtocolViolation."""
+    if not isinstance(value, str):
+        hint = "; decode it" if isinstance(value, bytes | bytearray) else ""
+        raise ProtocolViolation(f"{method} gave an observation of type {type(value).__name__}: it must be a str{hint}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        code = ord(value[error.start])
+        raise ProtocolViolation(
+            f"{method} gave an observation with half a surrogate pair (U+{code:04X}, character {error.start}), which "
+            "no UTF-8 text can hold: replace it, as with text.encode(errors='replace').decode()"
+        ) from None
+    return value
+
+
+def check_snapshot(value: object) -> bytes:
+    """The snapshot. Raises ProtocolViolation."""
+    if not isinstance(value, bytes):
+        raise ProtocolViolation(f"snapshot() gave a {type(value).__name__}, not bytes")
+    return value
+
+
+def check_step(value: object) -> Step:
+    """The step in plain values, without the last observation, which no policy reads. Raises ProtocolViolation."""
+    if not isinstance(value, Step):
+        raise ProtocolViolation(f"step() gave a {type(value).__name__}, not a Step")
+    done = _truth(value.done, "done")
+    return Step(
+        observation="" if done else check_observation(value.observation, "step()"),
+        reward=_reward(value.reward),
+        done=done,
+        success=None if value.success is None else _truth(value.success, "success"),
+        info=_info(value.info),
+    )
+
+
+def _reward(given: object) -> float:
+    value = _scalar(given)
+    if not isinstance(value, bool | int | float):
+        raise ProtocolViolation(f"step() gave a reward of type {type(given).__name__}: it must be a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ProtocolViolation(f"step() gave the reward {number}: it must be a finite number")
+    return number
+
+
+def _truth(given: object, what: str) -> bool:
+    value = _scalar(given)
+    if isinstance(value, int) and value in (0, 1):  # also True and False
+        return bool(value)
+    raise ProtocolViolation(f"step() gave {what} of type {type(given).__name__}: it must be True or False")
+
+
+def _info(given: Any) -> dict[str, Any]:
+    if given is None or given == {}:
+        return {}
+    if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
+        raise ProtocolViolation("step() gave an info that is no dict with text keys")
+    try:
+        written = msgspec.msgpack.encode(given, enc_hook=_plain)
+        info: dict[str, Any] = msgspec.msgpack.decode(written)
+    except Exception as error:  # noqa: BLE001 - of whatever the environment put into it
+        raise ProtocolViolation(f"step() gave an info that cannot be written: {message_of(error)}") from None
+    if len(written) > MAX_INFO_BYTES:
+        raise ProtocolViolation(f"step() gave an info of {len(written)} bytes: {MAX_INFO_BYTES} are allowed")
+    return info
+
+
+def _plain(value: object) -> object:
+    for base in (str, int, float):  # of NumPy's scalars some are these as well
+        if isinstance(value, base):
+            return base(value)
+    plain = _scalar(value)
+    if plain is value:
+        raise ProtocolViolation(f"it has a value of type {type(value).__name__}")
+    return plain
+
+
+def _scalar(value: object) -> object:
+    """What a scalar of NumPy or torch stands for; anything else as it is."""
+    if isinstance(value, bool | int | float | str) or not callable(item := getattr(value, "item", None)):
+        return value
+    try:
+        return item()
+    except Exception:  # noqa: BLE001 - an array of several values is none
+        return value

@@ -1,0 +1,121 @@
+"""The program of a process in which environments of one kind run, and its keeper, which outlives it by a moment.
+
+Keeps true
+- Nothing that an environment starts outlives its process, and neither outlives the worker, however each of them ends:
+  the keeper becomes the parent of whatever is left behind, and kills it.
+- The keeper ends as the environments' process did, so the worker knows by which signal or status.
+- Where memory runs out, the kernel takes an environment's process first.
+
+    worker --(pipe, jobs and answers)--> environments' process
+       └──(standard input, never written to)──> keeper, whose child that is
+"""
+
+import os
+import select
+import signal
+import stat
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from topics.processes import adopt_orphans, die_with_parent, set_process_name
+
+
+def main(line: int, signs: int) -> NoReturn:
+    """Fork the environments' process, with its line to the worker and memory for signs of life; be its keeper."""
+    keeper = os.getpid()
+    adopt_orphans()
+    before_it_ends = die_with_parent(keeper, signal.SIGKILL)
+    wake, woken = os.pipe()
+    os.set_blocking(woken, False)
+    signal.set_wakeup_fd(woken)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    pid = os.fork()
+    if pid == 0:
+        before_it_ends()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number in (1, 2):
+            _open_anew(number)
+        os.close(wake)
+        os.close(woken)
+        with suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
+        from workers.environments.runner_server import serve
+
+        serve(line, signs)
+    os.close(line)
+    os.close(signs)
+    set_process_name("env-keeper")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    _end_as(_kept(pid, wake))
+
+
+def _open_anew(number: int) -> None:
+    """Open the pipe or terminal of this descriptor again: O_NONBLOCK, which ssh and node set on it, is not the
+    worker's then.
+    """
+    kind = os.fstat(number).st_mode
+    if stat.S_ISFIFO(kind) or stat.S_ISCHR(kind):
+        with suppress(OSError):  # it may be another user's: the worker and the environments share it then
+            anew = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NOCTTY)
+            os.dup2(anew, number)
+            os.close(anew)
+
+
+def _kept(pid: int, wake: int) -> int:
+    """Wait for the end of the process, or of the worker, and leave nothing behind; how the process ended."""
+    watched = select.poll()
+    watched.register(0, select.POLLIN)
+    watched.register(wake, select.POLLIN)
+    status: int | None = None
+    while status is None:
+        ended = {descriptor for descriptor, _ in watched.poll()}
+        if wake in ended:
+            os.read(wake, 512)
+            status = _reaped(pid)
+        if status is None and 0 in ended:
+            os.kill(pid, signal.SIGKILL)
+            status = os.waitpid(pid, 0)[1]
+    _end_rest(pid)
+    return status
+
+
+def _reaped(pid: int) -> int | None:
+    """Take in who has ended: orphans end here, too."""
+    found = None
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == pid:
+                found = ended[1]
+    return found
+
+
+def _end_rest(group: int) -> None:
+    """SIGKILL to what the process has started: its group, then whoever comes to the keeper as an orphan."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+    with suppress(ChildProcessError, OSError):
+        while True:
+            for child in children.read_text(encoding="utf-8").split():
+                os.kill(int(child), signal.SIGKILL)
+            os.waitpid(-1, 0)
+
+
+def _end_as(status: int) -> NoReturn:
+    """End with this wait status."""
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it is the environment that crashed, not the keeper
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.stdout.flush()
+    os._exit(max(code, 1 if code < 0 else 0))

@@ -1,0 +1,166 @@
+"""What runs in an environments' process: a runner, asked and answering over a line to the worker.
+
+Keeps true
+- The process ends when the worker hangs up, and nothing here waits for the worker.
+- Environments have the main thread, where Python lets code handle signals: graders bound their time with SIGALRM.
+- What ROSE imports here is there before the user's folders are looked through: no file in them takes its place.
+- Whatever an environment does to standard output or input, the line is not touched by it.
+"""
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+import numpy  # noqa: F401  tokens are unpacked with it, and a user's folder may have a file of that name
+import structlog
+
+from schemas.errors import UsageError, describe_error
+from topics.processes import set_process_name
+from workers.environments.jobs import JOBS, EnvironmentFailure, Job, JobResult, RunnerLimits, decode_as
+from workers.environments.process_integrity import ProcessIntegrity, restore_child_handling
+from workers.environments.registry import load_environment
+from workers.environments.runner_status import StatusCounters, map_counters
+from workers.environments.thread_runner import CLOSE_SECONDS, ThreadRunner
+from workers.environments.turn_format import TurnFormat
+
+_exit = os._exit
+"""As it is now: an environment may take it away."""
+
+MAX_MESSAGE_BYTES = 1 << 26
+"""Of a message in either direction."""
+
+
+class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process is told first."""
+
+    environment: str
+    model_folder: str
+    import_paths: list[str]
+    limits: RunnerLimits
+    generation: int
+
+
+def serve(descriptor: int, shared: int) -> NoReturn:
+    """Until the worker says or hangs up; the last thing that this process does. `shared` is the memory of its signs."""
+    _log_to_standard_error()
+    os.set_inheritable(descriptor, False)
+    line, signs = Connection(descriptor), map_counters(shared)
+    status = 0
+    try:
+        kind = msgspec.msgpack.decode(line.recv_bytes(MAX_MESSAGE_BYTES), type=ProcessSetup)
+        set_process_name(f"env {kind.environment}")
+        status = RunnerServer(line, kind, signs).run()
+    except (EOFError, OSError):
+        pass  # the worker is gone
+    except UsageError as error:
+        line.send_bytes(msgspec.msgpack.encode(("unfit", str(error))))
+    except BaseException:  # noqa: BLE001 - of code that is no environment's; the worker learns the status
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _exit(status)  # whatever threads an environment has left behind
+
+
+class RunnerServer:
+    """A runner and the line to who asks it. Raises UsageError when there is no such environment."""
+
+    def __init__(self, line: Connection, kind: ProcessSetup, signs: StatusCounters) -> None:
+        self._line = line
+        self._leaving = False
+        turn_format = TurnFormat(Path(kind.model_folder))
+        sys.path[:] = kind.import_paths
+        try:
+            create = load_environment(kind.environment)
+        except KeyboardInterrupt:  # nobody else's: Ctrl-C is for the command
+            raise UsageError(f"environment {kind.environment!r}: to import it raises KeyboardInterrupt") from None
+        restore_child_handling()
+        self._runner = ThreadRunner(
+            turn_format,
+            lambda _: create(),
+            self._answer,
+            kind.limits,
+            generation=kind.generation,
+            signs=signs,
+            integrity=ProcessIntegrity(self._give_up),
+        )
+        self._send(msgspec.msgpack.encode(("ready",)))
+
+    def run(self) -> int:
+        """Do what the worker asks, until it says that this is all; the exit status."""
+        threading.Thread(target=self._listen, name="worker-asks", daemon=True).start()
+        self._runner.run()
+        return 0 if self._leaving else 1
+
+    def _listen(self) -> None:
+        status = 1
+        try:
+            self._obey()
+            time.sleep(CLOSE_SECONDS)  # the runner ends by then, and this process with it, if nothing blocks it
+            status = 0
+        except (EOFError, OSError):
+            status = 0  # the worker is gone
+        except BaseException:  # noqa: BLE001 - the worker learns the status
+            traceback.print_exc()
+        _exit(status)
+
+    def _obey(self) -> None:
+        asked: dict[str, Callable[[Any], None]] = {
+            "start": self._start,
+            "release": self._runner.release,
+            "cancel": self._runner.cancel,
+            "begin_generation": self._runner.begin_generation,
+        }
+        while True:
+            what, detail = msgspec.msgpack.decode(self._line.recv_bytes(MAX_MESSAGE_BYTES))
+            if what == "leave":
+                self._leaving = True
+                self._runner.stop()
+                return
+            asked[what](detail)
+
+    def _give_up(self, change: str) -> NoReturn:
+        """End, so that all that was under way here is done again in a process that is as it should be."""
+        self._send(msgspec.msgpack.encode(("changed", change)))
+        _exit(0)
+
+    def _start(self, jobs: list[tuple[str, Any]]) -> None:
+        taken: list[Job] = [decode_as(JOBS, name, fields) for name, fields in jobs]
+        self._runner.start(taken)
+
+    def _answer(self, job: Job, answer: JobResult) -> None:
+        try:
+            message = msgspec.msgpack.encode(("answer", job.ticket, type(answer).__name__, answer))
+        except Exception as error:  # noqa: BLE001 - nothing that an environment hands back should come to this
+            message = self._failed(job, describe_error(error))
+        if len(message) > MAX_MESSAGE_BYTES:
+            message = self._failed(job, f"it hands back {len(message)} bytes, {MAX_MESSAGE_BYTES} are allowed")
+        self._send(message)
+
+    def _failed(self, job: Job, reason: str) -> bytes:
+        failed = EnvironmentFailure(f"environment {job.environment}: {reason}")
+        return msgspec.msgpack.encode(("answer", job.ticket, "Failed", failed))
+
+    def _send(self, message: bytes) -> None:
+        try:
+            self._line.send_bytes(message)
+        except OSError:
+            _exit(0)  # the worker is gone
+
+
+def _log_to_standard_error() -> None:
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.LogfmtRenderer(bool_as_flag=False),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )

@@ -1,0 +1,407 @@
+"""A thread in which environments run, on an event loop of its own; in their processes that is the main one.
+
+Keeps true
+- A slow environment holds nobody up, and one that fails, hangs or lies fails its own trajectory alone.
+- No more than `max_live` environments are held or stepped at once, but for steps that were given up. The longest unused
+  is closed first; it is restored from its trajectory's state when its next turn comes.
+- Every job of the present life is answered once, in whatever order they end and whatever is raised, swallowed or
+  cancelled, for as long as no environment blocks the thread. That shows from outside: `beats` stands still.
+- A job is answered before its environment is closed, so no `close` holds back or spoils what was finished.
+- An observation is encoded beside the loop where that takes long, and not to its end where it cannot fit a context.
+- A step is not late because this process was frozen: of a freeze no more counts than of any look.
+"""
+
+import asyncio
+import copy
+import ctypes
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from threading import Thread
+from typing import Any, TypeVar
+
+import structlog
+
+from schemas.arrays import pack_tokens, unpack_tokens
+from schemas.errors import UsageError, describe_error, message_of
+from workers.environments.home import ResetResult
+from workers.environments.jobs import (
+    NO_JOB,
+    EnvironmentFailure,
+    Job,
+    JobResult,
+    ResetJob,
+    ResetRefused,
+    ResultCallback,
+    RunnerLimits,
+    StepJob,
+)
+from workers.environments.process_integrity import LoopRepair, ProcessIntegrity
+from workers.environments.protocol import Environment
+from workers.environments.protocol_checks import ProtocolViolation, check_observation, check_snapshot, check_step
+from workers.environments.runner_status import BEATS, COUNTERS, LIVE, STUCK, StatusCounters, TrackedCall
+from workers.environments.thread_pool import EnvironmentThreadPool
+from workers.environments.transitions import FAILURE_CHARACTERS, StepResult
+from workers.environments.turn_format import TurnFormat
+
+CLOSE_SECONDS = 10.0
+"""How long environments may take to close before the worker goes on without them."""
+
+LOOK_SECONDS = 1.0
+"""The longest time between two looks at whether a call has ended."""
+
+LOOKS = 8
+"""So many at least make a call late, whatever the clock says."""
+
+CANCELS = 2
+"""A call that goes on after so many cancellations is given up: its environment is closed beneath it."""
+
+CANCEL_SECONDS = 5.0
+"""How long a call that was cancelled may take to end."""
+
+BEAT_SECONDS = 0.05
+"""Between two beats of a loop that nobody blocks."""
+
+PIECE_CHARACTERS = 16_384
+"""An observation up to here is encoded at once, within some ten milliseconds."""
+
+CERTAINLY = 2
+"""An observation whose pieces have so many times the tokens of a context does not fit one: encoded as a whole it may
+have fewer, but at the seams of pieces alone."""
+
+T = TypeVar("T")
+
+log = structlog.get_logger()
+
+
+class ThreadRunner:
+    """Runs jobs. All but the methods with an underscore are called from outside its thread."""
+
+    killable = False
+
+    def __init__(
+        self,
+        turn_format: TurnFormat,
+        create: Callable[[str], Environment],
+        answer: ResultCallback,
+        limits: RunnerLimits,
+        *,
+        generation: int,
+        signs: StatusCounters | None = None,
+        integrity: ProcessIntegrity | None = None,
+    ) -> None:
+        """`create` makes a new environment of a name; `answer` is called in its thread. With `signs` jobs have numbers
+        for tickets. `fitness` is that of a process in which nothing else runs: whoever calls `run` there is the thread.
+        """
+        self.heartbeats = 0
+        """Grows while nobody blocks the loop."""
+        self.ready, self.exit_reason, self.load_error = True, "", ""
+        self._format = turn_format
+        self._create = create
+        self._answer = answer
+        self._limits = limits
+        self._generation = generation
+        self._signs = [0] * COUNTERS if signs is None else signs
+        self._integrity = integrity
+        self._idle: OrderedDict[str, Environment] = OrderedDict()
+        self._busy = 0
+        self._ending = 0
+        """Environments that are closed though their slot is still theirs."""
+        self._slots = asyncio.Semaphore(limits.max_live)
+        self._tasks: dict[asyncio.Task[None], Job | None] = {}
+        """The runner's own, each with the job that is to be answered. Nobody but an environment that cancels whatever
+        it finds cancels these."""
+        self._calls: dict[asyncio.Task[Any], Job | None] = {}
+        """Into environments, given up or not."""
+        self._withdrawn: set[str] = set()
+        """Trajectories whose code runs no more, though the loop has not come to say so: others may block it."""
+        self._closing = self._stopped = False
+        self._loop = asyncio.new_event_loop()
+        self._threads = EnvironmentThreadPool()
+        self._shared = LoopRepair(self._loop, self._threads)
+        self._loop.call_soon(self._beat)
+        self._thread = Thread(target=self.run, name="environments", daemon=True)
+        if integrity is None:
+            self._thread.start()
+
+    @property
+    def live(self) -> int:
+        """Environments that are held or stepped; as another thread sees it, so a figure for people."""
+        return len(self._idle) + self._busy
+
+    @property
+    def threads_stuck(self) -> int:
+        """Threads of its pool that a call went on in after it was given up."""
+        return self._threads.stuck
+
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Begin with these jobs."""
+        self._loop.call_soon_threadsafe(self._begin, jobs)
+
+    def release(self, trajectory_ids: list[str]) -> None:
+        """Close the environments of trajectories that have ended."""
+        self._loop.call_soon_threadsafe(self._drop, trajectory_ids)
+
+    def cancel(self, trajectory_ids: list[str]) -> None:
+        """Answer no job of these that was started, and hold nothing of them."""
+        self._withdrawn.update(trajectory_ids)
+        self._loop.call_soon_threadsafe(self._withdraw, trajectory_ids)
+
+    def begin_generation(self, generation: int) -> None:
+        """Close all environments: what was held of earlier lives does not count any more."""
+        self._loop.call_soon_threadsafe(self._forget, generation)
+
+    def current_job(self) -> Job | None:
+        """The job whose own code has the thread at this moment."""
+        task = asyncio.current_task(self._loop)
+        if task in self._calls:
+            return self._calls[task] or NO_JOB
+        return None if task is None else self._tasks.get(task)
+
+    def kill(self) -> None:
+        """Have the thread end when it can: a sleep has to be slept, a loop in Python is broken off."""
+        self.stop()
+        if self._thread.ident is not None and self._thread.is_alive():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident), ctypes.py_object(SystemExit))
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Stop everything. An environment that blocks the event loop is left behind."""
+        self.stop()
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            log.warning("environments_not_closed", seconds=seconds)
+            self.kill()
+
+    def stop(self) -> None:
+        """Have the thread close everything and end."""
+        if not self._closing:
+            self._closing = True
+            asyncio.run_coroutine_threadsafe(self._shut(), self._loop)
+
+    def run(self) -> None:
+        """Do jobs in this thread, until all is closed after `leave` or the event loop is lost."""
+        while not self._stopped:  # an environment may stop the loop, too
+            with suppress(SystemExit, KeyboardInterrupt):  # of its callback, or as `abandon` raises it in whatever runs
+                try:
+                    self._loop.run_forever()
+                except Exception as error:  # noqa: BLE001 - an environment has closed the loop's own files
+                    self.exit_reason = f" lost its event loop ({describe_error(error)})"
+                    return
+        self._loop.close()
+
+    def _beat(self) -> None:
+        self.heartbeats += 1
+        self._signs[BEATS], self._signs[LIVE], self._signs[STUCK] = self.heartbeats, self.live, self.threads_stuck
+        self._loop.call_later(BEAT_SECONDS, self._beat)
+
+    def _begin(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            if self._integrity is not None:
+                self._integrity.on_use(job.trajectory_id)
+            self._spawn(self._work(job), job)
+
+    def _drop(self, trajectory_ids: list[str]) -> None:
+        for trajectory_id in trajectory_ids:
+            environment = self._idle.pop(trajectory_id, None)
+            if environment is not None:
+                self._spawn(self._close(environment))
+
+    def _withdraw(self, trajectory_ids: list[str]) -> None:
+        for task, job in self._tasks.items():
+            if job is not None and job.trajectory_id in trajectory_ids:
+                self._tasks[task] = None
+        for call, job in self._calls.items():
+            if job is not None and job.trajectory_id in trajectory_ids:
+                call.cancel()
+        self._drop(trajectory_ids)
+        self._withdrawn.difference_update(trajectory_ids)
+
+    def _forget(self, life: int) -> None:
+        self._generation = life
+        self._drop(list(self._idle))
+
+    async def _shut(self) -> None:
+        """End the thread, with everything closed as far as that goes."""
+        try:
+            for call in list(self._calls):
+                call.cancel()
+            self._drop(list(self._idle))
+            for task in list(self._tasks):
+                await _ends(task, CLOSE_SECONDS)
+        finally:
+            self._stopped = True
+            self._loop.stop()
+
+    async def _work(self, job: Job) -> None:
+        async with self._slots:
+            present = _present_task()
+            if self._closing or job.generation != self._generation or self._tasks[present] is None:
+                self._tasks[present] = None  # nobody waits for it any more
+                return
+            environment = self._idle.pop(job.trajectory_id, None)
+            self._busy += 1
+            try:
+                while self._idle and len(self._idle) + self._busy + self._ending > self._limits.max_live:
+                    await self._close(self._idle.popitem(last=False)[1])
+                environment, answer = await self._answered(job, environment)
+            finally:
+                self._busy -= 1
+            ended = isinstance(answer, EnvironmentFailure | ResetRefused) or (
+                isinstance(answer, StepResult) and answer.done
+            )
+            still_needed = self._tasks[present] is not None and not self._closing and not self._has_left(job)
+            ended = ended or not still_needed or job.generation != self._generation
+            if environment is not None and not ended:
+                self._idle[job.trajectory_id] = environment
+            self._tasks[present] = None
+            if still_needed:
+                self._answer(job, answer)
+            if environment is not None and ended:
+                self._ending += 1
+                try:
+                    await self._close(environment)
+                finally:
+                    self._ending -= 1
+            if self._integrity is not None:
+                self._integrity.on_answered()
+
+    def _worked(self, task: asyncio.Task[None]) -> None:
+        """Answer the job that this task was for, if it has ended without."""
+        job = self._tasks.pop(task)
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if job is not None and error is not None and not self._closing:
+            self._answer(job, EnvironmentFailure(_failure(job, error)))
+
+    async def _answered(self, job: Job, environment: Environment | None) -> tuple[Environment | None, JobResult]:
+        """Do the job within the time allowed, in a new environment where none is held."""
+        restore = environment is None and isinstance(job, StepJob)
+        if environment is None:
+            made = await self._within(self._limits.timeout_seconds, lambda: self._made(job), job)
+            if isinstance(made, BaseException):
+                return None, EnvironmentFailure(_failure(job, made))
+            environment = made
+        own = environment
+        done = await self._within(self._limits.timeout_seconds, lambda: self._do(job, own, restore=restore), job)
+        if isinstance(done, UsageError) and isinstance(job, ResetJob):
+            return own, ResetRefused(message_of(done))
+        return own, EnvironmentFailure(_failure(job, done)) if isinstance(done, BaseException) else done
+
+    async def _within(self, seconds: float, call: Callable[[], Awaitable[T]], job: Job | None) -> T | BaseException:
+        """What the call gives or raises. One that is late is cancelled; one that goes on all the same is given up."""
+        code = _caught(call)
+        task = self._loop.create_task(TrackedCall(code, self._signs, job, self._look, lambda: self._has_left(job)))
+        self._calls[task] = job
+        task.add_done_callback(self._calls.pop)
+        in_time = ended = await _ends(task, seconds)
+        for _ in range(CANCELS):
+            if not ended:
+                task.cancel()
+                ended = await _ends(task, CANCEL_SECONDS)
+        outcome = task.result() if ended and not task.cancelled() else asyncio.CancelledError()
+        if isinstance(outcome, BaseException) and not in_time:
+            return TimeoutError(f"took longer than {seconds:g} s")
+        return outcome
+
+    def _has_left(self, job: Job | None) -> bool:
+        return job is not None and job.trajectory_id in self._withdrawn
+
+    def _look(self, after: bool) -> None:
+        """At each turn of a call: put the loop right, and `after` it see whether the process is still fit."""
+        self.heartbeats += 1
+        self._signs[BEATS] = self.heartbeats
+        self._shared.repair()
+        if after and self._integrity is not None:
+            self._integrity.check()
+
+    async def _made(self, job: Job) -> Environment:
+        return self._create(job.environment)
+
+    async def _do(self, job: Job, environment: Environment, *, restore: bool) -> ResetResult | StepResult:
+        if self._closing:
+            raise asyncio.CancelledError  # as what was under way is
+        if isinstance(job, ResetJob):
+            text = check_observation(await environment.reset(job.seed, copy.deepcopy(job.arguments)), "reset()")
+            observation = await self._encoded(text)
+            return ResetResult(pack_tokens(observation), check_snapshot(await environment.snapshot()))
+        assert isinstance(job, StepJob)
+        if restore:
+            await environment.restore(job.state)
+        sampled = unpack_tokens(job.tokens)
+        action = self._format.action_text(sampled, job.stop_token_ids)
+        began = time.perf_counter()
+        given = await environment.step(action)
+        seconds = time.perf_counter() - began
+        step = check_step(given)
+        return StepResult(
+            observation=b"" if step.done else pack_tokens(await self._encoded(step.observation, after=sampled)),
+            reward=step.reward,
+            done=step.done,
+            success=step.success,
+            info=step.info,
+            state=b"" if step.done else check_snapshot(await environment.snapshot()),
+            environment_seconds=seconds,
+        )
+
+    async def _encoded(self, text: str, *, after: Sequence[int] | None = None) -> list[int]:
+        """Encode the observation that follows these sampled tokens, or is the first (None).
+
+        Where the observation fits no context: some of its tokens, and more than a context holds.
+        """
+        if len(text) <= PIECE_CHARACTERS:
+            return self._whole(text, after)
+        return await self._loop.run_in_executor(None, self._encoded_in_pieces, text, after)
+
+    def _whole(self, text: str, after: Sequence[int] | None) -> list[int]:
+        return self._format.observation_tokens(text, first=after is None, after=after or ())
+
+    def _encoded_in_pieces(self, text: str, after: Sequence[int] | None) -> list[int]:
+        tokens: list[int] = []
+        for begin in range(0, len(text), PIECE_CHARACTERS):
+            tokens += self._format.observation_tokens(text[begin : begin + PIECE_CHARACTERS], first=False)
+            if len(tokens) > CERTAINLY * self._limits.max_context_tokens:
+                if after is None:
+                    room = f"no room in max_context_tokens {self._limits.max_context_tokens}"
+                    raise ProtocolViolation(f"the {len(text)} characters of its first observation leave {room}")
+                return tokens
+        return self._whole(text, after)
+
+    async def _close(self, environment: Environment) -> None:
+        error = await self._within(CLOSE_SECONDS, lambda: environment.close(), None)
+        if isinstance(error, BaseException):  # its trajectory has been decided already
+            log.warning("environment_close_failed", error=describe_error(error))
+
+    def _spawn(self, work: Coroutine[Any, Any, None], job: Job | None = None) -> None:
+        task = self._loop.create_task(work)
+        self._tasks[task] = job
+        task.add_done_callback(self._worked)
+
+
+async def _caught(call: Callable[[], Awaitable[T]]) -> T | BaseException:
+    try:
+        return await call()
+    except BaseException as error:  # noqa: BLE001 - user code: whatever it raises is what came of it
+        return error
+
+
+async def _ends(task: asyncio.Task[Any], seconds: float) -> bool:
+    """Whether it ends within this time, told by looks: a freeze takes one at most, and there is one to spare."""
+    look_seconds = min(LOOK_SECONDS, seconds / LOOKS)
+    for _ in range(math.ceil(seconds / look_seconds) + 1):
+        with suppress(asyncio.CancelledError):  # of an environment that cancels whatever it finds
+            await asyncio.wait({task}, timeout=look_seconds)
+        if task.done():
+            return True
+    return False
+
+
+def _present_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
+
+
+def _failure(job: Job, error: BaseException) -> str:
+    reason = message_of(error) if isinstance(error, ProtocolViolation) else describe_error(error)
+    return f"environment {job.environment}: {reason}"[:FAILURE_CHARACTERS]

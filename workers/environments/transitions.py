@@ -1,0 +1,245 @@
+"""What an event of a trajectory puts on the log: the next request, or the sample that ends it. Pure.
+
+Keeps true
+- An infrastructure failure is a sample without a reward and with the reason, never a reward of 0.
+- Nothing is handed on that its readers would refuse: what an environment made up and no record can hold fails its
+  trajectory, and a sample that no record can hold is replaced by one with the reason alone.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from schemas.arrays import count
+from schemas.contexts import context_fields
+from schemas.errors import RecordError
+from schemas.limits import MAX_INFO_BYTES, MAX_REWARD
+from schemas.progress import Applied, EnvSnapshot
+from schemas.prompts import Prompt, trajectory_id
+from schemas.record import Record
+from schemas.samples import Ending, Sample
+from schemas.turns import TurnRequest, TurnResult
+from schemas.wire import encode
+from workers.environments.trajectory import Trajectory, TrajectoryRules, digest_of
+
+FAILURE_CHARACTERS = 1_000
+"""Longest failure text of a sample; what an exception says beyond it is cut off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one step of the environment gave."""
+
+    observation: bytes
+    """Tokens to append, framed, packed."""
+    reward: float
+    done: bool
+    success: bool | None
+    info: dict[str, Any]
+    state: bytes
+    """The environment's snapshot after the step."""
+    environment_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutgoingRecords:
+    """What one event of a trajectory puts on the log: a request and perhaps a snapshot, or the sample that ends it."""
+
+    request: TurnRequest | None = None
+    snapshot: EnvSnapshot | None = None
+    sample: Sample | None = None
+    ending: Ending | None = None
+    """Set with `sample`."""
+
+
+def first_request(trajectory: Trajectory, rules: TrajectoryRules, now: float) -> OutgoingRecords:
+    """The snapshot and request that open a trajectory, or its failure when they cannot be written."""
+    tokens = count(trajectory.tokens)
+    if tokens >= rules.max_context_tokens:
+        room = f"leave no room in max_context_tokens {rules.max_context_tokens}"
+        return fail_trajectory(trajectory, f"the first observation's {tokens} tokens {room}", rules, now)
+    return _next_turn(trajectory, rules, now, changed=True)
+
+
+def advance(
+    trajectory: Trajectory,
+    result: TurnResult,
+    stepped: StepResult,
+    *,
+    offset: int,
+    rules: TrajectoryRules,
+    applied_at: float,
+    now: float,
+) -> OutgoingRecords:
+    """Take in the result at this offset and the step that it led to; ask for the next turn or end."""
+    ending = _ending(trajectory, result, stepped, rules)
+    applied = Applied(
+        offset=offset,
+        observed=0 if ending else count(stepped.observation),
+        applied_at=applied_at,
+        environment_seconds=stepped.environment_seconds,
+        reward=trajectory.reward + stepped.reward,
+        committed_at=trajectory.committed_at,
+    )
+    trajectory.apply_result(result, applied)
+    if not abs(applied.reward) <= MAX_REWARD:
+        reason = f"the environment's reward is {stepped.reward:g}: scale it down to {MAX_REWARD:g} in all"
+        return fail_trajectory(trajectory, reason, rules, now)
+    if ending is not None:
+        return _ended(trajectory, stepped, ending, rules, now)
+    trajectory.observe(stepped.observation)
+    digest = digest_of(stepped.state)
+    changed = digest != trajectory.digest
+    if changed:
+        trajectory.state, trajectory.digest = stepped.state, digest
+    return _next_turn(trajectory, rules, now, changed=changed)
+
+
+def request_again(trajectory: Trajectory, rules: TrajectoryRules, now: float) -> OutgoingRecords:
+    """Ask for the present turn with its context whole: its chain could not be read back."""
+    trajectory.anchor()
+    return _next_turn(trajectory, rules, now, changed=False)
+
+
+def fail_at_result(
+    trajectory: Trajectory,
+    result: TurnResult,
+    failure: str,
+    *,
+    offset: int,
+    rules: TrajectoryRules,
+    applied_at: float,
+    now: float,
+) -> OutgoingRecords:
+    """End because the environment failed at this result; what was sampled and spent is kept."""
+    applied = Applied(
+        offset=offset,
+        observed=0,
+        applied_at=applied_at,
+        environment_seconds=0.0,
+        reward=trajectory.reward,
+        committed_at=trajectory.committed_at,
+    )
+    trajectory.apply_result(result, applied)
+    return fail_trajectory(trajectory, failure, rules, now)
+
+
+def fail_trajectory(trajectory: Trajectory, failure: str, rules: TrajectoryRules, now: float) -> OutgoingRecords:
+    """End by an infrastructure failure: what was sampled so far, no reward."""
+    sample = _sample(trajectory, rules, now, Ending.FAILED, failure=failure)
+    if encoding_error(sample):
+        sample = fail_at_opening(trajectory.prompt, trajectory.index, failure, rules, now)
+    return OutgoingRecords(sample=sample, ending=Ending.FAILED)
+
+
+def fail_at_opening(prompt: Prompt, index: int, failure: str, rules: TrajectoryRules, now: float) -> Sample:
+    """The sample of a trajectory of which there is nothing but the reason of its failure."""
+    nothing = Trajectory(
+        trajectory_id=trajectory_id(prompt.group_id, index), index=index, prompt=prompt, home=0, state=b"", digest=b""
+    )
+    return _sample(nothing, rules, now, Ending.FAILED, failure=failure)
+
+
+def encoding_error(record: Record) -> str:
+    """Why no reader would take this record; empty when they would."""
+    try:
+        encode(record)
+    except RecordError as error:
+        return str(error)
+    return ""
+
+
+def _next_turn(trajectory: Trajectory, rules: TrajectoryRules, now: float, *, changed: bool) -> OutgoingRecords:
+    """Ask for the present turn; save the state if it has changed."""
+    trajectory.begin_turn(rules.max_context_tokens)
+    request = TurnRequest(
+        trajectory_id=trajectory.trajectory_id,
+        group_id=trajectory.prompt.group_id,
+        home=trajectory.home,
+        environment=trajectory.prompt.environment,
+        turn=trajectory.turn,
+        **context_fields(trajectory.tokens, trajectory.chain, known_tokens=trajectory.requested),
+        sampling=trajectory.sampling,
+        requested_at=now,
+        patience_seconds=rules.turn_patience_seconds,
+    )
+    snapshot = None
+    if changed:
+        snapshot = EnvSnapshot(trajectory_id=trajectory.trajectory_id, digest=trajectory.digest, state=trajectory.state)
+    for record, what in (
+        (request, "the turn cannot be asked for"),
+        (snapshot, "the environment's state cannot be saved"),
+    ):
+        if record is not None and (problem := encoding_error(record)):
+            return fail_trajectory(trajectory, f"{what}: {problem}", rules, now)
+    return OutgoingRecords(request=request, snapshot=snapshot)
+
+
+def _ending(trajectory: Trajectory, result: TurnResult, stepped: StepResult, rules: TrajectoryRules) -> Ending | None:
+    if stepped.done:
+        return Ending.DONE
+    if trajectory.turn + 1 >= trajectory.prompt.max_turns:
+        return Ending.MAX_TURNS
+    seen = count(trajectory.tokens) + count(result.tokens) + count(stepped.observation)
+    return Ending.CONTEXT if seen >= rules.max_context_tokens else None
+
+
+def _ended(
+    trajectory: Trajectory, stepped: StepResult, ending: Ending, rules: TrajectoryRules, now: float
+) -> OutgoingRecords:
+    sample = _sample(
+        trajectory,
+        rules,
+        now,
+        ending,
+        reward=trajectory.reward,
+        success=None if stepped.success is None else stepped.success and stepped.done,
+        info=stepped.info,
+    )
+    if problem := encoding_error(sample) or _too_much(stepped.info):
+        return fail_trajectory(trajectory, f"the sample cannot be written: {problem}", rules, now)
+    return OutgoingRecords(sample=sample, ending=ending)
+
+
+def _too_much(info: dict[str, Any]) -> str:
+    size = len(msgspec.msgpack.encode(info))
+    return f"the environment's info has {size} bytes, {MAX_INFO_BYTES} are allowed" if size > MAX_INFO_BYTES else ""
+
+
+def _sample(
+    trajectory: Trajectory,
+    rules: TrajectoryRules,
+    now: float,
+    ended: Ending,
+    *,
+    reward: float | None = None,
+    success: bool | None = None,
+    failure: str = "",
+    info: dict[str, Any] | None = None,
+) -> Sample:
+    return Sample(
+        trajectory_id=trajectory.trajectory_id,
+        group_id=trajectory.prompt.group_id,
+        group_size=trajectory.prompt.group_size,
+        model_id=rules.model_id,
+        environment=trajectory.prompt.environment,
+        seed=trajectory.prompt.task_seed,
+        tokens=trajectory.tokens,
+        loss_mask=trajectory.mask,
+        logprobs=trajectory.logprobs,
+        spans=tuple(trajectory.spans),
+        turns=tuple(trajectory.turns),
+        reward=reward,
+        success=success,
+        failure=_bounded_text(failure),
+        info=info or {},
+        device_seconds=trajectory.device_seconds,
+        completed_at=now,
+        ended=ended,
+    )
+
+
+def _bounded_text(text: str) -> str:
+    """At most FAILURE_CHARACTERS, and nothing that UTF-8 cannot hold."""
+    return text[:FAILURE_CHARACTERS].encode(errors="replace").decode()

@@ -1,0 +1,146 @@
+"""One request over HTTP and the stream that answers it, read token by token.
+
+Keeps true
+- Token ids go in and come out; no text is ever read.
+- Every moment is time.monotonic(), which all processes of a machine share, taken when the line had arrived.
+- Each request has a connection of its own, as a user has.
+- What goes wrong is in `Answer.error`, in one sentence, and ends that request alone.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from schemas.errors import describe_error
+
+PREFIX, DONE = b"data: ", b"[DONE]"
+JSON = {"Content-Type": "application/json"}
+
+
+class StreamedCompletion(msgspec.Struct):
+    """What came back of one request, by the client's clock; lists of equal length."""
+
+    due: float
+    sent: float
+    prompt_tokens: int
+    tokens: int = 0
+    """How many were generated."""
+    moments: list[float] = []
+    """When tokens came."""
+    counts: list[int] = []
+    """How many came in each of these moments."""
+    cached_tokens: int = 0
+    """Of the prompt, from the server's prefix cache. This and the next three: the server's own word."""
+    queue_seconds: float = 0.0
+    """In the scheduler, until it was first scheduled. A request that waits for a guest's step is not there yet: vLLM
+    takes it into the scheduler after that."""
+    prefill_seconds: float = 0.0
+    """From there to its first token."""
+    decode_seconds: float = 0.0
+    """From the first token to the last."""
+    error: str = ""
+
+    @property
+    def engine_seconds(self) -> float:
+        """From the scheduler's queue to the last token."""
+        return self.queue_seconds + self.prefill_seconds + self.decode_seconds
+
+    @property
+    def outside_seconds(self) -> float:
+        """Of the wait for the first token, what was neither queue nor prefill: HTTP, and the way into the scheduler."""
+        return self.moments[0] - self.sent - self.queue_seconds - self.prefill_seconds
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] = []
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Metrics(msgspec.Struct):
+    queue_time_ms: float | None = None
+    time_to_first_token_ms: float | None = None
+    generation_time_ms: float | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    metrics: _Metrics | None = None
+    error: Any = None
+
+
+_decoder = msgspec.json.Decoder(_Chunk)
+
+
+def http_session(timeout_seconds: float) -> aiohttp.ClientSession:
+    """What requests are sent with."""
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=timeout_seconds))
+
+
+def completion_body(model: str, prompt: list[int], tokens: int, **more: Any) -> dict[str, Any]:
+    """A request for exactly `tokens` tokens."""
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        **more,
+    }
+
+
+async def stream_completion(
+    client: aiohttp.ClientSession,
+    url: str,
+    body: dict[str, Any],
+    *,
+    due: float,
+    on_tokens: Callable[[float, list[int]], None] | None = None,
+) -> StreamedCompletion:
+    """Send one completion request and read its answer to the end."""
+    answer = StreamedCompletion(due=due, sent=time.monotonic(), prompt_tokens=len(body["prompt"]))
+    try:
+        async with client.post(f"{url}/v1/completions", data=msgspec.json.encode(body), headers=JSON) as response:
+            if response.status != 200:
+                answer.error = f"status {response.status}: {(await response.text())[:200]}"
+                return answer
+            async for line in response.content:
+                if line.startswith(PREFIX) and not line.startswith(DONE, len(PREFIX)):
+                    _on_chunk(answer, _decoder.decode(line[len(PREFIX) :]), on_tokens)
+    except (TimeoutError, aiohttp.ClientError, msgspec.DecodeError) as error:
+        answer.error = describe_error(error)
+    if not answer.error and answer.tokens != body["max_tokens"]:
+        answer.error = f"{answer.tokens} of {body['max_tokens']} tokens came"
+    return answer
+
+
+def _on_chunk(answer: StreamedCompletion, chunk: _Chunk, on_tokens: Callable[[float, list[int]], None] | None) -> None:
+    now = time.monotonic()
+    if chunk.error is not None:
+        answer.error = str(chunk.error)[:200]
+    tokens = [token for choice in chunk.choices for token in choice.token_ids]
+    if tokens:
+        answer.moments.append(now)
+        answer.counts.append(len(tokens))
+        answer.tokens += len(tokens)
+        if on_tokens is not None:
+            on_tokens(now, tokens)
+    if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
+        answer.cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens or 0
+    if chunk.metrics is not None:
+        answer.queue_seconds = (chunk.metrics.queue_time_ms or 0.0) / 1000
+        answer.prefill_seconds = (chunk.metrics.time_to_first_token_ms or 0.0) / 1000
+        answer.decode_seconds = (chunk.metrics.generation_time_ms or 0.0) / 1000

@@ -1,0 +1,163 @@
+"""The users of one server: they ask as those of a trace did, over and over, and write down what they waited.
+
+Keeps true
+- A user never waits for another's answer: each request is sent at its moment, whatever became of those before.
+- They begin when the server first answers. From then on one that is away fails their requests, and they say so.
+- When they are to stop they ask for nothing more, and wait a while for what they asked for: that is written down too.
+- What a pass through the trace left in the server's prefix cache, the next does not find.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from itertools import count
+from threading import Event
+from typing import Annotated
+
+import aiohttp
+import msgspec
+import structlog
+
+from schemas.errors import UsageError
+from schemas.user_requests import UserRequest
+from workers.loadgen.completion_stream import StreamedCompletion, completion_body, http_session, stream_completion
+from workers.loadgen.config import LoadgenConfig
+from workers.loadgen.request_log import RequestLog
+from workers.loadgen.trace_requests import Request, TraceScaling, TraceWindow, scale_requests
+from workers.loadgen.traces import Arrival, read_trace
+
+REQUEST_SECONDS = 60.0
+"""After which a request has failed."""
+
+LEAVE_SECONDS = 10.0
+"""How long users who are to stop wait for the last answers: what has not come by then has failed."""
+
+LOOK_SECONDS = 0.5
+"""Between two looks whether the server answers yet, or whether the users are to stop."""
+
+PAUSE_SECONDS = 1.0
+"""Between two passes through the trace."""
+
+log = structlog.get_logger("users")
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _ModelFolder(msgspec.Struct):
+    vocab_size: Annotated[int, msgspec.Meta(ge=1)]
+
+
+def run_loadgen(config: LoadgenConfig, url: str, stop: Event) -> None:
+    """Ask the server at `url` until `stop`. Raises UsageError for a trace or a model folder that cannot be read."""
+    arrivals = read_trace(str(config.trace))
+    file = config.model_folder / "config.json"
+    try:
+        vocabulary = msgspec.json.decode(file.read_bytes(), type=_ModelFolder).vocab_size
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(f"{file} does not tell how large the vocabulary is: {error}") from None
+    waits = RequestLog(config.run_folder)
+    try:
+        asyncio.run(_ask_all(config, url, arrivals, vocabulary, waits, stop))
+    finally:
+        waits.close()
+
+
+def served_request(answer: StreamedCompletion, *, ended: float, to_unix: float) -> UserRequest:
+    """Of an answer that ended at this moment; `to_unix` leads from time.monotonic() to Unix seconds."""
+    after_first = answer.tokens - 1
+    first, last = (answer.moments[0], answer.moments[-1]) if answer.moments else (None, None)
+    return UserRequest(
+        at=answer.due + to_unix,
+        seconds=ended - answer.due,
+        prompt_tokens=answer.prompt_tokens,
+        tokens=answer.tokens,
+        first_token_seconds=None if first is None else first - answer.due,
+        token_seconds=None if first is None or last is None or after_first < 1 else (last - first) / after_first,
+        error=answer.error,
+    )
+
+
+def paced_requests(work: TraceWindow) -> Iterator[tuple[float, int, Request]]:
+    """Every request of pass after pass: seconds since the first, the number of the pass, what is asked."""
+    for number in count():
+        begins = number * (work.seconds + PAUSE_SECONDS)
+        for request in work.requests:
+            yield begins + request.at, number, request
+
+
+async def _ask_all(
+    config: LoadgenConfig, url: str, arrivals: list[Arrival], vocabulary: int, waits: RequestLog, stop: Event
+) -> None:
+    to_unix = time.time() - time.monotonic()
+    async with http_session(REQUEST_SECONDS) as client:
+        model = await _model(client, url, stop)
+        if model is None:
+            return
+        shape = TraceScaling(
+            prompt_divisor=config.prompt_divisor,
+            output_divisor=config.output_divisor,
+            longest=model.max_model_len,
+            vocabulary=vocabulary,
+        )
+        work = scale_requests(arrivals, shape).at_pace(config.pace)
+        log.info("users come", server=url, model=model.id, requests=len(work.requests), seconds=round(work.seconds))
+
+        async def ask_one(request: Request, number: int, due: float) -> None:
+            body = completion_body(model.id, request.prompt, request.tokens, temperature=0.0, cache_salt=str(number))
+            try:
+                answer = await stream_completion(client, url, body, due=due)
+            except asyncio.CancelledError:
+                left = f"it was not answered {LEAVE_SECONDS:.0f} s after the users were asked to stop"
+                answer = StreamedCompletion(due=due, sent=due, prompt_tokens=len(request.prompt), error=left)
+            if answer.error:
+                log.warning("a request failed", reason=answer.error)
+            waits.append(served_request(answer, ended=time.monotonic(), to_unix=to_unix))
+
+        start, asked = time.monotonic(), set[asyncio.Task[None]]()
+        for at, number, request in paced_requests(work):
+            if not await _wait_until(start + at, stop):
+                break
+            task = asyncio.create_task(ask_one(request, number, start + at))
+            asked.add(task)
+            task.add_done_callback(asked.discard)
+        await _drain(asked)
+
+
+async def _drain(asked: set[asyncio.Task[None]]) -> None:
+    """Wait for the last answers, and no longer than for `LEAVE_SECONDS`."""
+    last = set(asked)
+    if last:
+        _, late = await asyncio.wait(last, timeout=LEAVE_SECONDS)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*last)
+
+
+async def _wait_until(moment: float, stop: Event) -> bool:
+    """Wait until the moment; False if `stop` came before."""
+    while not stop.is_set():
+        left = moment - time.monotonic()
+        if left <= 0:
+            return True
+        await asyncio.sleep(min(left, LOOK_SECONDS))
+    return False
+
+
+async def _model(client: aiohttp.ClientSession, url: str, stop: Event) -> _Model | None:
+    """What the server serves, once it answers; None if `stop` came before."""
+    while not stop.is_set():
+        try:
+            async with client.get(f"{url}/v1/models") as response:
+                if response.status == 200:
+                    return msgspec.json.decode(await response.read(), type=_Models).data[0]
+        except (TimeoutError, aiohttp.ClientError):
+            pass
+        await asyncio.sleep(LOOK_SECONDS)
+    return None

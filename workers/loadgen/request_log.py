@@ -1,0 +1,35 @@
+"""`serving.jsonl`: what users waited, one JSON line a request.
+
+Keeps true: a line is written whole, when its request has ended; several writers may share the file.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from schemas.user_requests import UserRequest
+
+REQUEST_LOG = "serving.jsonl"
+
+
+class RequestLog:
+    """Appends to the file of a run folder."""
+
+    def __init__(self, run_folder: Path) -> None:
+        run_folder.mkdir(parents=True, exist_ok=True)
+        self._file = (run_folder / REQUEST_LOG).open("ab", buffering=0)
+
+    def append(self, line: UserRequest) -> None:
+        self._file.write(msgspec.json.encode(line) + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_request_log(run_folder: Path) -> Sequence[UserRequest]:
+    """The whole lines of a run so far, in the order of their moments; empty where nobody asked."""
+    file = run_folder / REQUEST_LOG
+    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    whole = [msgspec.json.decode(line, type=UserRequest) for line in lines if line.endswith(b"\n")]
+    return sorted(whole, key=lambda each: each.at)

@@ -1,0 +1,228 @@
+"""What each trajectory of a complete group is good for.
+
+Keeps true
+- Every trajectory of a group gets exactly one outcome.
+- A group is learned from only if two of its members that can be learned from have rewards that differ.
+- What the step could not compute, or the loss not price, is settled with a reason before any step sees it.
+- An infrastructure failure is never a reward of 0.
+
+Pure: no clock, no I/O, no randomness.
+
+Example (max_staleness 1, at version 3)
+    b:0 of version 3, b:1 of version 1   -> b:1 STALE, b:0 FILTERED: alone in its group
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import isclose
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.arrays import logprob_error, unpack_logprobs, unpack_tokens
+from schemas.errors import RecordError, message_of
+from schemas.prompts import untrainable_reason
+from schemas.samples import TRUNCATED, Outcome, Sample, SampleOutcome
+from workers.trainer.groups import CompleteGroup
+
+LEAST_TO_COMPARE = 2
+"""A reward says something only beside another one of its group."""
+
+EQUAL_REWARDS = 1e-6
+"""Rewards that differ by no more, relative to the larger, are equal: what sums of floats leave is no lesson."""
+
+SUM_LEAVES = 1e-12
+"""Rewards that differ by no more are equal, too: sums of terms up to a thousand leave less of what should be 0."""
+
+REASON_CHARACTERS = 300
+"""Of an exception's message in an outcome."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionRules:
+    """Which samples may be learned from."""
+
+    max_staleness: int
+    """In versions: a sample is stale if any of its tokens was drawn under a policy older than this. Versions that the
+    run has gone back behind do not count."""
+    vocabulary: int
+    """Token ids lie below it."""
+    context_tokens: int
+    """Longest sample that the model takes."""
+    leave_out_truncated: bool = False
+    """Whether samples that were cut off (`schemas.samples.TRUNCATED`) are not learned from."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDecision:
+    """The end of one trajectory."""
+
+    outcome: Outcome
+    reason: str = ""
+
+
+TRAINED = SampleDecision(Outcome.TRAINED)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedGroup:
+    """A group with what becomes of it."""
+
+    group_id: str
+    samples: tuple[Sample, ...]
+    """All of its members, in order of index."""
+    decisions: tuple[SampleDecision, ...]
+    """One for each of `samples`, in the same order."""
+
+    @property
+    def trained(self) -> tuple[Sample, ...]:
+        """Those to learn from: none, or at least two whose rewards differ."""
+        ends = zip(self.samples, self.decisions, strict=True)
+        return tuple(sample for sample, verdict in ends if verdict.outcome is Outcome.TRAINED)
+
+
+def select_samples(
+    group: CompleteGroup, version: int, *, rules: SelectionRules, abandoned: Sequence[tuple[int, int]] = ()
+) -> SelectedGroup:
+    """Decide what each member of a complete group is good for under policy `version`.
+
+    `abandoned`: first and last of the versions that the run has gone back behind.
+    """
+    verdicts = [_decide(sample, version, rules=rules, abandoned=abandoned) for sample in group.samples]
+    kept = [sample for sample, verdict in zip(group.samples, verdicts, strict=True) if verdict is TRAINED]
+    if not rewards_differ([sample.reward for sample in kept if sample.reward is not None]):
+        alike = "all rewards of its group are equal" if len(kept) >= LEAST_TO_COMPARE else "alone in its group"
+        filtered = SampleDecision(Outcome.FILTERED, alike)
+        verdicts = [filtered if verdict is TRAINED else verdict for verdict in verdicts]
+    return SelectedGroup(group.group_id, group.samples, tuple(verdicts))
+
+
+def mark_failed(group: SelectedGroup, error: Exception) -> SelectedGroup:
+    """The group as it is settled when to train on it raised this."""
+    message = " ".join(message_of(error).split())[:REASON_CHARACTERS]
+    return _not_trained(group, f"to train on its group raised {type(error).__name__}: {message}")
+
+
+def mark_skipped(group: SelectedGroup) -> SelectedGroup:
+    """The group as it is settled when the step left its minibatch out."""
+    return _not_trained(group, "the gradient of its minibatch is not finite, and was not applied")
+
+
+def _not_trained(group: SelectedGroup, reason: str) -> SelectedGroup:
+    verdict = SampleDecision(Outcome.INFRA_FAILED, reason)
+    verdicts = tuple(verdict if one.outcome is Outcome.TRAINED else one for one in group.decisions)
+    return SelectedGroup(group.group_id, group.samples, verdicts)
+
+
+def outcomes_of(groups: Iterable[SelectedGroup], *, step: int, policy_version: int, now: float) -> list[SampleOutcome]:
+    """The outcomes to settle these groups with. `now`: unix seconds."""
+    return [
+        SampleOutcome(
+            trajectory_id=sample.trajectory_id,
+            group_id=group.group_id,
+            outcome=verdict.outcome,
+            step=step,
+            policy_version=policy_version,
+            reason=verdict.reason,
+            recorded_at=now,
+        )
+        for group in groups
+        for sample, verdict in zip(group.samples, group.decisions, strict=True)
+    ]
+
+
+def rewards_differ(rewards: Sequence[float]) -> bool:
+    """Whether these rewards say that one was better than another. The one tolerance of filter and advantage."""
+    if len(rewards) < LEAST_TO_COMPARE:
+        return False
+    return not isclose(min(rewards), max(rewards), rel_tol=EQUAL_REWARDS, abs_tol=SUM_LEAVES)
+
+
+def staleness(sample: Sample, version: int, abandoned: Sequence[tuple[int, int]] = ()) -> int:
+    """How many versions the policy has moved on since the oldest of its tokens; 0 if it sampled none."""
+    return steps_between(sample.oldest_version, version, abandoned) if sample.spans else 0
+
+
+def steps_between(since: int, version: int, abandoned: Sequence[tuple[int, int]]) -> int:
+    """How many steps lie between two versions of the run.
+
+    None is one that the run has gone back behind, nor the one after those, which is the policy before them.
+    """
+    return max(0, version - since - sum(last - first + 2 for first, last in abandoned if since < first))
+
+
+def still_relevant(
+    abandoned: Sequence[tuple[int, int]], version: int, *, max_staleness: int
+) -> tuple[tuple[int, int], ...]:
+    """Those that still say something: without the others, what is older than they are is stale all the same."""
+    return tuple(one for one in abandoned if steps_between(one[1] + 1, version, abandoned) <= max_staleness)
+
+
+def _decide(
+    sample: Sample, version: int, *, rules: SelectionRules, abandoned: Sequence[tuple[int, int]]
+) -> SampleDecision:
+    failure = sample_error(sample, rules=rules)
+    if failure:
+        return SampleDecision(Outcome.INFRA_FAILED, failure)
+    if unfit := untrainable_request(sample):
+        return SampleDecision(Outcome.FILTERED, unfit)
+    for first, last in abandoned:
+        lost = [span.version for span in sample.spans if first <= span.version <= last]
+        if lost:
+            reason = f"sampled under version {lost[0]}; the run has gone back behind version {first}"
+            return SampleDecision(Outcome.SUPERSEDED, reason)
+    if staleness(sample, version, abandoned) > rules.max_staleness:
+        return SampleDecision(
+            Outcome.STALE, f"sampled under version {sample.oldest_version}, the trainer is at {version}"
+        )
+    if rules.leave_out_truncated and sample.ended in TRUNCATED:
+        return SampleDecision(
+            Outcome.FILTERED, f"it was cut off ({sample.ended.value}), and truncated samples are left out"
+        )
+    return TRAINED
+
+
+def sample_error(sample: Sample, *, rules: SelectionRules) -> str:
+    """Why a sample cannot be learned from whatever its age: the infrastructure failed it. Empty if it can."""
+    if sample.failure:
+        return sample.failure
+    if sample.reward is None:
+        return "it has no reward"
+    try:
+        tokens, logprobs = np.asarray(unpack_tokens(sample.tokens)), unpack_logprobs(sample.logprobs)
+    except RecordError as error:
+        return str(error)
+    mask = np.frombuffer(sample.loss_mask, dtype=np.uint8)
+    if not len(tokens) == len(mask) == len(logprobs):
+        return f"{len(tokens)} tokens, a mask of {len(mask)} and {len(logprobs)} logprobs do not fit"
+    if len(tokens) > rules.context_tokens:
+        return f"its {len(tokens)} tokens are more than the {rules.context_tokens} that the model takes"
+    if tokens.max(initial=0) >= rules.vocabulary:
+        return f"token {tokens.max()} is outside of the vocabulary of {rules.vocabulary}"
+    if mask.max(initial=0) > 1:
+        return "the loss mask holds more than 0 and 1"
+    return logprob_error(logprobs[mask == 1]) or _turns_error(sample, mask)
+
+
+def _turns_error(sample: Sample, mask: NDArray[np.uint8]) -> str:
+    if mask[:1].any():
+        return "its first token is a sampled one, and nothing says of what"
+    covered = np.zeros_like(mask)
+    for turn in sample.turns:
+        if not turn.start <= turn.end <= len(mask) or covered[turn.start : turn.end].any():
+            return f"turn {turn.turn} lies outside of its tokens or on another turn"
+        covered[turn.start : turn.end] = 1
+    if not (covered == mask).all():
+        return "its turns are not the tokens that were sampled"
+    known = np.zeros_like(mask)
+    for span in sample.spans:
+        known[span.start : span.end] = 1
+    unknown = np.flatnonzero(mask > known)
+    return f"nothing says under which version token {unknown[0]} was sampled" if len(unknown) else ""
+
+
+def untrainable_request(sample: Sample) -> str:
+    """Why a sample teaches nothing though nothing failed: what was asked for. Empty if it can be learned from."""
+    if not any(sample.loss_mask):
+        return "no token of it was sampled"
+    return next((reason for turn in sample.turns if (reason := untrainable_reason(turn.sampling))), "")

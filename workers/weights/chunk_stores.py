@@ -1,0 +1,201 @@
+"""Where the chunks of a version are put: on the log, or in a file of the anchor store, a folder or bucket beside it.
+
+Keeps true: once `close` has returned, every chunk that was put is there to be read at the place that it was given.
+"""
+
+import hashlib
+import secrets
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Event
+from typing import Any, Protocol
+
+import fsspec
+
+from schemas.errors import RoseError, UsageError
+from schemas.limits import MAX_RECORD_BYTES, RECORD_OVERHEAD_BYTES
+from schemas.weights import MAX_CHUNK_PARTITIONS, ChunkRef, FirstChunk, WeightChunk
+from topics.catalog import CHUNKS
+from topics.writer import Writer
+from workers.weights.config import WeightsConfig
+from workers.weights.digests import digest_of
+
+
+class StoreError(RoseError):
+    """The store does not take or give what it should; to be tried again."""
+
+
+CHUNK_BYTES = MAX_RECORD_BYTES - RECORD_OVERHEAD_BYTES
+"""Largest payload of a chunk: with names and ids it stays within a record's limit."""
+
+MAX_UNACKED_BYTES = 16 * 2**20
+"""Of chunks handed to the bus client and not stored yet, at most: an anchor over a slow uplink fills no memory."""
+
+
+@dataclass(slots=True)
+class StoredChunk:
+    """A chunk on its way: where it lies is known after `close`."""
+
+    size: int
+    digest: bytes
+    partition: int = -1
+    offset: int = -1
+
+    def set_position(self, partition: int, offset: int) -> None:
+        self.partition, self.offset = partition, offset
+
+    def ref(self) -> ChunkRef:
+        return ChunkRef(partition=self.partition, offset=self.offset, bytes=self.size, digest=self.digest)
+
+
+def lowest_offsets(chunks: Iterable[ChunkRef | FirstChunk]) -> dict[int, int]:
+    """The lowest offset of each partition that some of these lie in."""
+    lowest: dict[int, int] = {}
+    for chunk in chunks:
+        lowest[chunk.partition] = min(chunk.offset, lowest.get(chunk.partition, chunk.offset))
+    return lowest
+
+
+class ChunkSink(Protocol):
+    """Takes the chunks of one version after the other, or of one version."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What the manifest names as its files: none on the log."""
+        ...
+
+    def put(self, chunk: WeightChunk) -> StoredChunk:
+        """Raises BusError or StoreError."""
+        ...
+
+    def close(self) -> None:
+        """Wait until all is stored. Raises BusError or StoreError."""
+        ...
+
+
+def put_payload(sink: ChunkSink, payload: bytes, *, model_id: str, version: int, tensor: str) -> list[StoredChunk]:
+    """Put a payload in chunks on the shelf. Raises BusError or StoreError."""
+    return [
+        sink.put(
+            WeightChunk(
+                model_id=model_id,
+                version=version,
+                tensor=tensor,
+                part=part,
+                payload=payload[start : start + CHUNK_BYTES],
+            )
+        )
+        for part, start in enumerate(range(0, len(payload), CHUNK_BYTES))
+    ]
+
+
+class LogChunkSink:
+    """The chunks topic; partitions take turns, so that a receiver fetches from all at once."""
+
+    files: tuple[str, ...] = ()
+
+    def __init__(self, writer: Writer, partitions: int) -> None:
+        self._writer = writer
+        self._partitions = min(partitions, MAX_CHUNK_PARTITIONS)  # a manifest says where its chunks begin in each
+        self._written = 0
+        self._waiting_bytes = 0
+
+    def put(self, chunk: WeightChunk) -> StoredChunk:
+        stored = StoredChunk(len(chunk.payload), digest_of(chunk.payload))
+        place = self._written % self._partitions
+        self._written += 1
+        self._writer.write(CHUNKS, chunk, key=chunk.tensor, partition=place, on_delivery=stored.set_position)
+        self._waiting_bytes += stored.size
+        if self._waiting_bytes >= MAX_UNACKED_BYTES:
+            self.close()
+        return stored
+
+    def close(self) -> None:
+        self._writer.flush()
+        self._waiting_bytes = 0
+
+
+class AnchorStore:
+    """A path or URL (fsspec's: `s3://bucket/folder`, `file:///folder`, a plain path) with the files of anchors."""
+
+    def __init__(self, url: str) -> None:
+        """Raises UsageError for a URL that nothing here can open."""
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise UsageError(f"the anchor store {url} cannot be opened: {error}") from None
+        self.url = url
+
+    def create(self, model_id: str, run: str, version: int) -> "FileChunkSink":
+        """A new file for an anchor; the name tells runs apart. Raises StoreError."""
+        of_run = hashlib.blake2b(run.encode(), digest_size=8).hexdigest()
+        name = f"anchor-{model_id}.{of_run}.{version}.{secrets.token_hex(8)}"
+        with _store_errors(f"the anchor store {self.url} cannot be written"):
+            self._files.makedirs(self._root, exist_ok=True)
+            return FileChunkSink(name, self._files.open(self._path(name), "wb"))
+
+    def fetch(self, files: Sequence[str], refs: Iterable[ChunkRef], stop: Event) -> Iterator[tuple[ChunkRef, bytes]]:
+        """What lies at each place that is there, file by file; ends early on `stop`. Raises StoreError."""
+        by_file: dict[str, list[ChunkRef]] = defaultdict(list)
+        for ref in sorted(refs, key=lambda ref: ref.offset):
+            if ref.partition < len(files):
+                by_file[files[ref.partition]].append(ref)
+        for name, refs_of_file in by_file.items():
+            with _store_errors(f"the anchor store {self.url} cannot be read"):
+                try:
+                    file = self._files.open(self._path(name), "rb")
+                except FileNotFoundError:
+                    continue
+                with file:
+                    for ref in refs_of_file:
+                        if stop.is_set():
+                            return
+                        file.seek(ref.offset)
+                        yield ref, file.read(ref.bytes)
+
+    def delete(self, files: Iterable[str]) -> None:
+        """Delete these files; one that is not there is no failure. Raises StoreError."""
+        with _store_errors(f"the anchor store {self.url} cannot be cleaned"):
+            for name in files:
+                try:
+                    self._files.rm_file(self._path(name))
+                except FileNotFoundError:
+                    continue
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+
+class FileChunkSink:
+    """Chunks one after the other in one file; their places are bytes in it."""
+
+    def __init__(self, name: str, file: Any) -> None:
+        self.files: tuple[str, ...] = (name,)
+        self._file = file
+        self._size = 0
+
+    def put(self, chunk: WeightChunk) -> StoredChunk:
+        stored = StoredChunk(len(chunk.payload), digest_of(chunk.payload), partition=0, offset=self._size)
+        with _store_errors("an anchor cannot be written"):
+            self._file.write(chunk.payload)
+        self._size += stored.size
+        return stored
+
+    def close(self) -> None:
+        with _store_errors("an anchor cannot be written"):
+            self._file.close()
+
+
+@contextmanager
+def _store_errors(action: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # each driver has exceptions of its own
+        raise StoreError(f"{action}: {error}") from error
+
+
+def open_store(config: WeightsConfig) -> AnchorStore | None:
+    """The store that a configuration names, if it names one. Raises UsageError for one that nothing here can open."""
+    return AnchorStore(config.store) if config.store else None

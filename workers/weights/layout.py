@@ -1,0 +1,138 @@
+"""How a tensor lies in slices, and what of a model a rank of an engine needs, in Hugging Face's coordinates.
+
+Keeps true: slices tile every tensor, so each element lies in exactly one. Pure, and free of torch.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+from schemas.errors import UsageError
+from schemas.weights import SliceRef
+
+VOCABULARY_PADDING = 64
+"""vLLM fills the vocabulary up to a multiple of this before it splits it."""
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_ROWS = re.compile(r"\.(q_proj|gate_proj|up_proj)\.(weight|bias)$")
+_KEY_VALUE = re.compile(r"\.(k_proj|v_proj)\.(weight|bias)$")
+_COLUMNS = re.compile(r"\.(o_proj|down_proj)\.weight$")
+_EMBEDDING = re.compile(r"embed_tokens\.weight$")
+_HEAD = re.compile(r"lm_head\.weight$")
+_LAST_NORM = re.compile(r"(^|\.)model\.norm\.weight$")
+
+
+SLICE_ELEMENTS = 1 << 20
+"""Elements of a slice, where its rows are not longer: enough for the codec's statistics, few for a shard to fetch."""
+
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Element types that travel, and their size."""
+
+
+class LayoutError(UsageError):
+    """Tensors that cannot be published."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """A range of rows and of columns."""
+
+    row_start: int
+    rows: int
+    column_start: int
+    columns: int
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.columns
+
+    def intersects(self, other: "Box") -> bool:
+        """Whether they have an element in common."""
+        return (
+            max(self.row_start, other.row_start) < min(self.row_start + self.rows, other.row_start + other.rows)
+        ) and (
+            max(self.column_start, other.column_start)
+            < min(self.column_start + self.columns, other.column_start + other.columns)
+        )
+
+
+def matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """A tensor's rows and columns."""
+    return (shape[0], prod(shape[1:])) if shape else (1, 1)
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    rows, columns = matrix(shape)
+    return Box(0, rows, 0, columns)
+
+
+def box_of(piece: SliceRef) -> Box:
+    """The place of a slice in its tensor, seen as a matrix."""
+    return Box(piece.row_start, piece.rows, piece.column_start, piece.columns)
+
+
+def slices_of(box: Box, *, column_parts: int = 1) -> Iterator[Box]:
+    """The slices of a box of a tensor, in order; none if it is empty.
+
+    `column_parts`: matrices are also cut into so many ranges of columns, so that a receiver which is sharded along the
+    columns need not fetch all.
+    """
+    if box.elements == 0:
+        return
+    parts = min(column_parts, box.columns) if box.rows > 1 else 1
+    edges = [box.columns * part // parts for part in range(parts + 1)]
+    step = max(1, SLICE_ELEMENTS // max(right - left for left, right in pairwise(edges)))
+    for start in range(0, box.rows, step):
+        for left, right in pairwise(edges):
+            yield Box(box.row_start + start, min(step, box.rows - start), box.column_start + left, right - left)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardRank:
+    """One worker of an engine, and what of the model's shape decides its share."""
+
+    tensor_parallel_rank: int
+    tensor_parallel_size: int
+    layers: range
+    """The decoder layers of its pipeline stage."""
+    all_layers: int
+    key_value_heads: int
+    tied_embeddings: bool = False
+
+
+def shard_of(rank: ShardRank, shapes: Mapping[str, Sequence[int]]) -> dict[str, Box]:
+    """The part of each tensor that the rank needs; tensors that it needs nothing of are left out."""
+    boxes = {name: _share(name, shape, rank) for name, shape in shapes.items() if _in_stage(name, rank)}
+    return {name: box for name, box in boxes.items() if box.elements}
+
+
+def _in_stage(name: str, rank: ShardRank) -> bool:
+    layer = _LAYER.search(name)
+    if layer:
+        return int(layer[1]) in rank.layers
+    last = rank.all_layers - 1 in rank.layers
+    if _EMBEDDING.search(name):
+        return 0 in rank.layers or (last and rank.tied_embeddings)
+    return last if _HEAD.search(name) or _LAST_NORM.search(name) else True
+
+
+def _share(name: str, shape: Sequence[int], rank: ShardRank) -> Box:
+    rows, columns = matrix(shape)
+    size, number = rank.tensor_parallel_size, rank.tensor_parallel_rank
+    if _EMBEDDING.search(name) or _HEAD.search(name):
+        padded = -(-rows // VOCABULARY_PADDING) * VOCABULARY_PADDING
+        start, stop = (min(rows, -(-padded // size) * edge) for edge in (number, number + 1))
+        return Box(start, stop - start, 0, columns)
+    if _KEY_VALUE.search(name) and rank.key_value_heads < size:  # several ranks share a head
+        head = rows // rank.key_value_heads
+        return Box(number * rank.key_value_heads // size * head, head, 0, columns)
+    if _ROWS.search(name) or _KEY_VALUE.search(name):
+        start, stop = rows * number // size, rows * (number + 1) // size
+        return Box(start, stop - start, 0, columns)
+    if _COLUMNS.search(name):
+        start, stop = columns * number // size, columns * (number + 1) // size
+        return Box(0, rows, start, stop - start)
+    return whole(shape)
