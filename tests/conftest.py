@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
@@ -39,9 +40,12 @@ SHARED = pytest.StashKey[Broker]()
 """Of the process that hands the tests out: the Apache Kafka of all who run them. To start one costs as much as ten
 tests, and each compiles itself anew."""
 
-
 ARCHIVE = pytest.StashKey[JvmClassArchive]()
 """What the starts of all Apache Kafkas of the tests read."""
+
+
+for name in ("pipeline", "schemas", "topics", "workers"):
+    sys.modules[name] = None  # type: ignore[assignment]  # the root is on the path: `rose.topics` is the only name
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,1 +1,1 @@
-"""What is exported, and the dashboards over it: declared once, written out by `python -m pipeline.observability`."""
+"""The exported metrics and their dashboards: declared once, written out by `python -m pipeline.observability`."""

@@ -1,10 +1,11 @@
-"""`python -m pipeline.observability` in a checkout: writes docs/metrics.md and deploy/dashboards/ from the code."""
+"""`python -m pipeline.observability` in a checkout writes docs/metrics.md and deploy/dashboards/ from the code."""
 
 from pathlib import Path
 
 from pipeline.observability.generated_files import generated_files
 
 for name, content in generated_files().items():
-    path = Path(__file__).parents[2] / name
+    # Resolved: in a checkout the packages of `rose` are links.
+    path = Path(__file__).resolve().parents[2] / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content, encoding="utf-8")

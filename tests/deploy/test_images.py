@@ -89,19 +89,19 @@ def test_beside_a_vllm_that_has_no_rose_it_comes_with_what_is_missing_and_replac
     assert done.returncode == 0, done.stderr
     server = images.builder.container(f"rose-engine:{VERSION}")
     (site,) = server.root.glob("opt/rose/lib/python3.*/site-packages")
-    for each in ("pipeline", "workers", "topics", "schemas", f"rose_rollouts-{VERSION}.dist-info", "confluent_kafka"):
+    for each in ("rose", f"rose_rollouts-{VERSION}.dist-info", "confluent_kafka"):
         shutil.move(site / each, server.root / "opt" / each)
     asked = """
 import confluent_kafka, numpy, vllm, pipeline.cli.roles
 from importlib.metadata import entry_points
 (plugin,) = entry_points(group="vllm.general_plugins", name="rose")
 plugin.load()
-print(confluent_kafka.__file__, numpy.__file__, pipeline.__file__)
+print(confluent_kafka.__file__, numpy.__file__, rose.__file__)
 """
     told = server.run("python", "-c", asked, environment={"PYTHONPATH": "/rose"}, volumes=volumes)
     assert told.returncode == 0, told.stderr
     missing, there, rose = told.stdout.split()[-3:]
-    assert missing.startswith("/rose/behind/") and there.startswith("/opt/rose/") and rose.startswith("/rose/pipeline/")
+    assert missing.startswith("/rose/behind/") and there.startswith("/opt/rose/") and rose.startswith("/rose/rose/")
 
 
 def test_the_loop_runs_from_the_images_as_another_user_and_its_law_holds(

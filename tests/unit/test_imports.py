@@ -1,7 +1,8 @@
-"""Imports go downward only, two packages import vLLM, and what has to start quickly loads neither it nor torch."""
+"""Modules have one name, imports go downward only, and what has to start quickly loads neither vLLM nor torch."""
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,36 +12,42 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
+PACKAGES = ("schemas", "topics", "pipeline", "workers")
+"""The packages of `rose`, which are folders beside it in a checkout."""
+
+BARE = re.compile(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})(?:\.\w+|(?= import))")
+"""What may be a module's name without `rose.`: a name of the configuration looks like one too."""
+
 COMMAND = (
-    "pipeline.config",
-    "pipeline.contracts",
-    "pipeline.process",
-    "pipeline.monitor",
-    "pipeline.report.write",
-    "pipeline.local",
-    "pipeline.cli",
+    "rose.pipeline.config",
+    "rose.pipeline.contracts",
+    "rose.pipeline.process",
+    "rose.pipeline.monitor",
+    "rose.pipeline.report.write",
+    "rose.pipeline.local",
+    "rose.pipeline.cli",
 )
 """The parts of the command, from the ground up: a part imports those before it, and nothing else imports a part."""
 
 FLOORS = {
-    "schemas": {"schemas"},
-    "topics": {"schemas", "topics"},
-    "pipeline": {"schemas", "topics", "pipeline"},
-    "workers": {"schemas", "topics", "workers"},
+    "rose.schemas": {"schemas"},
+    "rose.topics": {"schemas", "topics"},
+    "rose.pipeline": {"schemas", "topics", "pipeline"},
+    "rose.workers": {"schemas", "topics", "workers"},
     **{part: {"schemas", "topics", "pipeline", "workers"} for part in COMMAND},
 }
-"""What each package may import of the house; the longest name that fits a module counts."""
+"""Which packages of `rose` a package may import; the longest name that fits a module counts."""
 
-ENGINES = ("workers.executor.vllm", "workers.lender.vllm")
+ENGINES = ("rose.workers.executor.vllm", "rose.workers.lender.vllm")
 """The packages that import vLLM: the rollout engine, and what makes it a guest."""
 
 HEAVY = ("torch", "vllm", "transformers", "faust")
 
 
 def modules() -> Iterator[tuple[str, Path]]:
-    for package in ("schemas", "topics", "pipeline", "workers"):
+    for package in PACKAGES:
         for file in sorted((ROOT / package).rglob("*.py")):
-            yield ".".join(file.relative_to(ROOT).with_suffix("").parts), file
+            yield ".".join(("rose", *file.relative_to(ROOT).with_suffix("").parts)), file
 
 
 def imported(file: Path) -> Iterator[str]:
@@ -63,15 +70,42 @@ def place_in_command(module: str) -> int:
 
 
 def test_imports_go_downward_only() -> None:
-    house = {name.partition(".")[0] for name in FLOORS}
     upward = [
         f"{module} imports {name}"
         for module, file in modules()
         for name in imported(file)
-        if name.partition(".")[0] in house | {"tests", "bench", "docs"}
-        and (name.partition(".")[0] not in floor_of(module) or place_in_command(name) > place_in_command(module))
+        if name.startswith(("tests.", "bench.", "docs."))
+        or (
+            name.startswith("rose.")
+            and (name.split(".")[1] not in floor_of(module) or place_in_command(name) > place_in_command(module))
+        )
     ]
     assert upward == []
+
+
+def test_a_module_of_the_product_is_named_under_rose_everywhere() -> None:
+    """A module that is imported under two names is two modules: two classes of a record, two registries."""
+    bare = [
+        f"{file.relative_to(ROOT)} names {name}"
+        for folder in (*PACKAGES, "rose", "bench", "deploy", "docs", "tests")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        if BARE.search(file.read_text(encoding="utf-8"))
+        for name in (*imported(file), *named_in_strings(file))
+        if name.partition(".")[0] in PACKAGES
+    ]
+    assert bare == []
+
+
+def named_in_strings(file: Path) -> Iterator[str]:
+    """Every module or folder of a package that a string names without `rose.`; documentation may."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    prose = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in prose:
+            for name in BARE.findall(node.value):
+                place = ROOT / name.replace(".", "/")
+                if place.is_dir() or place.with_suffix(".py").is_file():
+                    yield name
 
 
 def test_vllm_is_imported_in_two_packages() -> None:
@@ -107,14 +141,14 @@ print(*sorted(set(sys.modules) - before))
     ran = subprocess.run(
         [sys.executable, "-c", load], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
-    assert ran.stdout.split() == ["workers", "workers.lender", "workers.lender.vllm"]
+    assert ran.stdout.split() == ["rose", "rose.workers", "rose.workers.lender", "rose.workers.lender.vllm"]
 
 
 def test_files_of_text_are_utf8_in_every_locale() -> None:
     """Where no encoding is said, Python takes the locale's."""
     said_none = [
         f"{file.relative_to(ROOT)}:{node.lineno}"
-        for package in ("schemas", "topics", "pipeline", "workers", "deploy", "bench")
+        for package in (*PACKAGES, "rose", "deploy", "bench")
         for file in sorted((ROOT / package).rglob("*.py"))
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and opens_text_without_encoding(node)

@@ -51,7 +51,7 @@ def test_the_page_and_the_dashboards_are_what_the_code_says() -> None:
 def test_every_module_that_declares_metrics_is_in_the_table() -> None:
     kinds = {"Counter", "Gauge", "Histogram", "Summary", "CounterMetricFamily", "GaugeMetricFamily"}
     declaring = {
-        ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        ".".join(("rose", *file.relative_to(ROOT).with_suffix("").parts))
         for package in ("schemas", "topics", "pipeline", "workers")
         for file in (ROOT / package).rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))

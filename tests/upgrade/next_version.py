@@ -36,11 +36,12 @@ def make_next(folder: Path, more: Sequence[str] = ()) -> None:
     folder.mkdir(parents=True)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, folder / name)
+    shutil.copytree(ROOT / "rose", folder / "rose", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     declaring = [*sorted((folder / "schemas").rglob("*.py")), *(folder / name for name in KEPT)]
     declared = {
-        ".".join(path.relative_to(folder).with_suffix("").parts): {
+        ".".join(("rose", *path.relative_to(folder).with_suffix("").parts)): {
             struct.name for struct in _structs(ast.parse(path.read_text()))
         }
         for path in declaring

@@ -1,0 +1,105 @@
+"""The wheel, installed into an environment that has other packages with the names of ROSE's own folders."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.upgrade.sites import build
+
+ROOT = Path(__file__).parents[2]
+
+FOLDERS = ("pipeline", "schemas", "topics", "workers")
+
+OTHERS = {
+    f"{folder}/{name}": f"NAME = '{folder} of another project'\n"
+    for folder in FOLDERS
+    for name in ("__init__.py", "metrics.py", "config.py")
+}
+"""Files of other packages that lie in the environment before ROSE comes: path below site-packages to text."""
+
+LOADS_THE_PLUGIN = f"""
+import importlib, os
+others = [importlib.import_module(name) for name in {FOLDERS!r}]
+from importlib.metadata import entry_points
+(plugin,) = entry_points(group="vllm.general_plugins", name="rose")
+plugin.load()()
+import rose.workers.executor.config, rose.workers.lender.config, rose.pipeline.command.roles
+print(rose.__file__)
+for each in others:
+    assert each is importlib.import_module(each.__name__) and each.NAME == f"{{each.__name__}} of another project"
+    print(importlib.import_module(f"{{each.__name__}}.metrics").NAME)
+"""
+"""As vLLM loads it in a server that uses the other packages itself."""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with the other packages and then ROSE; what ROSE needs is taken from the present one."""
+    folder = tmp_path_factory.mktemp("environment") / "venv"
+    venv.create(folder, with_pip=False)
+    site = site_of(folder)
+    for name, text in OTHERS.items():
+        (site / name).parent.mkdir(exist_ok=True)
+        (site / name).write_text(text, encoding="utf-8")
+    (site / "present.pth").write_text(f"{sysconfig.get_path('purelib')}\n", encoding="utf-8")
+    uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps", "--python", str(python_of(folder))]
+    subprocess.run([*uv, str(wheel)], check=True)
+    return folder
+
+
+def site_of(environment: Path) -> Path:
+    [site] = environment.glob("lib/python3.*/site-packages")
+    return site
+
+
+def python_of(environment: Path) -> Path:
+    return environment / "bin" / "python"
+
+
+def ran(*command: str | Path, folder: Path) -> str:
+    """The output of a command that runs in this folder, outside of the checkout. Raises CalledProcessError."""
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "ROSE_LEND")}
+    return subprocess.run(command, cwd=folder, env=variables, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def test_the_wheel_installs_rose_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if not name.endswith("/")}
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"rose"}
+    files = {file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.is_file()}
+    assert {f"rose/{file.relative_to(ROOT)}" for file in files if "__pycache__" not in file.parts} <= names
+
+
+def test_the_command_runs_beside_packages_of_the_same_names(environment: Path, tmp_path: Path) -> None:
+    rose = environment / "bin" / "rose"
+    assert "Usage: rose" in ran(rose, "--help", folder=tmp_path)
+    contract = (ROOT / "docs" / "asyncapi.json").read_text(encoding="utf-8")
+    assert ran(rose, "topics", "asyncapi", folder=tmp_path) == contract
+
+
+def test_the_plugin_loads_beside_packages_of_the_same_names(environment: Path, tmp_path: Path) -> None:
+    rose, *others = ran(python_of(environment), "-c", LOADS_THE_PLUGIN, folder=tmp_path).splitlines()
+    assert Path(rose).is_relative_to(environment)
+    assert others == [f"{folder} of another project" for folder in FOLDERS]
+
+
+def test_packages_of_the_same_names_stay_as_they_were(environment: Path) -> None:
+    site = site_of(environment)
+    found = {
+        str(file.relative_to(site)): file.read_text(encoding="utf-8")
+        for folder in FOLDERS
+        for file in (site / folder).rglob("*.py")
+    }
+    assert found == OTHERS
