@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from topics.acl import Role, acls
-from topics.apache_kafka.secured import SecuredNode, start_secured
-from topics.local_broker.process import Broker
-from topics.local_broker.start import start_broker
-from topics.settings import BusSettings
+from rose.topics.acl import Role, acls
+from rose.topics.apache_kafka.secured import SecuredNode, start_secured
+from rose.topics.local_broker.process import Broker
+from rose.topics.local_broker.start import start_broker
+from rose.topics.settings import BusSettings
 
 SERVER_JAVA = ("-Xms1g", "-Xmx1g", "-XX:+UseG1GC", "-XX:MaxGCPauseMillis=20", "-XX:InitiatingHeapOccupancyPercent=35")
 """As Apache Kafka's own scripts start a node. With a small heap Java holds all up for some 12 ms a second, and whether

@@ -43,11 +43,11 @@ from bench.cores import scale
 from bench.history import Fleet, Recorder
 from bench.load import USUAL, Executors, Lane, Shape, closed_loop, drain, open_loop
 from bench.processes import processor_seconds
-from pipeline.routing.router import Router
-from topics.acl import ADMIN, ENVIRONMENT, EXECUTOR, ROUTER, Role
-from topics.admin import create_topics
-from topics.catalog import Partitions
-from topics.settings import BusSettings
+from rose.pipeline.routing.router import Router
+from rose.topics.acl import ADMIN, ENVIRONMENT, EXECUTOR, ROUTER, Role
+from rose.topics.admin import create_topics
+from rose.topics.catalog import Partitions
+from rose.topics.settings import BusSettings
 
 WORKERS = 200
 TRAJECTORIES = 10_000

@@ -26,12 +26,12 @@ from bench.broker import kafka_home, scratch_broker
 from bench.check import Check, options, tell
 from bench.load import Executors, Lane, closed_loop, drain
 from bench.processes import processor_seconds
-from pipeline.routing.membership import HEARTBEAT_SECONDS, SESSION_SECONDS
-from schemas.cells import CellSummary
-from topics.admin import create_topics
-from topics.catalog import SUMMARIES, Partitions
-from topics.log_reader import read_whole_topics
-from topics.settings import BusSettings
+from rose.pipeline.routing.membership import HEARTBEAT_SECONDS, SESSION_SECONDS
+from rose.schemas.cells import CellSummary
+from rose.topics.admin import create_topics
+from rose.topics.catalog import SUMMARIES, Partitions
+from rose.topics.log_reader import read_whole_topics
+from rose.topics.settings import BusSettings
 
 CELLS = 6
 ROUTERS = 3

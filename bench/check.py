@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.config.options import is_writable
+from rose.pipeline.config.options import is_writable
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ import threading
 
 from confluent_kafka import Consumer, Producer, TopicPartition
 
-from pipeline.cli.roles import freeze_imports
-from pipeline.process.process_setup import stop_on_signals
-from pipeline.routing.config import RouterConfig
-from pipeline.routing.service import IDLE_SECONDS, READ_LIMIT, run_router
-from topics.catalog import DISPATCHED, LOG_GROUP, REQUESTED
-from topics.reader import Reader
-from topics.settings import BusSettings
+from rose.pipeline.cli.roles import freeze_imports
+from rose.pipeline.process.process_setup import stop_on_signals
+from rose.pipeline.routing.config import RouterConfig
+from rose.pipeline.routing.service import IDLE_SECONDS, READ_LIMIT, run_router
+from rose.topics.catalog import DISPATCHED, LOG_GROUP, REQUESTED
+from rose.topics.reader import Reader
+from rose.topics.settings import BusSettings
 
 
 def run_bare(settings: BusSettings, stop: threading.Event) -> None:

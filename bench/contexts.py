@@ -18,21 +18,21 @@ import msgspec
 import numpy as np
 
 from bench.check import Check
-from pipeline.routing.config import RouterConfig
-from pipeline.routing.router import Router
-from pipeline.routing.turn_queue import ReceivedRequest
-from schemas.arrays import pack_tokens
-from schemas.contexts import ContextMissing, context_fields
-from schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
-from schemas.limits import MAX_CHAIN
-from schemas.prompts import Sampling
-from schemas.record import Record
-from schemas.turns import TurnDispatch, TurnRequest
-from schemas.wire import encode, headers_of
-from topics.catalog import REQUESTED
-from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.executor.contexts import ContextStore
+from rose.pipeline.routing.config import RouterConfig
+from rose.pipeline.routing.router import Router
+from rose.pipeline.routing.turn_queue import ReceivedRequest
+from rose.schemas.arrays import pack_tokens
+from rose.schemas.contexts import ContextMissing, context_fields
+from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
+from rose.schemas.limits import MAX_CHAIN
+from rose.schemas.prompts import Sampling
+from rose.schemas.record import Record
+from rose.schemas.turns import TurnDispatch, TurnRequest
+from rose.schemas.wire import encode, headers_of
+from rose.topics.catalog import REQUESTED
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from rose.workers.executor.contexts import ContextStore
 
 TURNS = 20
 LONG = 16_000

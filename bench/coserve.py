@@ -33,10 +33,10 @@ from bench.coserving.report import show
 from bench.coserving.results import checks, peers, standings, worst
 from bench.coserving.server import LENT, LONGEST_TOKENS, SERVED, VOCABULARY, Launch, Server, lending, make_model, serve
 from bench.coserving.windows import Budgets, Window, busy, figures, run_window
-from schemas.errors import RoseError
-from workers.loadgen.completion_stream import StreamedCompletion
-from workers.loadgen.trace_requests import TraceScaling, TraceWindow, scale_requests
-from workers.loadgen.traces import SQUARE, read_trace
+from rose.schemas.errors import RoseError
+from rose.workers.loadgen.completion_stream import StreamedCompletion
+from rose.workers.loadgen.trace_requests import TraceScaling, TraceWindow, scale_requests
+from rose.workers.loadgen.traces import SQUARE, read_trace
 
 TRIES = 3
 """Windows that an arm may have in a round until one counts."""

@@ -27,12 +27,12 @@ from dataclasses import dataclass
 from itertools import count, islice
 from typing import NamedTuple
 
-from schemas.heartbeats import ExecutorState, SlackHeartbeat, WorkerClass
-from schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnResult, VersionSpan
-from workers.executor.heartbeats import Heartbeats
-from workers.executor.inbox import Inbox, InboxAction
-from workers.executor.ipc.messages import EngineStatus, TurnFinished
-from workers.executor.results import ExecutorIncarnation, finished_result, refused_result
+from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat, WorkerClass
+from rose.schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnResult, VersionSpan
+from rose.workers.executor.heartbeats import Heartbeats
+from rose.workers.executor.inbox import Inbox, InboxAction
+from rose.workers.executor.ipc.messages import EngineStatus, TurnFinished
+from rose.workers.executor.results import ExecutorIncarnation, finished_result, refused_result
 
 INCARNATION, VERSION = 1, 0
 """Of an emulated executor: it starts once, with the first policy version."""

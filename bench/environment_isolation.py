@@ -24,14 +24,14 @@ from pathlib import Path
 
 from bench.check import Check, options, say, tell
 from bench.processes import processor_seconds
-from workers.environments.jobs import Job, ResetJob, ResultCallback, Runner, RunnerLimits, StepJob
-from workers.environments.process_runner import ProcessRunner
-from workers.environments.registry import load_environment
-from workers.environments.runner_pool import RunnerPool
-from workers.environments.runner_server import ProcessSetup
-from workers.environments.thread_runner import ThreadRunner
-from workers.environments.transitions import StepResult
-from workers.environments.turn_format import TurnFormat
+from rose.workers.environments.jobs import Job, ResetJob, ResultCallback, Runner, RunnerLimits, StepJob
+from rose.workers.environments.process_runner import ProcessRunner
+from rose.workers.environments.registry import load_environment
+from rose.workers.environments.runner_pool import RunnerPool
+from rose.workers.environments.runner_server import ProcessSetup
+from rose.workers.environments.thread_runner import ThreadRunner
+from rose.workers.environments.transitions import StepResult
+from rose.workers.environments.turn_format import TurnFormat
 
 MODEL = Path(__file__).parents[1] / "workers" / "models" / "calculator"
 NAME = "calculator"

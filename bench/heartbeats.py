@@ -35,14 +35,14 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from bench.broker import scratch_broker
 from bench.check import Check, options, tell
 from bench.processes import processor_seconds
-from schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
-from schemas.prompts import Sampling
-from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
-from schemas.wire import decode, encode
-from topics.admin import create_topics
-from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, LOG_GROUP, REQUESTED, Partitions, Topic
-from topics.queries import watermarks_of
-from topics.settings import BusSettings
+from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
+from rose.schemas.prompts import Sampling
+from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
+from rose.schemas.wire import decode, encode
+from rose.topics.admin import create_topics
+from rose.topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, LOG_GROUP, REQUESTED, Partitions, Topic
+from rose.topics.queries import watermarks_of
+from rose.topics.settings import BusSettings
 
 BEAT_SECONDS = 0.2
 """The longest that an executor's configuration allows; the default is half of it."""

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from itertools import count
 from zlib import crc32
 
-from pipeline.routing.router import Decision, Router
-from pipeline.routing.turn_queue import ReceivedRequest
-from schemas.arrays import count as token_count
-from schemas.contexts import context_fields
-from schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
-from schemas.prompts import Sampling
-from schemas.record import Record
-from schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnRequest, TurnResult, VersionSpan, held_hash
+from rose.pipeline.routing.router import Decision, Router
+from rose.pipeline.routing.turn_queue import ReceivedRequest
+from rose.schemas.arrays import count as token_count
+from rose.schemas.contexts import context_fields
+from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
+from rose.schemas.prompts import Sampling
+from rose.schemas.record import Record
+from rose.schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnRequest, TurnResult, VersionSpan, held_hash
 
 Event = tuple[float, Record | ReceivedRequest]
 """What the router hears, and when."""

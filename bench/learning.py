@@ -17,10 +17,10 @@ from typing import Any
 
 from bench.check import Check, keep, options, say
 from bench.reference import Curve, Point, run_reference
-from pipeline.config.load import Config, load
-from pipeline.config.options import Common
-from pipeline.local.demo import CONFIGURATION
-from schemas.errors import RoseError
+from rose.pipeline.config.load import Config, load
+from rose.pipeline.config.options import Common
+from rose.pipeline.local.demo import CONFIGURATION
+from rose.schemas.errors import RoseError
 
 MOST_BEFORE, LEAST_AFTER = 0.40, 0.70
 """Held-out success that the demo may begin with at most and must end with at least."""
@@ -31,7 +31,7 @@ CURVE_STEPS = 5
 
 def configured(settings: list[str], seed: int) -> Config:
     """The demo's own configuration with these settings. Raises UsageError."""
-    path = Path(str(files("pipeline.local") / CONFIGURATION))
+    path = Path(str(files("rose.pipeline.local") / CONFIGURATION))
     run = Common(config=path, settings=settings)
     return load(run.with_overrides(seed=("run.seed", seed), name=("run.name", f"learning-{seed}")))
 
@@ -41,7 +41,7 @@ def over_the_bus(settings: list[str], seed: int) -> dict[str, Any]:
     folder = configured(settings, seed).run_folder
     flags = [flag for setting in settings for flag in ("--set", setting)]
     command = ["demo", "--name", folder.name, "--seed", str(seed), *flags]
-    subprocess.run([sys.executable, "-m", "pipeline.cli.main", *command], check=True, stdout=sys.stderr)
+    subprocess.run([sys.executable, "-m", "rose.pipeline.cli.main", *command], check=True, stdout=sys.stderr)
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return {**summary, "curve": [step["reward_mean"] for step in steps]}

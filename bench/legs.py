@@ -28,21 +28,21 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, Producer, TopicPartition
 
 from bench.broker import scratch_broker
 from bench.check import Check, keep, options
-from pipeline.config.load import load
-from pipeline.config.options import Common
-from pipeline.local.demo import CONFIGURATION, training_prompts
-from pipeline.replay.turn_latency import latency_stages
-from schemas.partitioning import home_partition
-from schemas.prompts import Prompt
-from schemas.samples import Sample
-from schemas.turns import TurnTimes
-from topics.admin import create_topics
-from topics.catalog import DISPATCHED, PROMPTS, REQUESTED, SAMPLES, Partitions
-from topics.processes import die_with_parent
-from topics.reader import Reader
-from topics.records import Envelope
-from topics.settings import BusSettings
-from topics.writer import Writer
+from rose.pipeline.config.load import load
+from rose.pipeline.config.options import Common
+from rose.pipeline.local.demo import CONFIGURATION, training_prompts
+from rose.pipeline.replay.turn_latency import latency_stages
+from rose.schemas.partitioning import home_partition
+from rose.schemas.prompts import Prompt
+from rose.schemas.samples import Sample
+from rose.schemas.turns import TurnTimes
+from rose.topics.admin import create_topics
+from rose.topics.catalog import DISPATCHED, PROMPTS, REQUESTED, SAMPLES, Partitions
+from rose.topics.processes import die_with_parent
+from rose.topics.reader import Reader
+from rose.topics.records import Envelope
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 
 TRAJECTORIES = 8
 """In flight."""
@@ -106,13 +106,13 @@ def run(settings: BusSettings, folder: Path, groups: int) -> list[TurnTimes]:
     """The times of each applied turn, in the order in which they were asked for. Raises what `played` raises."""
     said = {**settings_of(groups), "run.folder": folder, "broker.embedded": str(settings.embedded).lower()}
     settled = [f"{key}={value}" for key, value in said.items()]
-    configuration = Path(str(files("pipeline.local") / CONFIGURATION))
+    configuration = Path(str(files("rose.pipeline.local") / CONFIGURATION))
     config = load(Common(config=configuration, settings=settled))
     create_topics(settings, config.partitions)
     prompts = training_prompts(config.settings.tasks, run="legs", seed=0, groups=groups)
     flags = [word for each in settled for word in ("--set", each)]
     where = ["--config", str(configuration), "--bootstrap-server", settings.bootstrap]
-    command = [sys.executable, "-m", "pipeline.cli.main", "up", "--name", "legs", *where, *flags]
+    command = [sys.executable, "-m", "rose.pipeline.cli.main", "up", "--name", "legs", *where, *flags]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, preexec_fn=die_with_parent(os.getpid(), signal.SIGTERM)
     )

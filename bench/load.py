@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from confluent_kafka import Consumer, Message, Producer, TopicPartition
 
-from schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
-from schemas.prompts import Sampling
-from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
-from schemas.wire import decode, encode
-from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, LOG_GROUP, REQUESTED, Partitions, Topic
-from topics.settings import BusSettings
+from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
+from rose.schemas.prompts import Sampling
+from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
+from rose.schemas.wire import decode, encode
+from rose.topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, LOG_GROUP, REQUESTED, Partitions, Topic
+from rose.topics.settings import BusSettings
 
 NEW_TOKENS = 20
 HEARTBEAT_SECONDS = 0.2

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.environments.protocol import Environment, JsonValue, Step
-from workers.environments.turn_format import TurnFormat
+from rose.workers.environments.protocol import Environment, JsonValue, Step
+from rose.workers.environments.turn_format import TurnFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

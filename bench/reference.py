@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from bench.plain_engine import Played, Task, sample_trajectories
-from pipeline.config.load import Settings
-from pipeline.local.demo import training_prompts
-from schemas.prompts import Prompt
-from workers.environments.registry import load_environment
-from workers.environments.turn_format import TurnFormat
-from workers.trainer.loop import step_settings
-from workers.trainer.policy import load_policy
-from workers.trainer.step import TrainingSample, make_optimizer, train_step
+from rose.pipeline.config.load import Settings
+from rose.pipeline.local.demo import training_prompts
+from rose.schemas.prompts import Prompt
+from rose.workers.environments.registry import load_environment
+from rose.workers.environments.turn_format import TurnFormat
+from rose.workers.trainer.loop import step_settings
+from rose.workers.trainer.policy import load_policy
+from rose.workers.trainer.step import TrainingSample, make_optimizer, train_step
 
 HELD_OUT_EVERY_STEPS = 10
 """How often the curve shows held-out success."""

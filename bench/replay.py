@@ -12,7 +12,7 @@ import time
 from itertools import pairwise
 
 from bench.history import HEARTBEAT_SECONDS, Fleet, Recorder
-from pipeline.routing.router import Router
+from rose.pipeline.routing.router import Router
 
 RAMP_TURNS = 2.0
 """As long as so many turns take: until all trajectories have begun, and most have had a turn."""

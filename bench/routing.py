@@ -32,11 +32,11 @@ from bench.check import Check, keep, options
 from bench.emulated import EmulatedExecutor, Engine, Finished, Machine, Work
 from bench.policies import POLICIES, Policy
 from bench.sessions import Session, Turn, Workload, demo, mooncake, reusable
-from pipeline.routing.router import Decision, Router
-from pipeline.routing.turn_queue import ReceivedRequest
-from schemas.contexts import context_fields
-from schemas.prompts import Sampling
-from schemas.turns import TurnDispatch, TurnKey, TurnRequest
+from rose.pipeline.routing.router import Decision, Router
+from rose.pipeline.routing.turn_queue import ReceivedRequest
+from rose.schemas.contexts import context_fields
+from rose.schemas.prompts import Sampling
+from rose.schemas.turns import TurnDispatch, TurnKey, TurnRequest
 
 HEARTBEAT_SECONDS = 0.2
 PATIENCE_SECONDS = 1e6

@@ -22,13 +22,13 @@ from itertools import accumulate, count, islice
 from pathlib import Path
 
 from bench.emulated import Machine
-from pipeline.config.load import load
-from pipeline.config.options import Common
-from pipeline.local.demo import CONFIGURATION, training_prompts
-from schemas.limits import MAX_CONTEXT_TOKENS
-from workers.environments.calculator import Calculator
-from workers.environments.turn_format import TurnFormat
-from workers.loadgen.traces import BLOCK_TOKENS, Arrival, read_trace
+from rose.pipeline.config.load import load
+from rose.pipeline.config.options import Common
+from rose.pipeline.local.demo import CONFIGURATION, training_prompts
+from rose.schemas.limits import MAX_CONTEXT_TOKENS
+from rose.workers.environments.calculator import Calculator
+from rose.workers.environments.turn_format import TurnFormat
+from rose.workers.loadgen.traces import BLOCK_TOKENS, Arrival, read_trace
 
 SLIPS = 0.15
 """Share of the scripted player's actions that the tool cannot read: it tries again."""
@@ -118,7 +118,7 @@ def spread(workload: Workload, busy: float) -> float:
 
 def demo(machines: Sequence[Machine], *, groups: int, seed: int, busy: float) -> Workload:
     """So many groups of the demo's, which begin at random moments."""
-    configuration = Path(str(files("pipeline.local") / CONFIGURATION))
+    configuration = Path(str(files("rose.pipeline.local") / CONFIGURATION))
     settings = load(Common(config=configuration, settings=[])).settings
     draw = random.Random(seed)
     form = TurnFormat(settings.model.folder)

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.check import Check, keep, options, say
+from rose.topics.apache_kafka import start_cluster
+from rose.topics.local_broker.start import start_broker
 from tests.support.storm.plan import draw
 from tests.support.storm.run import LEAST_ASKED, MOST_STALL_SECONDS, Report, blow
 from tests.support.storm.shape import Shape, leaving
 from tests.support.storm.stalls import SESSION_SECONDS
-from topics.apache_kafka import start_cluster
-from topics.local_broker.start import start_broker
 
 NODES = 3
 LENDERS = 1

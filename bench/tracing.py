@@ -12,17 +12,17 @@ from contextlib import closing
 
 from bench.broker import scratch_broker
 from bench.check import Check, options, tell
-from schemas.arrays import pack_tokens
-from schemas.contexts import context_fields
-from schemas.prompts import Sampling
-from schemas.record import Record
-from schemas.turns import TurnRequest
-from schemas.wire import headers_of
+from rose.schemas.arrays import pack_tokens
+from rose.schemas.contexts import context_fields
+from rose.schemas.prompts import Sampling
+from rose.schemas.record import Record
+from rose.schemas.turns import TurnRequest
+from rose.schemas.wire import headers_of
+from rose.topics import counts, tracing
+from rose.topics.admin import create_topics
+from rose.topics.catalog import REQUESTED, Partitions, Topic
+from rose.topics.writer import Writer
 from tests.support.otlp_collector import collector
-from topics import counts, tracing
-from topics.admin import create_topics
-from topics.catalog import REQUESTED, Partitions, Topic
-from topics.writer import Writer
 
 ROUNDS = 41
 RECORDS = 1_000

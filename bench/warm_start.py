@@ -25,10 +25,10 @@ import torch
 import typer
 
 from bench.plain_engine import Task, sample_trajectories
-from workers.environments.calculator import MALFORMED, Calculator
-from workers.environments.protocol import JsonValue
-from workers.environments.turn_format import Frame, TurnFormat
-from workers.trainer.policy import load_policy, microbatches, pad_rows, token_logprobs
+from rose.workers.environments.calculator import MALFORMED, Calculator
+from rose.workers.environments.protocol import JsonValue
+from rose.workers.environments.turn_format import Frame, TurnFormat
+from rose.workers.trainer.policy import load_policy, microbatches, pad_rows, token_logprobs
 
 FIRST_HELD_OUT_SEED = 10**9
 """Tasks of seeds from here on are for measuring only; training draws below."""

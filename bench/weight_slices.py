@@ -11,8 +11,8 @@ import numpy as np
 
 from bench.peer_codecs import PEERS, Codec, Words
 from bench.weight_deltas import Version
-from workers.weights.codec import decode, encode
-from workers.weights.layout import matrix, slices_of, whole
+from rose.workers.weights.codec import decode, encode
+from rose.workers.weights.layout import matrix, slices_of, whole
 
 DTYPE = "bfloat16"
 

@@ -16,7 +16,7 @@ from bench.check import Check, Section
 from bench.peer_codecs import PEERS, Words
 from bench.weight_deltas import Version
 from bench.weight_slices import CODECS, OURS, slices
-from schemas.errors import RoseError
+from rose.schemas.errors import RoseError
 
 PASSES = 5
 

@@ -23,7 +23,7 @@ from bench.weight_link import link
 from bench.weight_pause import pause
 from bench.weight_sizes import sizes
 from bench.weight_speeds import speeds
-from schemas.errors import RoseError
+from rose.schemas.errors import RoseError
 
 SECTIONS: Mapping[str, Callable[[Path], Section]] = {"sizes": sizes, "speeds": speeds, "link": link, "pause": pause}
 """Each takes the folder where model and update are kept, and is run alone by its name."""

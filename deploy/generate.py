@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.load import SHARED, section_types
-from topics.catalog import CATALOG, MAX_DEAD_LETTER_BYTES, MAX_MESSAGE_BYTES, Partitions, PartitionSetting
+from rose.pipeline.config.load import SHARED, section_types
+from rose.topics.catalog import CATALOG, MAX_DEAD_LETTER_BYTES, MAX_MESSAGE_BYTES, Partitions, PartitionSetting
 
 CHART = Path(__file__).parent / "chart"
 

@@ -8,7 +8,7 @@ Text is never re-tokenised: these arrays are the only form in which tokens trave
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from schemas.errors import RecordError
+from rose.schemas.errors import RecordError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from schemas.heartbeats import ExecutorState, Rate
-from schemas.limits import Count, Id, Moment, Seconds, Version
-from schemas.record import Record
+from rose.schemas.heartbeats import ExecutorState, Rate
+from rose.schemas.limits import Count, Id, Moment, Seconds, Version
+from rose.schemas.record import Record
 
 MAX_EXECUTORS = 3_072
 """In one summary: as many as fit into a record whatever they are called."""

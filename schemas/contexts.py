@@ -8,9 +8,9 @@ import hashlib
 from collections.abc import Mapping
 from typing import TypedDict
 
-from schemas.arrays import ITEM_BYTES, count
-from schemas.errors import RoseError
-from schemas.turns import TurnRequest
+from rose.schemas.arrays import ITEM_BYTES, count
+from rose.schemas.errors import RoseError
+from rose.schemas.turns import TurnRequest
 
 
 class ContextMissing(RoseError):

@@ -22,9 +22,9 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from schemas.cells import Cell
-from schemas.limits import MAX_FINISH_SECONDS, Count, Id, Moment, Text
-from schemas.record import Record
+from rose.schemas.cells import Cell
+from rose.schemas.limits import MAX_FINISH_SECONDS, Count, Id, Moment, Text
+from rose.schemas.record import Record
 
 MAX_LEASE_SECONDS = 3600.0
 

@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from schemas.limits import Count, Id, Moment, Seconds, Text, Version
-from schemas.record import Record
+from rose.schemas.limits import Count, Id, Moment, Seconds, Text, Version
+from rose.schemas.record import Record
 
 MAX_HELD_TURNS = 4_096
 """Turns that an executor may hold at once."""

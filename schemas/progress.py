@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from schemas.limits import (
+from rose.schemas.limits import (
     MAX_GROUP_SIZE,
     MAX_RECORD_BYTES,
     MAX_TURNS,
@@ -22,9 +22,9 @@ from schemas.limits import (
     Text,
     TrajectoryId,
 )
-from schemas.prompts import Prompt
-from schemas.record import Record
-from schemas.turns import Turn
+from rose.schemas.prompts import Prompt
+from rose.schemas.record import Record
+from rose.schemas.turns import Turn
 
 
 class GroupState(Enum):

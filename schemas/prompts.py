@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from schemas.limits import MAX_GROUP_SIZE, MAX_STOP_TOKENS, MAX_TURNS, GroupId, Seed, Text
-from schemas.record import Record
+from rose.schemas.limits import MAX_GROUP_SIZE, MAX_STOP_TOKENS, MAX_TURNS, GroupId, Seed, Text
+from rose.schemas.record import Record
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 

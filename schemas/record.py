@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import msgspec
 
-from schemas.limits import MAX_RECORD_BYTES, RECORD_OVERHEAD_BYTES
+from rose.schemas.limits import MAX_RECORD_BYTES, RECORD_OVERHEAD_BYTES
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,8 +4,8 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from schemas.limits import Id, Text
-from schemas.record import Record
+from rose.schemas.limits import Id, Text
+from rose.schemas.record import Record
 
 
 class RoleBegun(Record, frozen=True, kw_only=True):

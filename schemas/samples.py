@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from schemas.limits import (
+from rose.schemas.limits import (
     MAX_GROUP_SIZE,
     MAX_SPANS,
     MAX_TURNS,
@@ -24,9 +24,9 @@ from schemas.limits import (
     TrajectoryId,
     Version,
 )
-from schemas.prompts import Sampling
-from schemas.record import Record
-from schemas.turns import Attempt, DeviceSeconds, Turn, TurnTimes, VersionSpan
+from rose.schemas.prompts import Sampling
+from rose.schemas.record import Record
+from rose.schemas.turns import Attempt, DeviceSeconds, Turn, TurnTimes, VersionSpan
 
 
 class SampleTurn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -11,9 +11,9 @@ Pure.
 
 import hashlib
 
-from schemas.record import Record
-from schemas.samples import Sample, SampleOutcome
-from schemas.turns import TurnDispatch, TurnRequest, TurnResult
+from rose.schemas.record import Record
+from rose.schemas.samples import Sample, SampleOutcome
+from rose.schemas.turns import TurnDispatch, TurnRequest, TurnResult
 
 TRAJECTORY = "trajectory"
 """The span that all others of a trajectory are under."""

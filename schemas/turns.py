@@ -12,8 +12,8 @@ from typing import Annotated, ClassVar, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from schemas.arrays import ITEM_BYTES, count, logprob_error, unpack_logprobs
-from schemas.limits import (
+from rose.schemas.arrays import ITEM_BYTES, count, logprob_error, unpack_logprobs
+from rose.schemas.limits import (
     MAX_CHAIN,
     MAX_CONTEXT_TOKENS,
     MAX_SPANS,
@@ -30,8 +30,8 @@ from schemas.limits import (
     TrajectoryId,
     Version,
 )
-from schemas.prompts import Environment, Sampling
-from schemas.record import Record
+from rose.schemas.prompts import Environment, Sampling
+from rose.schemas.record import Record
 
 Partition = Annotated[int, Meta(ge=0, lt=2**31)]
 Turn = Annotated[int, Meta(ge=0, lt=MAX_TURNS)]

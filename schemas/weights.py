@@ -12,9 +12,9 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from schemas.limits import MAX_RECORD_BYTES, Count, Digest, Id, Moment, Version
-from schemas.record import Record
-from schemas.turns import Partition
+from rose.schemas.limits import MAX_RECORD_BYTES, Count, Digest, Id, Moment, Version
+from rose.schemas.record import Record
+from rose.schemas.turns import Partition
 
 MAX_TENSORS = 2**20
 """Tensors of a model, at most: one of a trillion parameters names 69,120 of experts alone."""

@@ -20,20 +20,20 @@ from typing import Any, TypeVar
 import msgpack
 import msgspec
 
-from schemas.cells import CellSummary
-from schemas.errors import RecordError
-from schemas.grants import CapacityGrant
-from schemas.heartbeats import SlackHeartbeat
-from schemas.limits import MAX_NESTING
-from schemas.progress import EnvSnapshot, Group, SettleRequest, TrajectoryProgress
-from schemas.prompts import Prompt, PromptSampling
-from schemas.record import Record
-from schemas.role_starts import RoleBegun
-from schemas.samples import Sample, SampleOutcome
-from schemas.trace_context import span_of, traceparent
-from schemas.turns import TurnDispatch, TurnRequest, TurnResult
-from schemas.unique_keys import reject_duplicate_keys
-from schemas.weights import WeightChunk, WeightManifest
+from rose.schemas.cells import CellSummary
+from rose.schemas.errors import RecordError
+from rose.schemas.grants import CapacityGrant
+from rose.schemas.heartbeats import SlackHeartbeat
+from rose.schemas.limits import MAX_NESTING
+from rose.schemas.progress import EnvSnapshot, Group, SettleRequest, TrajectoryProgress
+from rose.schemas.prompts import Prompt, PromptSampling
+from rose.schemas.record import Record
+from rose.schemas.role_starts import RoleBegun
+from rose.schemas.samples import Sample, SampleOutcome
+from rose.schemas.trace_context import span_of, traceparent
+from rose.schemas.turns import TurnDispatch, TurnRequest, TurnResult
+from rose.schemas.unique_keys import reject_duplicate_keys
+from rose.schemas.weights import WeightChunk, WeightManifest
 
 RECORDS: tuple[type[Record], ...] = (
     Prompt,

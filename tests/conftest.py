@@ -14,13 +14,13 @@ from typing import Any
 import hypothesis
 import pytest
 
-from pipeline.local.fork_server import ForkServer
+from rose.pipeline.local.fork_server import ForkServer
+from rose.topics.apache_kafka import Cluster
+from rose.topics.local_broker.process import Broker
 from tests.support import roles
 from tests.support.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, AnyBroker, ExternalBroker, clear, start, start_nodes
 from tests.support.forked_processes import Forks
 from tests.support.jvm_cache import JvmClassArchive
-from topics.apache_kafka import Cluster
-from topics.local_broker.process import Broker
 
 LONGEST = (
     "chaos/test_lending.py",

@@ -23,8 +23,8 @@ from enum import Enum
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
 from confluent_kafka.admin import AclOperation
 
-from topics.admin import ADMIN_SECONDS, connect
-from topics.catalog import (
+from rose.topics.admin import ADMIN_SECONDS, connect
+from rose.topics.catalog import (
     CATALOG,
     CHUNKS,
     COMPLETED,
@@ -54,8 +54,8 @@ from topics.catalog import (
     TRAINER_PREFIX,
     Topic,
 )
-from topics.errors import RightsMissing
-from topics.settings import PREFIX, BusSettings
+from rose.topics.errors import RightsMissing
+from rose.topics.settings import PREFIX, BusSettings
 
 CLUSTER_NAME = "kafka-cluster"
 """What Kafka calls the one resource of the kind cluster."""

@@ -20,7 +20,7 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewPartitions, NewTopic, OffsetSpec
 
-from topics.catalog import (
+from rose.topics.catalog import (
     CATALOG,
     DAY,
     DISPATCHED,
@@ -32,8 +32,8 @@ from topics.catalog import (
     PartitionSetting,
     Topic,
 )
-from topics.clients import new_client
-from topics.errors import (
+from rose.topics.clients import new_client
+from rose.topics.errors import (
     AUTHORIZATION_CODES,
     UNAVAILABLE_CODES,
     AdvertisedElsewhere,
@@ -41,8 +41,8 @@ from topics.errors import (
     BrokerUnreachable,
     BusError,
 )
-from topics.queries import metadata_of, offset_in
-from topics.settings import TRANSACTION_MILLISECONDS, BusSettings
+from rose.topics.queries import metadata_of, offset_in
+from rose.topics.settings import TRANSACTION_MILLISECONDS, BusSettings
 
 SAFE_REPLICAS = 3
 """From so many copies on, a partition should go on and lose nothing without one of them."""

@@ -15,17 +15,17 @@ Keeps true
 from dataclasses import dataclass, field
 from enum import Enum
 
-from schemas.cells import CellSummary
-from schemas.grants import CapacityGrant, GrantSource
-from schemas.heartbeats import SlackHeartbeat
-from schemas.limits import MAX_RECORD_BYTES
-from schemas.progress import EnvSnapshot, Group, SettleRequest, TrajectoryProgress
-from schemas.prompts import Prompt
-from schemas.record import Record
-from schemas.role_starts import RoleBegun
-from schemas.samples import Sample, SampleOutcome
-from schemas.turns import FENCING_KEY, TurnDispatch, TurnRequest, TurnResult
-from schemas.weights import WeightChunk, WeightManifest
+from rose.schemas.cells import CellSummary
+from rose.schemas.grants import CapacityGrant, GrantSource
+from rose.schemas.heartbeats import SlackHeartbeat
+from rose.schemas.limits import MAX_RECORD_BYTES
+from rose.schemas.progress import EnvSnapshot, Group, SettleRequest, TrajectoryProgress
+from rose.schemas.prompts import Prompt
+from rose.schemas.record import Record
+from rose.schemas.role_starts import RoleBegun
+from rose.schemas.samples import Sample, SampleOutcome
+from rose.schemas.turns import FENCING_KEY, TurnDispatch, TurnRequest, TurnResult
+from rose.schemas.weights import WeightChunk, WeightManifest
 
 MAX_MESSAGE_BYTES = MAX_RECORD_BYTES + 64 * 1024
 """`max.message.bytes` of every topic: the largest record, its names, keys and headers. Under Kafka's 1 MiB default."""

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from confluent_kafka import KafkaException
 
-from schemas.errors import UsageError
+from rose.schemas.errors import UsageError
 
 Client = TypeVar("Client")
 

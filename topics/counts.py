@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from threading import Lock
 
-from topics.catalog import Topic
+from rose.topics.catalog import Topic
 
 
 class Count:

@@ -9,8 +9,8 @@ Keeps true
 Pure.
 """
 
-from topics.catalog import MAX_MESSAGE_BYTES
-from topics.records import Envelope, InvalidMessage, RawMessage
+from rose.topics.catalog import MAX_MESSAGE_BYTES
+from rose.topics.records import Envelope, InvalidMessage, RawMessage
 
 HEADER_PREFIX = "rose-letter-"
 """What the headers begin with that are of the letter, not of the message."""

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from confluent_kafka import OFFSET_BEGINNING
 
-from topics.catalog import DEAD_LETTERS_TRANSACTIONAL_ID, Topic
-from topics.dead_letter_headers import (
+from rose.topics.catalog import DEAD_LETTERS_TRANSACTIONAL_ID, Topic
+from rose.topics.dead_letter_headers import (
     KEY,
     MAX_KEY_BYTES,
     MAX_REASON_CHARACTERS,
@@ -24,10 +24,10 @@ from topics.dead_letter_headers import (
     SENT_BACK,
     from_dead_letter,
 )
-from topics.log_reader import NamedPlace, read_messages
-from topics.queries import noop
-from topics.records import InvalidMessage, RawMessage
-from topics.settings import BusSettings
+from rose.topics.log_reader import NamedPlace, read_messages
+from rose.topics.queries import noop
+from rose.topics.records import InvalidMessage, RawMessage
+from rose.topics.settings import BusSettings
 
 UNKNOWN_ORIGIN = -1
 """Partition and offset of a letter that somebody else wrote and that does not say where it comes from."""
@@ -155,7 +155,7 @@ def read_dead_letters(
 
 def resend(settings: BusSettings, dead_letter: DeadLetter, mended: RawMessage, *, partition: int) -> None:
     """Write this message to the letter's topic, under its own key, and note that on the letter. Raises BusError."""
-    from topics.writer import Writer  # who looks at letters writes nothing
+    from rose.topics.writer import Writer  # who looks at letters writes nothing
 
     writer = Writer(settings, "rose-letters", transactional_id=DEAD_LETTERS_TRANSACTIONAL_ID)
     writer.begin()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from confluent_kafka import KafkaError
 
-from schemas.errors import RoseError
+from rose.schemas.errors import RoseError
 
 NAMED_NODES = 3
 """Nodes that are named one by one."""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from time import monotonic
 from typing import Generic, TypeVar
 
-from schemas.errors import RoseError
-from topics.reader import Reader
-from topics.records import EndOfPartition, Envelope, Item, Place, SkippedMessage
+from rose.schemas.errors import RoseError
+from rose.topics.reader import Reader
+from rose.topics.records import EndOfPartition, Envelope, Item, Place, SkippedMessage
 
 BATCH = 64
 """Records taken from librdkafka at once: under 60 MB."""

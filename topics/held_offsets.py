@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import structlog
 from confluent_kafka import KafkaError
 
-from topics.errors import BusError
-from topics.reader import Reader
-from topics.records import Place
-from topics.writer import Writer
+from rose.topics.errors import BusError
+from rose.topics.reader import Reader
+from rose.topics.records import Place
+from rose.topics.writer import Writer
 
 HELD_BACK_SECONDS = 6.0
 """After which it is looked at why the offsets are not told; a coordinator that comes up takes as long."""

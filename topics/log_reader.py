@@ -15,13 +15,13 @@ from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
 
-from topics.catalog import LOG_GROUP, Topic
-from topics.clients import new_client
-from topics.errors import UNAVAILABLE_CODES, BusError
-from topics.queries import UNKNOWN_PARTITION_CODES, missing_error, noop, watermarks_of
-from topics.reader import Reader
-from topics.records import EndOfPartition, Envelope, InvalidMessage, Place, RawMessage, raw_of
-from topics.settings import BusSettings
+from rose.topics.catalog import LOG_GROUP, Topic
+from rose.topics.clients import new_client
+from rose.topics.errors import UNAVAILABLE_CODES, BusError
+from rose.topics.queries import UNKNOWN_PARTITION_CODES, missing_error, noop, watermarks_of
+from rose.topics.reader import Reader
+from rose.topics.records import EndOfPartition, Envelope, InvalidMessage, Place, RawMessage, raw_of
+from rose.topics.settings import BusSettings
 
 MESSAGE_BATCH = 500
 """Messages taken from librdkafka at once."""

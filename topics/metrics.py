@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from topics import counts
+from rose.topics import counts
 
 
 class BusCollector(Collector):

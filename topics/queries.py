@@ -13,7 +13,7 @@ from typing import TypeVar
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, ClusterMetadata, ListOffsetsResultInfo
 
-from topics.errors import UNAVAILABLE_CODES, BusError, PartitionMissing, TopicMissing
+from rose.topics.errors import UNAVAILABLE_CODES, BusError, PartitionMissing, TopicMissing
 
 UNKNOWN_PARTITION_CODES = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
 """What client and broker say of a topic or partition that is not there."""

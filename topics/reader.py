@@ -25,15 +25,15 @@ from confluent_kafka import (
     TopicPartition,
 )
 
-from schemas.errors import RecordError
-from schemas.record import Record
-from schemas.wire import decode
-from topics import counts
-from topics.catalog import LOG_GROUP, Topic
-from topics.clients import new_client
-from topics.errors import AUTHORIZATION_CODES, UNAVAILABLE_CODES, BusError
-from topics.local_broker.idle_consumer import IdleConsumer
-from topics.queries import (
+from rose.schemas.errors import RecordError
+from rose.schemas.record import Record
+from rose.schemas.wire import decode
+from rose.topics import counts
+from rose.topics.catalog import LOG_GROUP, Topic
+from rose.topics.clients import new_client
+from rose.topics.errors import AUTHORIZATION_CODES, UNAVAILABLE_CODES, BusError
+from rose.topics.local_broker.idle_consumer import IdleConsumer
+from rose.topics.queries import (
     COORDINATOR_SECONDS,
     EARLIEST,
     UNKNOWN_PARTITION_CODES,
@@ -47,8 +47,8 @@ from topics.queries import (
     retry_query,
     watermarks_of,
 )
-from topics.records import EndOfPartition, Envelope, InvalidMessage, Item, Place, SkippedMessage, raw_of
-from topics.settings import BusSettings
+from rose.topics.records import EndOfPartition, Envelope, InvalidMessage, Item, Place, SkippedMessage, raw_of
+from rose.topics.settings import BusSettings
 
 REJOIN_SECONDS = 5.0
 """The embedded broker waits 0.3 s for others once a group's first member has come. If the second comes just as that is

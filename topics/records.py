@@ -7,8 +7,8 @@ from typing import NamedTuple
 import msgspec
 from confluent_kafka import Message
 
-from schemas.record import Record
-from topics.catalog import Topic
+from rose.schemas.record import Record
+from rose.topics.catalog import Topic
 
 Place = tuple[Topic, int]
 """A topic and one of its partitions."""

@@ -9,8 +9,8 @@ Pure.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from schemas.errors import UsageError
-from topics.catalog import MAX_DEAD_LETTER_BYTES
+from rose.schemas.errors import UsageError
+from rose.topics.catalog import MAX_DEAD_LETTER_BYTES
 
 MAX_IN_FLIGHT = 5
 """Requests that an idempotent producer may have under way, by librdkafka."""

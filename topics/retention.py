@@ -11,12 +11,12 @@ from contextlib import closing, suppress
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
-from topics.admin import ADMIN_SECONDS, connect
-from topics.catalog import RETENTION_SECONDS
-from topics.errors import BusError
-from topics.reader import Reader
-from topics.records import Place
-from topics.settings import BusSettings
+from rose.topics.admin import ADMIN_SECONDS, connect
+from rose.topics.catalog import RETENTION_SECONDS
+from rose.topics.errors import BusError
+from rose.topics.reader import Reader
+from rose.topics.records import Place
+from rose.topics.settings import BusSettings
 
 
 def lowest_committed(

@@ -14,13 +14,13 @@ from threading import Event, Thread
 
 import structlog
 
-from schemas.errors import RoseError
-from schemas.limits import MAX_TEXT_CHARACTERS
-from schemas.role_starts import RoleBegun
-from topics.catalog import ROLE_STARTS
-from topics.health import HEALTH, Health
-from topics.settings import BusSettings
-from topics.writer import Writer
+from rose.schemas.errors import RoseError
+from rose.schemas.limits import MAX_TEXT_CHARACTERS
+from rose.schemas.role_starts import RoleBegun
+from rose.topics.catalog import ROLE_STARTS
+from rose.topics.health import HEALTH, Health
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 
 MIN_PAUSE_SECONDS = 2.0
 """Between two records: what happened meanwhile is told in one."""

@@ -1,6 +1,6 @@
 """How to reach the broker. Keeps true: what the user gives librdkafka passes through verbatim and wins.
 
-What ROSE relies on is refused before (`topics.required_settings`).
+What ROSE relies on is refused before (`rose.topics.required_settings`).
 """
 
 import math
@@ -13,8 +13,8 @@ from pathlib import Path
 import structlog
 from confluent_kafka import KafkaError
 
-from schemas.errors import UsageError
-from topics.catalog import MAX_DEAD_LETTER_BYTES, MAX_MESSAGE_BYTES, Topic
+from rose.schemas.errors import UsageError
+from rose.topics.catalog import MAX_DEAD_LETTER_BYTES, MAX_MESSAGE_BYTES, Topic
 
 PREFIX = "rose."
 """What every topic, consumer group and transactional id begins with, after the namespace: one prefix for an ACL."""

@@ -13,12 +13,12 @@ from threading import Event, Thread
 import structlog
 from confluent_kafka import OFFSET_BEGINNING
 
-from schemas.errors import RoseError
-from topics.catalog import Topic
-from topics.errors import is_permanent
-from topics.reader import Reader
-from topics.records import EndOfPartition, Envelope
-from topics.settings import BusSettings
+from rose.schemas.errors import RoseError
+from rose.topics.catalog import Topic
+from rose.topics.errors import is_permanent
+from rose.topics.reader import Reader
+from rose.topics.records import EndOfPartition, Envelope
+from rose.topics.settings import BusSettings
 
 READ_SECONDS = 0.2
 """Longest wait for a record between two looks at whether to stop."""

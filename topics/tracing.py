@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from schemas.errors import UsageError
-from schemas.record import Record
-from schemas.trace_context import span_id, trace_id
-from schemas.turns import TurnResult
+from rose.schemas.errors import UsageError
+from rose.schemas.record import Record
+from rose.schemas.trace_context import span_id, trace_id
+from rose.schemas.turns import TurnResult
 
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
@@ -36,9 +36,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from schemas.arrays import count
-from schemas.samples import Sample, SampleOutcome
-from schemas.trace_context import (
+from rose.schemas.arrays import count
+from rose.schemas.samples import Sample, SampleOutcome
+from rose.schemas.trace_context import (
     TRAJECTORY,
     dispatch_span,
     execution_span,
@@ -46,7 +46,7 @@ from schemas.trace_context import (
     result_span,
     span_of,
 )
-from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest
+from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest
 
 AttributeValue = str | int | float | tuple[str, ...]
 

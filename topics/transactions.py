@@ -28,11 +28,11 @@ from threading import Thread
 import structlog
 from confluent_kafka import KafkaError, KafkaException
 
-from schemas.errors import RoseError
-from topics.errors import BusError
-from topics.health import HEALTH
-from topics.queries import noop
-from topics.settings import TRANSACTION_MILLISECONDS
+from rose.schemas.errors import RoseError
+from rose.topics.errors import BusError
+from rose.topics.health import HEALTH
+from rose.topics.queries import noop
+from rose.topics.settings import TRANSACTION_MILLISECONDS
 
 WATCHDOG_SECONDS = 1.0
 """Between two looks."""

@@ -21,19 +21,19 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
 
-from schemas.record import Record
-from schemas.wire import encode, headers_of
-from topics import counts, tracing
-from topics.admin import connect
-from topics.catalog import PROMPTS, Topic
-from topics.clients import new_client
-from topics.dead_letter_headers import to_dead_letter
-from topics.errors import BusError
-from topics.queries import noop, partition_count
-from topics.reader import Reader
-from topics.records import Envelope, InvalidMessage, Place, RawMessage
-from topics.settings import BusSettings
-from topics.transactions import (
+from rose.schemas.record import Record
+from rose.schemas.wire import encode, headers_of
+from rose.topics import counts, tracing
+from rose.topics.admin import connect
+from rose.topics.catalog import PROMPTS, Topic
+from rose.topics.clients import new_client
+from rose.topics.dead_letter_headers import to_dead_letter
+from rose.topics.errors import BusError
+from rose.topics.queries import noop, partition_count
+from rose.topics.reader import Reader
+from rose.topics.records import Envelope, InvalidMessage, Place, RawMessage
+from rose.topics.settings import BusSettings
+from rose.topics.transactions import (
     HUNG_CALL_LEAVING_SECONDS,
     PERMANENT_REJECTIONS,
     CallWatchdog,

@@ -18,18 +18,26 @@ from typing import Any
 
 import msgspec
 
-from schemas.arrays import pack_tokens, unpack_tokens
-from schemas.errors import RoseError, UsageError
-from schemas.prompts import Sampling
-from workers.environments.home import ResetResult
-from workers.environments.jobs import EnvironmentFailure, Job, JobResult, ResetJob, ResetRefused, RunnerLimits, StepJob
-from workers.environments.protocol import Environment
-from workers.environments.registry import load_environment
-from workers.environments.thread_runner import ThreadRunner
-from workers.environments.transitions import StepResult
-from workers.environments.turn_format import TurnFormat
-from workers.executor.vllm.folder import check_folder
-from workers.executor.vllm.types import EngineConfig
+from rose.schemas.arrays import pack_tokens, unpack_tokens
+from rose.schemas.errors import RoseError, UsageError
+from rose.schemas.prompts import Sampling
+from rose.workers.environments.home import ResetResult
+from rose.workers.environments.jobs import (
+    EnvironmentFailure,
+    Job,
+    JobResult,
+    ResetJob,
+    ResetRefused,
+    RunnerLimits,
+    StepJob,
+)
+from rose.workers.environments.protocol import Environment
+from rose.workers.environments.registry import load_environment
+from rose.workers.environments.thread_runner import ThreadRunner
+from rose.workers.environments.transitions import StepResult
+from rose.workers.environments.turn_format import TurnFormat
+from rose.workers.executor.vllm.folder import check_folder
+from rose.workers.executor.vllm.types import EngineConfig
 
 SEED_BYTES = 7
 """Of a turn's seed: below 2**63."""
@@ -98,8 +106,8 @@ def evaluate_policy(
     with closing(_Environments(environment, make, turn_format, games, limits)) as environments:
         environments.begin(arguments)
 
-        import workers.executor.vllm.process_env  # noqa: F401
-        from workers.executor.vllm.engine import Engine
+        import rose.workers.executor.vllm.process_env  # noqa: F401
+        from rose.workers.executor.vllm.engine import Engine
 
         engine = Engine(config)
         table = _GameLoop(engine, environments, sampling, max_turns, max_context_tokens)

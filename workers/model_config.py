@@ -13,7 +13,7 @@ from math import isclose, log, sqrt
 from pathlib import Path
 from typing import Any
 
-from schemas.errors import UsageError
+from rose.schemas.errors import UsageError
 
 CONFIG = "config.json"
 

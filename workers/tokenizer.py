@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from workers.token_files import ADDED_FILE, CONFIG_FILE, Tokens, read_tokens
-from workers.token_files import TokenizerError as TokenizerError
+from rose.workers.token_files import ADDED_FILE, CONFIG_FILE, Tokens, read_tokens
+from rose.workers.token_files import TokenizerError as TokenizerError
 
 TOKENIZER_FILE = "tokenizer.json"
 """In a model folder."""

@@ -28,9 +28,9 @@ from bench.coserving.clients import Rolled, RolloutOrders
 from bench.coserving.guests import GuestOrders
 from bench.coserving.processes import Client
 from bench.coserving.server import MAX_RUNNING, MODEL_NAME, VOCABULARY, Launch, Lends, Server
-from workers.lender.admission import SLO as SLO_DIAL
-from workers.lender.admission import STRICT as STRICT_DIAL
-from workers.lender.admission import Promise as Lending
+from rose.workers.lender.admission import SLO as SLO_DIAL
+from rose.workers.lender.admission import STRICT as STRICT_DIAL
+from rose.workers.lender.admission import Promise as Lending
 
 CAP = 4
 """Rollouts at once where a fixed number of them is what protects serving."""

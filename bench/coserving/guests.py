@@ -23,10 +23,10 @@ import msgspec
 from safetensors.torch import load_file
 
 from bench.coserving.clients import LESS_URGENT, OBSERVATION_TOKENS, PROMPT_TOKENS, TURN_TOKENS, TURNS, Rolled, words
-from schemas.arrays import count, pack_tokens, unpack_tokens
-from schemas.prompts import Sampling
-from workers.executor.ipc.engine_client import EngineClient
-from workers.executor.ipc.messages import (
+from rose.schemas.arrays import count, pack_tokens, unpack_tokens
+from rose.schemas.prompts import Sampling
+from rose.workers.executor.ipc.engine_client import EngineClient
+from rose.workers.executor.ipc.messages import (
     AbortTurn,
     ActivateWeights,
     EngineStatus,
@@ -38,7 +38,7 @@ from workers.executor.ipc.messages import (
     WeightsRejected,
     WeightsStaged,
 )
-from workers.lender.sidecar_link import connect
+from rose.workers.lender.sidecar_link import connect
 
 LOOK_SECONDS = 0.002
 """Between two looks for reports, as an executor's."""

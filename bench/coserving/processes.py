@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from schemas.errors import RoseError
+from rose.schemas.errors import RoseError
 
 READY_SECONDS = 60.0
 

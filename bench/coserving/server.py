@@ -22,11 +22,11 @@ from urllib.request import urlopen
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from schemas.errors import RoseError
-from topics.local_broker.process import free_ports
-from workers.lender.admission import Promise
-from workers.lender.config import LendConfig
-from workers.lender.vllm import SETTING
+from rose.schemas.errors import RoseError
+from rose.topics.local_broker.process import free_ports
+from rose.workers.lender.admission import Promise
+from rose.workers.lender.config import LendConfig
+from rose.workers.lender.vllm import SETTING
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -107,7 +107,7 @@ def make_model(folder: Path, sizes: Mapping[str, int]) -> Path:
         pad_token_id=0,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
-    with as_file(files("workers") / "models" / "calculator") as calculator:
+    with as_file(files("rose.workers") / "models" / "calculator") as calculator:
         AutoTokenizer.from_pretrained(calculator, trust_remote_code=False).save_pretrained(folder)
     return folder
 

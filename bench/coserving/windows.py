@@ -19,8 +19,8 @@ from bench.coserving.clients import REQUEST_SECONDS, Rolled, Used, UserOrders
 from bench.coserving.figures import attainment, covered, latency, percentile
 from bench.coserving.processes import Client
 from bench.coserving.server import MODEL_NAME, Server
-from workers.loadgen.completion_stream import StreamedCompletion
-from workers.loadgen.trace_requests import TraceWindow
+from rose.workers.loadgen.completion_stream import StreamedCompletion
+from rose.workers.loadgen.trace_requests import TraceWindow
 
 SETTLE_SECONDS = 2.0
 """Guests run so long before users come."""

@@ -10,8 +10,8 @@ from bench.fleet.engine import Lengths, Rates
 from bench.fleet.executor import Terms
 from bench.fleet.fleet import Act, Deed, Serving
 from bench.fleet.users import Pace, short_seconds, users_of, whole_workers
-from schemas.prompts import Prompt
-from workers.loadgen.traces import read_trace
+from rose.schemas.prompts import Prompt
+from rose.workers.loadgen.traces import read_trace
 
 RATES = Rates(prefill_tokens_per_second=500.0, decode_tokens_per_second=10.0, max_turns=2, kv_tokens=400)
 """So slow that 64 executors make fewer than a hundred turns a second, and the machine is not what is measured."""
@@ -27,7 +27,7 @@ SERVING_BYTES, GUEST_BYTES_PER_TOKEN = 36_000, 90
 leave, as the dozens do that a real device would hold: memory is short, and bursts are felt."""
 
 HEADROOM, QUIET_SECONDS = 0.2, 10.0
-"""The defaults of `workers.lender.config`."""
+"""The defaults of `rose.workers.lender.config`."""
 
 CONTROL = {"lease_seconds": 6.0, "dwell_seconds": 3.0, "idle_seconds": 2.0, "margin_seconds": 0.5}
 """The control app's settings, shortened about as the trace is; a lease is six of its decisions."""

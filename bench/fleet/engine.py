@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from schemas.arrays import count, pack_logprobs, pack_tokens
-from schemas.prompts import Sampling
-from schemas.turns import TurnRequest, VersionSpan
-from workers.executor.ipc.messages import ABORTED, TurnFinished
+from rose.schemas.arrays import count, pack_logprobs, pack_tokens
+from rose.schemas.prompts import Sampling
+from rose.schemas.turns import TurnRequest, VersionSpan
+from rose.workers.executor.ipc.messages import ABORTED, TurnFinished
 
 VERSION = 0
 """That emulated executors serve: nobody trains."""

@@ -1,6 +1,6 @@
 """An emulated executor: the real inbox, gate, lease, memory and heartbeats, around an engine that is emulated. Pure.
 
-Keeps true, as `workers.executor.loop` and a lender's guest do
+Keeps true, as `rose.workers.executor.loop` and a lender's guest do
 - Every turn taken on is answered once, and listed in each heartbeat until then; what does not fit is refused.
 - While its gate is closed it holds nothing: what it held goes back, with what was sampled of it.
 - A lender computes while it has no user, and not for a moment beside one. Where its users want memory it is cut: whole
@@ -26,15 +26,15 @@ import msgspec
 
 from bench.fleet.engine import VERSION, Engine, Lengths, Rates, sampled_of
 from bench.fleet.users import Step
-from schemas.arrays import ITEM_BYTES, count
-from schemas.contexts import ContextMissing
-from schemas.grants import CapacityGrant, GrantSource
-from schemas.heartbeats import MAX_HELD_TURNS, ExecutorState, SlackHeartbeat, WorkerClass
-from schemas.turns import Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
-from workers.executor.grants import UNRESTRICTED, IntakeGate, Lease, Permission
-from workers.executor.heartbeats import TTL_SECONDS, Heartbeats
-from workers.executor.inbox import Inbox, InboxAction, kv_tokens_needed
-from workers.executor.ipc.messages import (
+from rose.schemas.arrays import ITEM_BYTES, count
+from rose.schemas.contexts import ContextMissing
+from rose.schemas.grants import CapacityGrant, GrantSource
+from rose.schemas.heartbeats import MAX_HELD_TURNS, ExecutorState, SlackHeartbeat, WorkerClass
+from rose.schemas.turns import Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
+from rose.workers.executor.grants import UNRESTRICTED, IntakeGate, Lease, Permission
+from rose.workers.executor.heartbeats import TTL_SECONDS, Heartbeats
+from rose.workers.executor.inbox import Inbox, InboxAction, kv_tokens_needed
+from rose.workers.executor.ipc.messages import (
     ABORTED,
     EngineStatus,
     LendingStats,
@@ -43,8 +43,8 @@ from workers.executor.ipc.messages import (
     Suspend,
     TurnFinished,
 )
-from workers.executor.results import ExecutorIncarnation, finished_result, refused_result, resumed_context
-from workers.lender.kv_budget import KvBudget, KvShares, KvUsage
+from rose.workers.executor.results import ExecutorIncarnation, finished_result, refused_result, resumed_context
+from rose.workers.lender.kv_budget import KvBudget, KvShares, KvUsage
 
 BEAT_SECONDS = 0.2
 """Between two heartbeats while nothing changes."""

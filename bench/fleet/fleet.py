@@ -30,23 +30,23 @@ import msgspec
 from bench.fleet.engine import Lengths
 from bench.fleet.executor import Back, FleetExecutor, Note, Said, Terms, Wanted
 from bench.fleet.users import Pace, Step, Users, users_of
-from pipeline.process.process_setup import stop_on_signals
-from schemas.contexts import ContextMissing
-from schemas.grants import CapacityGrant, GrantSource, parse_grant_key
-from schemas.heartbeats import SlackHeartbeat
-from schemas.turns import FENCING_KEY, TurnDispatch, TurnOutcome, TurnResult
-from topics.catalog import COMPLETED, DISPATCHED, GRANTS, HEARTBEATS
-from topics.reader import Reader
-from topics.records import Envelope, Item
-from topics.settings import BusSettings
-from topics.table_follower import TableFollower
-from topics.writer import Writer
-from workers.executor.cell_membership import INCARNATION_RANDOM_BITS
-from workers.executor.contexts import ContextStore
-from workers.executor.grants import Lease
-from workers.executor.loop import INBOX_BATCH
-from workers.lender.kv_budget import KvBudget, KvLimits
-from workers.loadgen.traces import read_trace
+from rose.pipeline.process.process_setup import stop_on_signals
+from rose.schemas.contexts import ContextMissing
+from rose.schemas.grants import CapacityGrant, GrantSource, parse_grant_key
+from rose.schemas.heartbeats import SlackHeartbeat
+from rose.schemas.turns import FENCING_KEY, TurnDispatch, TurnOutcome, TurnResult
+from rose.topics.catalog import COMPLETED, DISPATCHED, GRANTS, HEARTBEATS
+from rose.topics.reader import Reader
+from rose.topics.records import Envelope, Item
+from rose.topics.settings import BusSettings
+from rose.topics.table_follower import TableFollower
+from rose.topics.writer import Writer
+from rose.workers.executor.cell_membership import INCARNATION_RANDOM_BITS
+from rose.workers.executor.contexts import ContextStore
+from rose.workers.executor.grants import Lease
+from rose.workers.executor.loop import INBOX_BATCH
+from rose.workers.lender.kv_budget import KvBudget, KvLimits
+from rose.workers.loadgen.traces import read_trace
 
 STEP_SECONDS = 0.04
 """Between two looks at each executor: turns end, users come and leases end within it."""
@@ -88,7 +88,7 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int
     """Of both tenants; a token of serving's takes one."""
     headroom: float
-    """Share of them that is left free for serving, as in `workers.lender.config`."""
+    """Share of them that is left free for serving, as in `rose.workers.lender.config`."""
     quiet_seconds: float
     """Of the trace: so long after a cut a guest may grow again."""
 

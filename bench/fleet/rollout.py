@@ -20,29 +20,29 @@ import psutil
 from confluent_kafka import OFFSET_BEGINNING
 
 from bench.fleet.fleet import Line, Plan
-from pipeline.local.fork_server import ForkedProcess, ForkServer
-from schemas.cells import CellSummary
-from schemas.errors import RoseError
-from schemas.grants import CapacityGrant
-from schemas.partitioning import home_partition
-from schemas.prompts import Prompt
-from schemas.samples import Sample
+from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
+from rose.schemas.cells import CellSummary
+from rose.schemas.errors import RoseError
+from rose.schemas.grants import CapacityGrant
+from rose.schemas.partitioning import home_partition
+from rose.schemas.prompts import Prompt
+from rose.schemas.samples import Sample
+from rose.topics.admin import create_topics
+from rose.topics.catalog import GRANTS, PROMPTS, SAMPLES, SUMMARIES, Partitions
+from rose.topics.log_reader import read_whole_topics
+from rose.topics.processes import die_with_parent
+from rose.topics.reader import Reader
+from rose.topics.records import Envelope
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from rose.workers.weights.trust import run_id
 from tests.support.settling import settle
-from topics.admin import create_topics
-from topics.catalog import GRANTS, PROMPTS, SAMPLES, SUMMARIES, Partitions
-from topics.log_reader import read_whole_topics
-from topics.processes import die_with_parent
-from topics.reader import Reader
-from topics.records import Envelope
-from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.weights.trust import run_id
 
 HOMES = 4
 
 RUN = "emulated"
 
-MODEL = Path(str(files("workers.models") / "calculator"))
+MODEL = Path(str(files("rose.workers.models") / "calculator"))
 """Its tokenizer alone is used."""
 
 MOST_TOKENS = 64

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from workers.loadgen.traces import Arrival
+from rose.workers.loadgen.traces import Arrival
 
 BUSY = 0.189
 """Share of the time in which a worker serves somebody: what ROSE (arXiv 2605.06534) saw of production's devices."""

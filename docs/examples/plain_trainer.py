@@ -16,13 +16,13 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM
 
-from schemas.samples import Sample
-from topics.settings import BusSettings
-from workers.trainer.selection import SelectionRules, outcomes_of, select_samples
-from workers.trainer.step import TrainingSample
-from workers.trainer.stream import SampleStream
-from workers.weights.folder_names import FolderTensors
-from workers.weights.publish import WeightPublisher
+from rose.schemas.samples import Sample
+from rose.topics.settings import BusSettings
+from rose.workers.trainer.selection import SelectionRules, outcomes_of, select_samples
+from rose.workers.trainer.step import TrainingSample
+from rose.workers.trainer.stream import SampleStream
+from rose.workers.weights.folder_names import FolderTensors
+from rose.workers.weights.publish import WeightPublisher
 
 
 def sample_loss(model: Any, sample: Sample, advantage: float) -> torch.Tensor:

@@ -24,13 +24,13 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from schemas.samples import Outcome, Sample
-from topics.settings import BusSettings
-from workers.trainer.selection import SampleDecision, SelectedGroup, SelectionRules, outcomes_of, select_samples
-from workers.trainer.step import TrainingSample
-from workers.trainer.stream import SampleStream
-from workers.weights.folder_names import FolderTensors
-from workers.weights.publish import WeightPublisher
+from rose.schemas.samples import Outcome, Sample
+from rose.topics.settings import BusSettings
+from rose.workers.trainer.selection import SampleDecision, SelectedGroup, SelectionRules, outcomes_of, select_samples
+from rose.workers.trainer.step import TrainingSample
+from rose.workers.trainer.stream import SampleStream
+from rose.workers.weights.folder_names import FolderTensors
+from rose.workers.weights.publish import WeightPublisher
 
 NOTHING = {"prompt_ids": [0], "completion_ids": [0], "logprobs": [0.0], "env_mask": [0], "reward": None}
 """The row of a sample that cannot be learned from."""

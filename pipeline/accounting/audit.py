@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pipeline.accounting.ledger import Audit, Ledger
-from schemas.errors import RecordError, RoseError
-from schemas.partitioning import home_partition
-from schemas.progress import Group
-from schemas.prompts import Prompt
-from schemas.samples import SampleOutcome
-from schemas.wire import decode
-from topics.catalog import (
+from rose.pipeline.accounting.ledger import Audit, Ledger
+from rose.schemas.errors import RecordError, RoseError
+from rose.schemas.partitioning import home_partition
+from rose.schemas.progress import Group
+from rose.schemas.prompts import Prompt
+from rose.schemas.samples import SampleOutcome
+from rose.schemas.wire import decode
+from rose.topics.catalog import (
     DEAD_LETTER_SOURCES,
     GROUPS,
     OUTCOME_RETENTION_SECONDS,
@@ -32,10 +32,10 @@ from topics.catalog import (
     SAMPLES,
     Topic,
 )
-from topics.dead_letters import DeadLetterIndex, dead_lettered_places
-from topics.log_reader import KeyedMessage, read_keyed_messages, topic_starts
-from topics.reader import Reader
-from topics.settings import BusSettings
+from rose.topics.dead_letters import DeadLetterIndex, dead_lettered_places
+from rose.topics.log_reader import KeyedMessage, read_keyed_messages, topic_starts
+from rose.topics.reader import Reader
+from rose.topics.settings import BusSettings
 
 CLIENT = "rose-audit"
 

@@ -21,9 +21,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from schemas.progress import Group, GroupState
-from schemas.prompts import trajectory_id
-from schemas.samples import Outcome, SampleOutcome
+from rose.schemas.progress import Group, GroupState
+from rose.schemas.prompts import trajectory_id
+from rose.schemas.samples import Outcome, SampleOutcome
 
 PromptPosition = tuple[int, int]
 """Partition and offset of a prompt."""

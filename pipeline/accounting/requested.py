@@ -6,14 +6,14 @@ letter; one that was refused is not asked for, and its id is free again.
 
 from dataclasses import dataclass, field
 
-from schemas.partitioning import home_partition
-from schemas.progress import Group, GroupState
-from schemas.prompts import Prompt
-from topics.catalog import GROUPS, PROMPTS
-from topics.dead_letters import dead_lettered_places
-from topics.log_reader import read_whole_topics
-from topics.reader import Reader
-from topics.settings import BusSettings
+from rose.schemas.partitioning import home_partition
+from rose.schemas.progress import Group, GroupState
+from rose.schemas.prompts import Prompt
+from rose.topics.catalog import GROUPS, PROMPTS
+from rose.topics.dead_letters import dead_lettered_places
+from rose.topics.log_reader import read_whole_topics
+from rose.topics.reader import Reader
+from rose.topics.settings import BusSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from pipeline.config.field_docs import keep_docstring
-from pipeline.config.options import Common, with_common
+from rose.pipeline.config.field_docs import keep_docstring
+from rose.pipeline.config.options import Common, with_common
 
 dlq = typer.Typer(help="Dead letters: list and show them, send mended ones back.", no_args_is_help=True)
 
@@ -23,7 +23,7 @@ def dlq_list(
     topic: Annotated[str | None, typer.Option("--topic", metavar="TOPIC", help="Of this topic alone.")] = None,
 ) -> None:
     """Every dead letter in a line: its place, when, why, its key."""
-    from pipeline.cli.dead_letters import list_dead_letters
+    from rose.pipeline.cli.dead_letters import list_dead_letters
 
     list_dead_letters(common, topic)
 
@@ -32,7 +32,7 @@ def dlq_list(
 @with_common
 def dlq_show(common: Common, place: Place) -> None:
     """One dead letter whole: headers, and what it holds."""
-    from pipeline.cli.dead_letters import show_dead_letter
+    from rose.pipeline.cli.dead_letters import show_dead_letter
 
     show_dead_letter(common, place)
 
@@ -51,7 +51,7 @@ def dlq_retry(
     again: Annotated[bool, typer.Option("--again", help="Even if it was sent back before.")] = False,
 ) -> None:
     """Send a dead letter back to its topic, mended or as it came."""
-    from pipeline.cli.dead_letters import retry_dead_letter
+    from rose.pipeline.cli.dead_letters import retry_dead_letter
 
     retry_dead_letter(common, place, edit, field, again=again)
 
@@ -63,7 +63,7 @@ topics = typer.Typer(help="Create, describe and check the topics; their contract
 @with_common
 def topics_create(common: Common) -> None:
     """Create the topics that are not there yet, and inboxes that the one of dispatches lacks."""
-    from pipeline.cli.topics import create_catalog
+    from rose.pipeline.cli.topics import create_catalog
 
     create_catalog(common)
 
@@ -72,7 +72,7 @@ def topics_create(common: Common) -> None:
 @with_common
 def topics_describe(common: Common) -> None:
     """The topics as the broker has them."""
-    from pipeline.cli.topics import describe_catalog
+    from rose.pipeline.cli.topics import describe_catalog
 
     describe_catalog(common)
 
@@ -81,7 +81,7 @@ def topics_describe(common: Common) -> None:
 @with_common
 def topics_check(common: Common) -> None:
     """Compare the broker with the catalog. Exit status 1 if they differ."""
-    from pipeline.cli.topics import check_catalog
+    from rose.pipeline.cli.topics import check_catalog
 
     check_catalog(common)
 
@@ -90,7 +90,7 @@ def topics_check(common: Common) -> None:
 @with_common
 def topics_asyncapi(common: Common) -> None:
     """AsyncAPI of all topics and records, for this namespace and these partitions."""
-    from pipeline.contracts.asyncapi import print_asyncapi
+    from rose.pipeline.contracts.asyncapi import print_asyncapi
 
     print_asyncapi(common)
 
@@ -99,7 +99,7 @@ def topics_asyncapi(common: Common) -> None:
 @keep_docstring
 def topics_prompt_schema() -> None:
     """JSON Schema of a prompt as JSON."""
-    from pipeline.contracts.asyncapi import print_prompt_schema
+    from rose.pipeline.contracts.asyncapi import print_prompt_schema
 
     print_prompt_schema()
 
@@ -124,6 +124,6 @@ def topics_acl(
     ] = None,
 ) -> None:
     """The ACLs that a role needs, and no more: lines of options for kafka-acls.sh. Needs no broker."""
-    from pipeline.cli.topics import print_acls
+    from rose.pipeline.cli.topics import print_acls
 
     print_acls(common, role, principal, strimzi)

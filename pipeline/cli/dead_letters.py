@@ -15,24 +15,24 @@ from typing import Any
 
 import msgspec
 
-from pipeline.clock import format_utc as moment
-from pipeline.config.load import Config, load
-from pipeline.config.options import Common
-from pipeline.local.broker import readable_log
-from pipeline.process.terminal import print_line
-from pipeline.replay.search import find_group
-from schemas.errors import RecordError, UsageError
-from schemas.partitioning import home_partition
-from schemas.prompts import Prompt, untrainable_reason
-from schemas.record import Record
-from schemas.unique_keys import reject_duplicate_keys
-from schemas.wire import SCHEMA_HEADER, decode
-from topics.acl import OPERATOR, VIEW, connect_as
-from topics.catalog import DEAD_LETTER_SOURCES, PROMPTS, Topic
-from topics.dead_letters import UNKNOWN_ORIGIN, DeadLetter, read_dead_letter_infos, read_dead_letters, resend
-from topics.reader import Reader
-from topics.records import RawMessage
-from topics.settings import BusSettings
+from rose.pipeline.clock import format_utc as moment
+from rose.pipeline.config.load import Config, load
+from rose.pipeline.config.options import Common
+from rose.pipeline.local.broker import readable_log
+from rose.pipeline.process.terminal import print_line
+from rose.pipeline.replay.search import find_group
+from rose.schemas.errors import RecordError, UsageError
+from rose.schemas.partitioning import home_partition
+from rose.schemas.prompts import Prompt, untrainable_reason
+from rose.schemas.record import Record
+from rose.schemas.unique_keys import reject_duplicate_keys
+from rose.schemas.wire import SCHEMA_HEADER, decode
+from rose.topics.acl import OPERATOR, VIEW, connect_as
+from rose.topics.catalog import DEAD_LETTER_SOURCES, PROMPTS, Topic
+from rose.topics.dead_letters import UNKNOWN_ORIGIN, DeadLetter, read_dead_letter_infos, read_dead_letters, resend
+from rose.topics.reader import Reader
+from rose.topics.records import RawMessage
+from rose.topics.settings import BusSettings
 
 SHOWN_BYTES = 4_096
 """Of a value that is neither text nor a record, so many are shown."""

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.config.load import Config, load
-from pipeline.config.options import Common, is_writable
-from schemas.errors import RoseError, UsageError
-from schemas.prompts import Sampling
-from workers.evaluate import Evaluation, evaluate_policy
-from workers.executor.vllm.types import EngineConfig
+from rose.pipeline.config.load import Config, load
+from rose.pipeline.config.options import Common, is_writable
+from rose.schemas.errors import RoseError, UsageError
+from rose.schemas.prompts import Sampling
+from rose.workers.evaluate import Evaluation, evaluate_policy
+from rose.workers.executor.vllm.types import EngineConfig
 
 
 def evaluate_folder(common: Common, model: Path | None, output: Path | None) -> None:

@@ -11,18 +11,18 @@ from contextlib import closing
 import msgspec
 from confluent_kafka import OFFSET_END
 
-from pipeline.config.load import load
-from pipeline.config.options import Common
-from schemas.errors import RoseError, UsageError
-from schemas.grants import CapacityGrant, GrantSource, grant_key
-from schemas.heartbeats import DRAINED_REASON, MOVING_REASON, ExecutorState, SlackHeartbeat
-from schemas.limits import Id
-from topics.acl import OPERATOR, connect_as
-from topics.catalog import GRANTS, HEARTBEATS
-from topics.reader import Reader
-from topics.records import Envelope
-from topics.settings import BusSettings
-from topics.writer import Writer
+from rose.pipeline.config.load import load
+from rose.pipeline.config.options import Common
+from rose.schemas.errors import RoseError, UsageError
+from rose.schemas.grants import CapacityGrant, GrantSource, grant_key
+from rose.schemas.heartbeats import DRAINED_REASON, MOVING_REASON, ExecutorState, SlackHeartbeat
+from rose.schemas.limits import Id
+from rose.topics.acl import OPERATOR, connect_as
+from rose.topics.catalog import GRANTS, HEARTBEATS
+from rose.topics.reader import Reader
+from rose.topics.records import Envelope
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 
 DRAIN_TIMEOUT_SECONDS = 60.0
 """For which what a drained executor holds may go on, unless it is said."""

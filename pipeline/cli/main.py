@@ -11,13 +11,13 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.command_groups import dlq, topics
-from pipeline.config.field_docs import keep_docstring
-from pipeline.config.options import Common, with_common
-from pipeline.process.standard_streams import flush_streams, print_error, repair_streams
-from pipeline.process.terminal import WaitNotice, escape_control_chars, file_error
-from schemas.errors import RoseError, UsageError
-from schemas.limits import MAX_FINISH_SECONDS
+from rose.pipeline.cli.command_groups import dlq, topics
+from rose.pipeline.config.field_docs import keep_docstring
+from rose.pipeline.config.options import Common, with_common
+from rose.pipeline.process.standard_streams import flush_streams, print_error, repair_streams
+from rose.pipeline.process.terminal import WaitNotice, escape_control_chars, file_error
+from rose.schemas.errors import RoseError, UsageError
+from rose.schemas.limits import MAX_FINISH_SECONDS
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -41,7 +41,7 @@ app.add_typer(dlq, name="dlq", rich_help_panel=LOOKING)
 @app.callback()
 def begin() -> None:
     """Before any command: what is logged goes to standard error, what was asked for to standard output."""
-    from pipeline.process.process_setup import configure_logging, dump_stacks_on_crash
+    from rose.pipeline.process.process_setup import configure_logging, dump_stacks_on_crash
 
     configure_logging()
     dump_stacks_on_crash()
@@ -60,7 +60,7 @@ Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of t
 @with_common
 def demo(common: Common, name: Name = None, seed: Seed = None) -> None:
     """A policy that learns: everything on this machine, success measured before and after, and a report."""
-    from pipeline.local.demo import run_demo
+    from rose.pipeline.local.demo import run_demo
 
     run_demo(common.with_overrides(name=("run.name", name), seed=("run.seed", seed)))
 
@@ -77,7 +77,7 @@ def up(
     without: Without = None,
 ) -> None:
     """All roles of a configuration on this machine, until the trainer is done."""
-    from pipeline.local.run import run_up
+    from rose.pipeline.local.run import run_up
 
     run_up(common.with_overrides(name=("run.name", name), seed=("run.seed", seed)), prompts, without)
 
@@ -90,7 +90,7 @@ def submit(
     without: Without = None,
 ) -> None:
     """Prompts to the input topic: every line is checked first, and all are sent or none."""
-    from pipeline.cli.run_commands import submit_file
+    from rose.pipeline.cli.run_commands import submit_file
 
     submit_file(common, file, without)
 
@@ -105,7 +105,7 @@ def evaluate(
     output: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here.")] = None,
 ) -> None:
     """Success of a policy on the held-out tasks, sampled at temperature 1, in one process without Kafka."""
-    from pipeline.cli.evaluate import evaluate_folder
+    from rose.pipeline.cli.evaluate import evaluate_folder
 
     evaluate_folder(common, model, output)
 
@@ -119,7 +119,7 @@ def environment(
     ] = 0,
 ) -> None:
     """An environment worker: opens groups, steps environments, asks for turns."""
-    from pipeline.cli.roles import run_environment
+    from rose.pipeline.cli.roles import run_environment
 
     run_environment(common, number)
 
@@ -128,7 +128,7 @@ def environment(
 @with_common
 def executor(common: Common, name: Worker = None) -> None:
     """A rollout executor: runs turns on vLLM and takes up new policy versions."""
-    from pipeline.cli.roles import run_executor_role
+    from rose.pipeline.cli.roles import run_executor_role
 
     run_executor_role(common.with_overrides(name=("executor.name", name)))
 
@@ -148,7 +148,7 @@ def lend(
     ] = False,
 ) -> None:
     """A vLLM server that runs rollout turns while it has nothing to serve; or turns by request, from one elsewhere."""
-    from pipeline.cli.roles import run_endpoint_role, run_lender_role
+    from rose.pipeline.cli.roles import run_endpoint_role, run_lender_role
 
     common = common.with_overrides(name=("executor.name", name), endpoint=("endpoint.url", endpoint))
     if (model is None) == (endpoint is None) or (endpoint and (flags or observe)):
@@ -166,7 +166,7 @@ def loadgen(
     url: Annotated[str, typer.Argument(metavar="URL", help="Where the server answers, without a path.")],
 ) -> None:
     """Load on a serving engine, replayed from a trace; how long each request took goes to the run's folder."""
-    from pipeline.cli.roles import run_loadgen_role
+    from rose.pipeline.cli.roles import run_loadgen_role
 
     run_loadgen_role(common, url)
 
@@ -187,7 +187,7 @@ def router(
     ] = 0,
 ) -> None:
     """The router: places every turn on an executor."""
-    from pipeline.cli.roles import run_router_role
+    from rose.pipeline.cli.roles import run_router_role
 
     run_router_role(common, number)
 
@@ -208,7 +208,7 @@ def control(
     ] = 0,
 ) -> None:
     """The control app: decides which serving workers lend, by leases that it renews, and shows why on a page."""
-    from pipeline.cli.roles import run_control_role
+    from rose.pipeline.cli.roles import run_control_role
 
     run_control_role(common, number)
 
@@ -217,7 +217,7 @@ def control(
 @with_common
 def trainer(common: Common) -> None:
     """The trainer: learns from finished groups and publishes policy versions."""
-    from pipeline.cli.roles import run_trainer_role
+    from rose.pipeline.cli.roles import run_trainer_role
 
     run_trainer_role(common)
 
@@ -226,7 +226,7 @@ def trainer(common: Common) -> None:
 @keep_docstring
 def keys(file: Annotated[Path, typer.Argument(metavar="FILE", help="where the private key goes")]) -> None:
     """Make the key with which a trainer signs its versions, and the public one (FILE.pub) for executors."""
-    from workers.weights.trust import make_keys
+    from rose.workers.weights.trust import make_keys
 
     public = make_keys(file)
     sys.stdout.write(f"weights.signing_key = {file}\nweights.trusted_key = {public}\n")
@@ -250,7 +250,7 @@ def grant(
     ] = False,
 ) -> None:
     """Have a lending server lend, or park, whatever the control app says, until that is taken back."""
-    from pipeline.cli.grants import release_grant, send_grant
+    from rose.pipeline.cli.grants import release_grant, send_grant
 
     if not release:
         send_grant(common, worker, lend=lend, kv_bytes=kv_bytes, token_budget=token_budget, reason=reason)
@@ -279,8 +279,8 @@ def drain(
     release: Annotated[bool, typer.Option("--release", help="Take the drain back: it takes turns again.")] = False,
 ) -> None:
     """Have an executor or a lending server take no more turns, and wait until it holds none: its node can go then."""
-    from pipeline.cli.grants import DRAIN_TIMEOUT_SECONDS, release_drain
-    from pipeline.cli.grants import drain as drain_worker
+    from rose.pipeline.cli.grants import DRAIN_TIMEOUT_SECONDS, release_drain
+    from rose.pipeline.cli.grants import drain as drain_worker
 
     if not release:
         drain_worker(common, worker, within_seconds=DRAIN_TIMEOUT_SECONDS if within is None else within, reason=reason)
@@ -298,7 +298,7 @@ def settle(
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="For people.")] = "",
 ) -> None:
     """End a trajectory, or all of a group, as a failure of the infrastructure: one that ends its worker, say."""
-    from pipeline.cli.settle import settle_by_hand as settle_by_hand
+    from rose.pipeline.cli.settle import settle_by_hand as settle_by_hand
 
     settle_by_hand(common, name, reason)
 
@@ -307,7 +307,7 @@ def settle(
 @with_common
 def watch(common: Common) -> None:
     """A live view of a run."""
-    from pipeline.cli.run_commands import watch_run
+    from rose.pipeline.cli.run_commands import watch_run
 
     watch_run(common)
 
@@ -321,7 +321,7 @@ def status(
     """Who waits for whom, and why, on one screen. Exit status 1 if something is unwell."""
     waits = WaitNotice()
     waits.show("loads what it looks with")
-    from pipeline.cli.status import show_status
+    from rose.pipeline.cli.status import show_status
 
     show_status(common, as_json=as_json, waits=waits)
 
@@ -336,7 +336,7 @@ def health(
     live: Annotated[bool, typer.Option("--live", help="Whether its loop turns over at all.")] = False,
 ) -> None:
     """Whether one process does what it is there for, in a sentence. Exit status 1 if it does not."""
-    from pipeline.process.health_server import print_health
+    from rose.pipeline.process.health_server import print_health
 
     print_health(common, address, live=live)
 
@@ -348,7 +348,7 @@ def why(
     name: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX, or a GROUP_ID.")],
 ) -> None:
     """Where a trajectory or a group is, and why, in a sentence."""
-    from pipeline.cli.replay import print_why
+    from rose.pipeline.cli.replay import print_why
 
     print_why(common, name)
 
@@ -357,7 +357,7 @@ def why(
 @with_common
 def audit(common: Common) -> None:
     """The conservation law, from the log alone: one end for every trajectory. Exit status 1 if it is broken."""
-    from pipeline.cli.run_commands import audit_run
+    from rose.pipeline.cli.run_commands import audit_run
 
     audit_run(common)
 
@@ -368,7 +368,7 @@ def replay(
     common: Common, trajectory: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX")]
 ) -> None:
     """The life of one trajectory, turn by turn."""
-    from pipeline.cli.replay import print_replay
+    from rose.pipeline.cli.replay import print_replay
 
     print_replay(common, trajectory)
 
@@ -377,7 +377,7 @@ def replay(
 @with_common
 def report(common: Common) -> None:
     """Write summary.json and report.html of a run again, from its log."""
-    from pipeline.cli.run_commands import report_run
+    from rose.pipeline.cli.run_commands import report_run
 
     report_run(common)
 
@@ -386,7 +386,7 @@ def report(common: Common) -> None:
 @with_common
 def show_config(common: Common) -> None:
     """The resolved configuration: every field, its value, what it is and who said so. Passwords are not shown."""
-    from pipeline.config.load import load, resolved_toml, without_secrets
+    from rose.pipeline.config.load import load, resolved_toml, without_secrets
 
     sys.stdout.write(without_secrets(resolved_toml(load(common), explained=True)))
 

@@ -3,22 +3,22 @@
 import sys
 from contextlib import closing
 
-from pipeline.config.load import load
-from pipeline.config.options import Common
-from pipeline.local.broker import readable_log
-from pipeline.process.terminal import print_line
-from pipeline.replay.description import describe_trajectory
-from pipeline.replay.episodes import fold_trajectory
-from pipeline.replay.search import GroupFound, TrajectoryFound, UnknownTrajectory, find_group, find_trajectory
-from pipeline.replay.why import GroupFacts, PromptAt, TrajectoryFacts, why_group, why_trajectory
-from schemas.limits import MAX_GROUP_SIZE
-from schemas.partitioning import home_partition
-from topics.acl import VIEW, connect_as
-from topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Topic
-from topics.reader import Reader
-from topics.records import Place
-from topics.settings import BusSettings
-from workers.environments.turn_format import TurnFormat, TurnFormatError
+from rose.pipeline.config.load import load
+from rose.pipeline.config.options import Common
+from rose.pipeline.local.broker import readable_log
+from rose.pipeline.process.terminal import print_line
+from rose.pipeline.replay.description import describe_trajectory
+from rose.pipeline.replay.episodes import fold_trajectory
+from rose.pipeline.replay.search import GroupFound, TrajectoryFound, UnknownTrajectory, find_group, find_trajectory
+from rose.pipeline.replay.why import GroupFacts, PromptAt, TrajectoryFacts, why_group, why_trajectory
+from rose.schemas.limits import MAX_GROUP_SIZE
+from rose.schemas.partitioning import home_partition
+from rose.topics.acl import VIEW, connect_as
+from rose.topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Topic
+from rose.topics.reader import Reader
+from rose.topics.records import Place
+from rose.topics.settings import BusSettings
+from rose.workers.environments.turn_format import TurnFormat, TurnFormatError
 
 
 def print_replay(common: Common, trajectory: str) -> None:

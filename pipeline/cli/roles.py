@@ -9,23 +9,23 @@ from threading import Event
 
 import numpy  # noqa: F401  tokens are unpacked with it, and no loop is to stand still for an import
 
-from pipeline.config.load import Config, load
-from pipeline.config.options import Common
-from pipeline.process.process_setup import serve_metrics, stop_on_signals
-from pipeline.process.run_folder import TRAINER_LOCK_FILE as TRAINER_LOCK
-from pipeline.process.run_folder import ensure_folder, run_folder_lock
-from schemas.errors import UsageError
-from schemas.limits import is_http_server
-from topics.acl import CONTROL, ENVIRONMENT, EXECUTOR, ROUTER, TRAINER, Role, connect_as
-from topics.role_announcements import announce_starts
-from topics.settings import BusSettings
-from topics.tracing import export_traces
-from workers.weights.trust import require_signing_key, run_id
+from rose.pipeline.config.load import Config, load
+from rose.pipeline.config.options import Common
+from rose.pipeline.process.process_setup import serve_metrics, stop_on_signals
+from rose.pipeline.process.run_folder import TRAINER_LOCK_FILE as TRAINER_LOCK
+from rose.pipeline.process.run_folder import ensure_folder, run_folder_lock
+from rose.schemas.errors import UsageError
+from rose.schemas.limits import is_http_server
+from rose.topics.acl import CONTROL, ENVIRONMENT, EXECUTOR, ROUTER, TRAINER, Role, connect_as
+from rose.topics.role_announcements import announce_starts
+from rose.topics.settings import BusSettings
+from rose.topics.tracing import export_traces
+from rose.workers.weights.trust import require_signing_key, run_id
 
 
 def run_environment(common: Common, number: int) -> None:
     """Environment worker `number`, until it is asked to stop."""
-    from workers.environments.main import run_environment_worker
+    from rose.workers.environments.main import run_environment_worker
 
     config, name = load(common), f"environment-{number}"
     config.import_paths()  # refuses what is not there
@@ -36,8 +36,8 @@ def run_environment(common: Common, number: int) -> None:
 
 def run_executor_role(common: Common) -> None:
     """An executor, until it is asked to stop."""
-    from workers.executor.engine_process import EngineProcess
-    from workers.executor.main import run_executor
+    from rose.workers.executor.engine_process import EngineProcess
+    from rose.workers.executor.main import run_executor
 
     config = load(common)
     _require_signatures(config)
@@ -52,7 +52,7 @@ def run_executor_role(common: Common) -> None:
 
 def run_lender_role(common: Common, serving: Path, flags: Sequence[str], *, observe: bool) -> None:
     """A vLLM server that lends, or is observed; it takes the place of this process."""
-    from workers.lender.sidecar import LendingPlan, lend
+    from rose.workers.lender.sidecar import LendingPlan, lend
 
     config = load(common)
     if not observe:
@@ -72,7 +72,7 @@ def run_lender_role(common: Common, serving: Path, flags: Sequence[str], *, obse
 
 def run_endpoint_role(common: Common) -> None:
     """An executor whose engine is the endpoint `endpoint.url`, until it is asked to stop."""
-    from workers.lender.endpoint.main import lend_endpoint
+    from rose.workers.lender.endpoint.main import lend_endpoint
 
     config = load(common)
     _require_signatures(config)
@@ -84,7 +84,7 @@ def run_endpoint_role(common: Common) -> None:
 
 def run_loadgen_role(common: Common, url: str) -> None:
     """The users of the server at `url`, until they are asked to stop. They need no broker."""
-    from workers.loadgen.main import run_loadgen
+    from rose.workers.loadgen.main import run_loadgen
 
     if not is_http_server(url):
         raise UsageError(f"{url} is no address of a server: write it as http://HOST:PORT")
@@ -95,7 +95,7 @@ def run_loadgen_role(common: Common, url: str) -> None:
 
 def run_router_role(common: Common, number: int) -> None:
     """Router `number`, until it is asked to stop."""
-    from pipeline.routing.service import run_router
+    from rose.pipeline.routing.service import run_router
 
     config, name = load(common), f"router-{number}"
     with _running_role(config, ROUTER, config.settings.metrics.router, number, name=name) as (settings, stop):
@@ -104,7 +104,7 @@ def run_router_role(common: Common, number: int) -> None:
 
 def run_control_role(common: Common, number: int) -> None:
     """Control app `number`, until it is asked to stop."""
-    from pipeline.control.service import run_control
+    from rose.pipeline.control.service import run_control
 
     config, name = load(common), f"control-{number}"
     job = run_id(config.settings.broker.namespace, config.weights.run)
@@ -114,7 +114,7 @@ def run_control_role(common: Common, number: int) -> None:
 
 def run_trainer_role(common: Common) -> None:
     """The trainer, until all groups are settled or it is asked to stop."""
-    from workers.trainer.main import run_trainer
+    from rose.workers.trainer.main import run_trainer
 
     config = load(common)
     require_signing_key(config.bus(), config.weights.signing_key, "signing_key")  # before it fences another

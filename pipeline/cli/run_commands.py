@@ -5,18 +5,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from pipeline.accounting.audit import AuditFailed
-from pipeline.clock import format_utc as moment
-from pipeline.config.load import load
-from pipeline.config.options import Common
-from pipeline.local.broker import live_bus, readable_log
-from pipeline.process.terminal import print_line
-from topics.acl import PRODUCER, VIEW, connect_as
+from rose.pipeline.accounting.audit import AuditFailed
+from rose.pipeline.clock import format_utc as moment
+from rose.pipeline.config.load import load
+from rose.pipeline.config.options import Common
+from rose.pipeline.local.broker import live_bus, readable_log
+from rose.pipeline.process.terminal import print_line
+from rose.topics.acl import PRODUCER, VIEW, connect_as
 
 
 def submit_file(common: Common, file: Path, without: Path | None) -> None:
     """`rose submit`. Raises BadPrompts."""
-    from pipeline.local.submit import count_homes, read_prompts, send_prompts
+    from rose.pipeline.local.submit import count_homes, read_prompts, send_prompts
 
     config = load(common)
     prompts = read_prompts(file, config.environments, without=without)
@@ -32,9 +32,9 @@ def submit_file(common: Common, file: Path, without: Path | None) -> None:
 
 def watch_run(common: Common) -> None:
     """`rose watch`: until Ctrl-C."""
-    from pipeline.monitor.follower import follow_run
-    from pipeline.monitor.screen import Screen
-    from pipeline.process.process_setup import stop_on_signals
+    from rose.pipeline.monitor.follower import follow_run
+    from rose.pipeline.monitor.screen import Screen
+    from rose.pipeline.process.process_setup import stop_on_signals
 
     with live_bus(config := load(common)) as settings:
         connect_as(settings, VIEW)
@@ -48,7 +48,7 @@ def watch_run(common: Common) -> None:
 
 def audit_run(common: Common) -> None:
     """`rose audit`. Raises AuditFailed."""
-    from pipeline.accounting.audit import inspect_log
+    from rose.pipeline.accounting.audit import inspect_log
 
     with readable_log(load(common)) as settings:
         connect_as(settings, VIEW)
@@ -76,7 +76,7 @@ def audit_run(common: Common) -> None:
 
 def report_run(common: Common) -> None:
     """`rose report`. Raises UsageError when the run was never finished."""
-    from pipeline.report.write import print_summary, stored_metadata, write_report
+    from rose.pipeline.report.write import print_summary, stored_metadata, write_report
 
     config = load(common)
     facts = stored_metadata(config.run_folder)

@@ -9,17 +9,17 @@ from contextlib import closing
 
 import msgspec
 
-from pipeline.config.load import load
-from pipeline.config.options import Common
-from pipeline.process.terminal import print_line
-from pipeline.replay.search import GroupFound, UnknownTrajectory, find_group
-from schemas.errors import UsageError
-from schemas.progress import GroupState, SettleRequest
-from schemas.prompts import trajectory_id
-from topics.acl import OPERATOR, connect_as
-from topics.catalog import SETTLES
-from topics.settings import BusSettings
-from topics.writer import Writer
+from rose.pipeline.config.load import load
+from rose.pipeline.config.options import Common
+from rose.pipeline.process.terminal import print_line
+from rose.pipeline.replay.search import GroupFound, UnknownTrajectory, find_group
+from rose.schemas.errors import UsageError
+from rose.schemas.progress import GroupState, SettleRequest
+from rose.schemas.prompts import trajectory_id
+from rose.topics.acl import OPERATOR, connect_as
+from rose.topics.catalog import SETTLES
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 
 
 def settle_by_hand(common: Common, name: str, reason: str) -> None:

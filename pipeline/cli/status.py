@@ -16,19 +16,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.config.load import load
-from pipeline.config.options import Common
-from pipeline.local.broker import readable_log
-from pipeline.monitor.broker_probe import BrokerSnapshot
-from pipeline.monitor.diagnosis import STALLED_SECONDS, Finding, Severity, diagnose
-from pipeline.monitor.facts import Facts
-from pipeline.monitor.follower import RunFollower, follow_run
-from pipeline.monitor.screen import executor_table, finding_lines, work_line
-from pipeline.process.terminal import WaitNotice
-from schemas.errors import RoseError
-from topics.acl import VIEW, connect_as
-from topics.errors import BrokerUnreachable
-from topics.settings import BusSettings
+from rose.pipeline.config.load import load
+from rose.pipeline.config.options import Common
+from rose.pipeline.local.broker import readable_log
+from rose.pipeline.monitor.broker_probe import BrokerSnapshot
+from rose.pipeline.monitor.diagnosis import STALLED_SECONDS, Finding, Severity, diagnose
+from rose.pipeline.monitor.facts import Facts
+from rose.pipeline.monitor.follower import RunFollower, follow_run
+from rose.pipeline.monitor.screen import executor_table, finding_lines, work_line
+from rose.pipeline.process.terminal import WaitNotice
+from rose.schemas.errors import RoseError
+from rose.topics.acl import VIEW, connect_as
+from rose.topics.errors import BrokerUnreachable
+from rose.topics.settings import BusSettings
 
 LOOK_SECONDS = 2.5
 """How long one look lasts; an executor speaks several times in it, and its word is good for 2 s."""

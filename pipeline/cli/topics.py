@@ -6,13 +6,13 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.config.load import load
-from pipeline.config.options import Common
-from pipeline.local.broker import readable_log
-from pipeline.process.terminal import print_line
-from schemas.errors import RoseError, UsageError
-from topics.acl import ADMIN, ROLES, connect_as, kafka_acls, strimzi_user
-from topics.admin import create_topics, describe_topics, durability_warnings, find_drift
+from rose.pipeline.config.load import load
+from rose.pipeline.config.options import Common
+from rose.pipeline.local.broker import readable_log
+from rose.pipeline.process.terminal import print_line
+from rose.schemas.errors import RoseError, UsageError
+from rose.topics.acl import ADMIN, ROLES, connect_as, kafka_acls, strimzi_user
+from rose.topics.admin import create_topics, describe_topics, durability_warnings, find_drift
 
 USER = "User:"
 """What Kafka's principals begin with, unless a broker has its own kinds."""

@@ -23,9 +23,9 @@ from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pipeline.config.field_docs import field_docs
-from pipeline.config.options import Common
-from pipeline.config.sections import (
+from rose.pipeline.config.field_docs import field_docs
+from rose.pipeline.config.options import Common
+from rose.pipeline.config.sections import (
     BrokerSection,
     MetricsSection,
     ModelSection,
@@ -35,25 +35,25 @@ from pipeline.config.sections import (
     TopicsSection,
     TracingSection,
 )
-from pipeline.config.toml_file import read_toml
-from pipeline.control.config import ControlConfig
-from pipeline.routing.config import RouterConfig
-from schemas.errors import UsageError
-from schemas.prompts import ENVIRONMENT_CHARACTERS
-from schemas.unique_keys import reject_duplicate_keys
-from topics.catalog import Partitions
-from topics.required_settings import check_required_settings
-from topics.settings import PREFIX as NAMES
-from topics.settings import BusSettings, parse_properties
-from workers.environments.config import EnvironmentConfig
-from workers.environments.registry import BUILT_IN
-from workers.executor.config import NAME, ExecutorConfig
-from workers.lender.config import LenderConfig
-from workers.lender.endpoint.config import EndpointConfig
-from workers.loadgen.config import LoadgenConfig
-from workers.trainer.config import TrainerConfig
-from workers.weights.config import HOLDS, WeightsConfig
-from workers.weights.trust import Trust, make_trust, run_id
+from rose.pipeline.config.toml_file import read_toml
+from rose.pipeline.control.config import ControlConfig
+from rose.pipeline.routing.config import RouterConfig
+from rose.schemas.errors import UsageError
+from rose.schemas.prompts import ENVIRONMENT_CHARACTERS
+from rose.schemas.unique_keys import reject_duplicate_keys
+from rose.topics.catalog import Partitions
+from rose.topics.required_settings import check_required_settings
+from rose.topics.settings import PREFIX as NAMES
+from rose.topics.settings import BusSettings, parse_properties
+from rose.workers.environments.config import EnvironmentConfig
+from rose.workers.environments.registry import BUILT_IN
+from rose.workers.executor.config import NAME, ExecutorConfig
+from rose.workers.lender.config import LenderConfig
+from rose.workers.lender.endpoint.config import EndpointConfig
+from rose.workers.loadgen.config import LoadgenConfig
+from rose.workers.trainer.config import TrainerConfig
+from rose.workers.weights.config import HOLDS, WeightsConfig
+from rose.workers.weights.trust import Trust, make_trust, run_id
 
 COLUMNS = 110
 

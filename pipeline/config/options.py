@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from pipeline.config.field_docs import keep_docstring
+from rose.pipeline.config.field_docs import keep_docstring
 
 PANEL = "Configuration and broker"
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from schemas.errors import UsageError
-from schemas.limits import MAX_GROUP_SIZE, MAX_TURNS, check_bounds, is_http_server
+from rose.schemas.errors import UsageError
+from rose.schemas.limits import MAX_GROUP_SIZE, MAX_TURNS, check_bounds, is_http_server
 
 WARM_START = Path(__file__).parents[2] / "workers" / "models" / "calculator"
 """The small policy that ships with ROSE: pre-trained on noisy demonstrations of the calculator task."""

@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from schemas.errors import UsageError
+from rose.schemas.errors import UsageError
 
 AT_LINE = re.compile(r"\(at line (\d+),")
 """Where tomllib says that it is; else it is at the end."""

@@ -9,16 +9,16 @@ from typing import Any
 
 import msgspec
 
-from pipeline.config.load import Config, load
-from pipeline.config.options import Common
-from pipeline.contracts.json_schema import Schema, definitions
-from schemas.prompts import Prompt
-from schemas.record import Record
-from schemas.weights import SIGNATURE_HEADER, WeightIndex, WeightManifest
-from schemas.wire import RECORDS, SCHEMA_HEADER, TRACE_HEADER
-from topics.admin import expected_settings
-from topics.catalog import CATALOG, DEAD_LETTERS, OUTCOMES, PROMPTS, RECORD_TOPICS, SAMPLES, Topic
-from topics.dead_letter_headers import KEY, OFFSET, ORIGIN, PARTITION, REASON, SENT_BACK, TOPIC
+from rose.pipeline.config.load import Config, load
+from rose.pipeline.config.options import Common
+from rose.pipeline.contracts.json_schema import Schema, definitions
+from rose.schemas.prompts import Prompt
+from rose.schemas.record import Record
+from rose.schemas.weights import SIGNATURE_HEADER, WeightIndex, WeightManifest
+from rose.schemas.wire import RECORDS, SCHEMA_HEADER, TRACE_HEADER
+from rose.topics.admin import expected_settings
+from rose.topics.catalog import CATALOG, DEAD_LETTERS, OUTCOMES, PROMPTS, RECORD_TOPICS, SAMPLES, Topic
+from rose.topics.dead_letter_headers import KEY, OFFSET, ORIGIN, PARTITION, REASON, SENT_BACK, TOPIC
 
 JSON, MSGPACK = "application/json", "application/msgpack"
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect as types
 
-from pipeline.config.field_docs import field_docs
+from rose.pipeline.config.field_docs import field_docs
 
 Schema = dict[str, Any]
 

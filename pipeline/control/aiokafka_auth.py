@@ -11,7 +11,7 @@ from pathlib import Path
 from faust.auth import Credentials, SASLCredentials, SSLCredentials
 from faust.types.auth import SASLMechanism
 
-from schemas.errors import UsageError
+from rose.schemas.errors import UsageError
 
 PROTOCOLS = ("plaintext", "ssl", "sasl_plaintext", "sasl_ssl")
 MECHANISMS = (SASLMechanism.PLAIN, SASLMechanism.SCRAM_SHA_256, SASLMechanism.SCRAM_SHA_512)

@@ -22,20 +22,20 @@ from faust.types import EventT, StreamT
 from faust.web import Request, Response, View
 from faust.web.base import BlueprintManager
 
-from pipeline.control.aiokafka_auth import credentials
-from pipeline.control.elasticity import ElasticityCore
-from pipeline.control.grants import GrantLog
-from pipeline.control.page import State, page_of, state_of
-from schemas.cells import CellSummary
-from schemas.errors import RecordError
-from schemas.grants import CapacityGrant, GrantSource, grant_key
-from schemas.wire import decode
-from topics import counts
-from topics.catalog import CONTROL_GROUP, GRANTS, SUMMARIES
-from topics.health import HEALTH
-from topics.records import InvalidMessage, RawMessage
-from topics.settings import BusSettings
-from topics.writer import Writer
+from rose.pipeline.control.aiokafka_auth import credentials
+from rose.pipeline.control.elasticity import ElasticityCore
+from rose.pipeline.control.grants import GrantLog
+from rose.pipeline.control.page import State, page_of, state_of
+from rose.schemas.cells import CellSummary
+from rose.schemas.errors import RecordError
+from rose.schemas.grants import CapacityGrant, GrantSource, grant_key
+from rose.schemas.wire import decode
+from rose.topics import counts
+from rose.topics.catalog import CONTROL_GROUP, GRANTS, SUMMARIES
+from rose.topics.health import HEALTH
+from rose.topics.records import InvalidMessage, RawMessage
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 
 TICK_SECONDS = 1.0
 """Between two decisions."""

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from schemas.grants import MAX_LEASE_SECONDS
-from schemas.limits import MAX_COUNT, YEAR_SECONDS, check_bounds
+from rose.schemas.grants import MAX_LEASE_SECONDS
+from rose.schemas.limits import MAX_COUNT, YEAR_SECONDS, check_bounds
 
 HIGHEST_PORT = 65_535
 

@@ -36,12 +36,18 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeline.control.config import ControlConfig
-from pipeline.control.forecast import CompletionForecast, RemainingCapacity, WorkerEstimates, WorkShare, finish_seconds
-from pipeline.control.rebalancing import FORGET_SECONDS, CellCrew, Rebalancer
-from schemas.cells import CellSummary, ExecutorLine
-from schemas.grants import CapacityGrant, GrantSource
-from schemas.heartbeats import ExecutorState
+from rose.pipeline.control.config import ControlConfig
+from rose.pipeline.control.forecast import (
+    CompletionForecast,
+    RemainingCapacity,
+    WorkerEstimates,
+    WorkShare,
+    finish_seconds,
+)
+from rose.pipeline.control.rebalancing import FORGET_SECONDS, CellCrew, Rebalancer
+from rose.schemas.cells import CellSummary, ExecutorLine
+from rose.schemas.grants import CapacityGrant, GrantSource
+from rose.schemas.heartbeats import ExecutorState
 
 GRACE_SECONDS = 2.0
 """By which a lease may end later with its lender: a grant is on its way for some time."""

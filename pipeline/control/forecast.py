@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from schemas.cells import ExecutorLine
+from rose.schemas.cells import ExecutorLine
 
 WEIGHT = 0.2
 """Of the newest in a running mean, once there were five."""

@@ -6,12 +6,12 @@ Keeps true: everybody who asks sees the whole topic, from its beginning; no cons
 import queue
 from typing import NamedTuple
 
-from schemas.errors import RoseError
-from schemas.grants import CapacityGrant, GrantSource, parse_grant_key
-from topics.catalog import GRANTS
-from topics.records import Envelope
-from topics.settings import BusSettings
-from topics.table_follower import TableFollower
+from rose.schemas.errors import RoseError
+from rose.schemas.grants import CapacityGrant, GrantSource, parse_grant_key
+from rose.topics.catalog import GRANTS
+from rose.topics.records import Envelope
+from rose.topics.settings import BusSettings
+from rose.topics.table_follower import TableFollower
 
 
 class GrantUpdate(NamedTuple):

@@ -7,7 +7,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pipeline.control.elasticity import ElasticityCore
+from rose.pipeline.control.elasticity import ElasticityCore
 
 
 class ControlCollector(Collector):

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from pipeline.clock import format_utc
-from pipeline.control.elasticity import ElasticityCore, Lender
-from schemas.grants import CapacityGrant
+from rose.pipeline.clock import format_utc
+from rose.pipeline.control.elasticity import ElasticityCore, Lender
+from rose.schemas.grants import CapacityGrant
 
 State = dict[str, Any]
 

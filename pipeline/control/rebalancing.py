@@ -26,10 +26,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeline.control.config import ControlConfig
-from pipeline.control.forecast import WorkShare
-from schemas.cells import CellSummary, ExecutorLine
-from schemas.heartbeats import ExecutorState
+from rose.pipeline.control.config import ControlConfig
+from rose.pipeline.control.forecast import WorkShare
+from rose.schemas.cells import CellSummary, ExecutorLine
+from rose.schemas.heartbeats import ExecutorState
 
 MIN_GAIN_FACTOR = 2.0
 """So many times later all is done in a cell that is given a worker than in the one that it leaves."""

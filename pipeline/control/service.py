@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING
 import structlog
 from confluent_kafka import KafkaError
 
-from pipeline.clock import steady_clock
-from pipeline.control.config import ControlConfig
-from pipeline.control.elasticity import ElasticityCore
-from pipeline.control.grants import GrantLog
-from pipeline.control.metrics import export_metrics
-from schemas.errors import UsageError
-from topics.acl import CONTROL, check_group_rights
-from topics.catalog import CONTROL_GROUP
-from topics.errors import BusError, is_permanent
-from topics.health import HEALTH
-from topics.settings import BusSettings
+from rose.pipeline.clock import steady_clock
+from rose.pipeline.control.config import ControlConfig
+from rose.pipeline.control.elasticity import ElasticityCore
+from rose.pipeline.control.grants import GrantLog
+from rose.pipeline.control.metrics import export_metrics
+from rose.schemas.errors import UsageError
+from rose.topics.acl import CONTROL, check_group_rights
+from rose.topics.catalog import CONTROL_GROUP
+from rose.topics.errors import BusError, is_permanent
+from rose.topics.health import HEALTH
+from rose.topics.settings import BusSettings
 
 if TYPE_CHECKING:
-    from pipeline.control.app import ControlApp
+    from rose.pipeline.control.app import ControlApp
 
 POLL_SECONDS = 0.1
 """Between two looks at whether to stop."""
@@ -57,7 +57,7 @@ async def _run(
     settings: BusSettings, core: ElasticityCore, grants: GrantLog, clock: Callable[[], float], stop: Event, name: str
 ) -> None:
     try:
-        from pipeline.control.app import ControlApp
+        from rose.pipeline.control.app import ControlApp
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'rose-rollouts[control]'") from None
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config.load import RESOLVED, Config
-from schemas.errors import UsageError
-from topics.errors import BrokerUnreachable
-from topics.settings import BusSettings
+from rose.pipeline.config.load import RESOLVED, Config
+from rose.schemas.errors import UsageError
+from rose.topics.errors import BrokerUnreachable
+from rose.topics.settings import BusSettings
 
 if TYPE_CHECKING:
-    from topics.local_broker.process import Broker
+    from rose.topics.local_broker.process import Broker
 
 DATA_FOLDER = "broker"
 """Folder of the run's own broker in the run's folder."""
@@ -51,7 +51,7 @@ def run_broker(config: Config) -> Iterator[RunBroker]:
         return
     if named and _accepts(named):
         raise UsageError(f"the run in {config.run_folder} is going on: look at it with `rose watch --run`")
-    from topics.local_broker.start import start_broker  # a broker that is named needs none of it
+    from rose.topics.local_broker.start import start_broker  # a broker that is named needs none of it
 
     port = _port(named) if named else None
     with start_broker(config.run_folder / DATA_FOLDER, kafka_home=kafka_home(config), port=port) as broker:
@@ -63,7 +63,7 @@ def readable_log(config: Config) -> Iterator[BusSettings]:
     """The log of a run for reading: its own broker is started for as long as that takes, unless it runs anyway."""
     named = config.settings.broker.bootstrap_server
     if named and _is_own(config) and not _accepts(named):
-        from topics.local_broker.start import start_broker
+        from rose.topics.local_broker.start import start_broker
 
         home = config.settings.broker.kafka_home
         with start_broker(config.run_folder / DATA_FOLDER, kafka_home=home, port=_port(named)) as broker:

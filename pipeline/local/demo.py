@@ -10,23 +10,30 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from pipeline.accounting.audit import AuditFailed
-from pipeline.config.load import Config, load
-from pipeline.config.options import Common
-from pipeline.config.sections import TasksSection
-from pipeline.local.broker import run_broker
-from pipeline.local.fork_server import ForkServer
-from pipeline.local.run import LOG_FOLDER, RunInterrupted, lending_servers, prepare_run, role_fork_server, run_roles
-from pipeline.local.supervisor import Role, Supervisor
-from pipeline.process.process_setup import stop_on_signals
-from pipeline.process.run_folder import RUN_LOCK, ensure_folder, run_folder_lock
-from pipeline.process.terminal import escape_control_chars
-from pipeline.report.summary import Success, Summary
-from pipeline.report.write import print_summary, run_metadata, write_report
-from schemas.errors import UsageError
-from schemas.prompts import Prompt
-from workers.evaluate import Evaluation
-from workers.loadgen.request_log import read_request_log
+from rose.pipeline.accounting.audit import AuditFailed
+from rose.pipeline.config.load import Config, load
+from rose.pipeline.config.options import Common
+from rose.pipeline.config.sections import TasksSection
+from rose.pipeline.local.broker import run_broker
+from rose.pipeline.local.fork_server import ForkServer
+from rose.pipeline.local.run import (
+    LOG_FOLDER,
+    RunInterrupted,
+    lending_servers,
+    prepare_run,
+    role_fork_server,
+    run_roles,
+)
+from rose.pipeline.local.supervisor import Role, Supervisor
+from rose.pipeline.process.process_setup import stop_on_signals
+from rose.pipeline.process.run_folder import RUN_LOCK, ensure_folder, run_folder_lock
+from rose.pipeline.process.terminal import escape_control_chars
+from rose.pipeline.report.summary import Success, Summary
+from rose.pipeline.report.write import print_summary, run_metadata, write_report
+from rose.schemas.errors import UsageError
+from rose.schemas.prompts import Prompt
+from rose.workers.evaluate import Evaluation
+from rose.workers.loadgen.request_log import read_request_log
 
 SEEDS_OF_A_RUN = 1_000_000
 """Every run seed draws its tasks from a range of its own."""
@@ -101,7 +108,7 @@ def _configuration(common: Common) -> Config:
     if common.run is not None:
         raise UsageError("a demo is a run of its own: give it --name, or go on with a run by `rose up --run NAME`")
     if common.config is None:
-        common = replace(common, config=Path(str(files("pipeline.local") / CONFIGURATION)))
+        common = replace(common, config=Path(str(files("rose.pipeline.local") / CONFIGURATION)))
     config = load(common)
     name, folder = config.settings.run.name, config.settings.run.folder
     ensure_folder(folder)

@@ -1,7 +1,7 @@
 """Fork server: a process that has imported what roles need, and forks them.
 
 Keeps true
-- A role runs and ends as `python -P -m pipeline.cli.main` would: a session, a log and signals of its own, the
+- A role runs and ends as `python -P -m rose.pipeline.cli.main` would: a session, a log and signals of its own, the
   environment of the process that opened the fork server, the same exit status and last lines.
 - The fork server imports what a role needs once, before the first such role; never vLLM for a router.
 - A role ends when the fork server ends, and the fork server when its owner ends, however they end: the kernel kills
@@ -33,31 +33,35 @@ from pathlib import Path
 from time import monotonic
 from types import TracebackType
 
-from pipeline.local.process_guard import GUARD_SIGNALS, guard_process
-from topics.processes import adopt_orphans, die_with_parent, end_children, set_process_name
+from rose.pipeline.local.process_guard import GUARD_SIGNALS, guard_process
+from rose.topics.processes import adopt_orphans, die_with_parent, end_children, set_process_name
 
-COMMAND = "pipeline.cli.main"
+COMMAND = "rose.pipeline.cli.main"
 """The module whose `main` runs a role. It is named, not imported, for it imports this module."""
 
-ENGINE_MODULES = ("workers.executor.vllm.process_env", "workers.executor.vllm.engine", "workers.executor.vllm.start")
+ENGINE_MODULES = (
+    "rose.workers.executor.vllm.process_env",
+    "rose.workers.executor.vllm.engine",
+    "rose.workers.executor.vllm.start",
+)
 PRELOAD = {
-    "control": ("pipeline.cli.roles", "pipeline.control.service", "pipeline.control.app"),
-    "environment": ("pipeline.cli.roles", "workers.environments.main", "tokenizers"),
-    "evaluate": ("pipeline.cli.evaluate", *ENGINE_MODULES),
+    "control": ("rose.pipeline.cli.roles", "rose.pipeline.control.service", "rose.pipeline.control.app"),
+    "environment": ("rose.pipeline.cli.roles", "rose.workers.environments.main", "tokenizers"),
+    "evaluate": ("rose.pipeline.cli.evaluate", *ENGINE_MODULES),
     "executor": (
-        "pipeline.cli.roles",
-        "workers.executor.main",
-        "workers.executor.loop",
-        "workers.weights.chunk_stores",
-        "workers.weights.receive",
-        "workers.weights.trust",
+        "rose.pipeline.cli.roles",
+        "rose.workers.executor.main",
+        "rose.workers.executor.loop",
+        "rose.workers.weights.chunk_stores",
+        "rose.workers.weights.receive",
+        "rose.workers.weights.trust",
         *ENGINE_MODULES,
     ),
-    "router": ("pipeline.cli.roles", "pipeline.routing.service"),
+    "router": ("rose.pipeline.cli.roles", "rose.pipeline.routing.service"),
     "trainer": (
-        "pipeline.cli.roles",
-        "workers.trainer.main",
-        "workers.trainer.loop",
+        "rose.pipeline.cli.roles",
+        "rose.workers.trainer.main",
+        "rose.workers.trainer.loop",
         "transformers.models.auto.modeling_auto",
     ),
 }

@@ -11,7 +11,7 @@ import os
 import signal
 from collections.abc import Callable
 
-from topics.processes import adopt_orphans, die_with_parent, end_children, set_process_name
+from rose.topics.processes import adopt_orphans, die_with_parent, end_children, set_process_name
 
 GRACE_SECONDS = 3.0
 """What a role has left behind may take so long to end after SIGTERM: a lender's companion hands its turns back."""

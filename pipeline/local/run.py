@@ -14,22 +14,22 @@ from time import monotonic, time
 
 from rich.console import Console
 
-from pipeline.config.load import RESOLVED, Config, load, resolved_toml, without_settings
-from pipeline.config.options import Common
-from pipeline.local.broker import RunBroker, kafka_home, run_broker
-from pipeline.local.fork_server import ForkServer
-from pipeline.local.submit import read_prompts, remaining_work, send_prompts
-from pipeline.local.supervisor import Role, Supervisor
-from pipeline.monitor.follower import follow_run
-from pipeline.monitor.screen import Screen
-from pipeline.process.process_setup import stop_on_signals
-from pipeline.process.run_folder import RUN_LOCK, run_folder_lock
-from pipeline.report.summary import Success
-from pipeline.report.write import print_summary, run_metadata, write_report
-from schemas.prompts import Prompt
-from topics.admin import create_topics
-from topics.local_broker.process import free_ports
-from workers.weights.trust import require_signing_key
+from rose.pipeline.config.load import RESOLVED, Config, load, resolved_toml, without_settings
+from rose.pipeline.config.options import Common
+from rose.pipeline.local.broker import RunBroker, kafka_home, run_broker
+from rose.pipeline.local.fork_server import ForkServer
+from rose.pipeline.local.submit import read_prompts, remaining_work, send_prompts
+from rose.pipeline.local.supervisor import Role, Supervisor
+from rose.pipeline.monitor.follower import follow_run
+from rose.pipeline.monitor.screen import Screen
+from rose.pipeline.process.process_setup import stop_on_signals
+from rose.pipeline.process.run_folder import RUN_LOCK, run_folder_lock
+from rose.pipeline.report.summary import Success
+from rose.pipeline.report.write import print_summary, run_metadata, write_report
+from rose.schemas.prompts import Prompt
+from rose.topics.admin import create_topics
+from rose.topics.local_broker.process import free_ports
+from rose.workers.weights.trust import require_signing_key
 
 
 def run_up(common: Common, prompts_file: Path | None, without: Path | None) -> None:

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.accounting.requested import RequestedWork, read_requested
-from schemas.errors import RecordError, UsageError
-from schemas.partitioning import home_partition
-from schemas.prompts import Prompt, untrainable_reason
-from schemas.wire import encode, parse_prompt_json
-from topics.catalog import PROMPTS
-from topics.settings import BusSettings
-from topics.writer import Writer
+from rose.pipeline.accounting.requested import RequestedWork, read_requested
+from rose.schemas.errors import RecordError, UsageError
+from rose.schemas.partitioning import home_partition
+from rose.schemas.prompts import Prompt, untrainable_reason
+from rose.schemas.wire import encode, parse_prompt_json
+from rose.topics.catalog import PROMPTS
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 
 SENT = "prompts.sent"
 """The file in a run's folder that says what was sent: by line, a group id and a digest of its prompt."""
@@ -99,7 +99,7 @@ def read_prompts(path: Path, environments: Collection[str], *, without: Path | N
 
 def settled_groups(metrics: Path) -> frozenset[str]:
     """The groups that the steps in a run's `metrics.jsonl` have settled. Raises UsageError."""
-    from workers.trainer.step_log import decode_line
+    from rose.workers.trainer.step_log import decode_line
 
     try:
         lines = metrics.read_bytes().splitlines()

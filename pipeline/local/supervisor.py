@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
-from pipeline.local.fork_server import ForkedProcess, ForkServer
-from schemas.errors import RoseError, UsageError
+from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
+from rose.schemas.errors import RoseError, UsageError
 
 QUICK_SECONDS = 120.0
 """A process that ran for less crashed quickly; an engine takes ten seconds to start, and a minute on a busy machine."""

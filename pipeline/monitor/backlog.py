@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pipeline.monitor.facts import CellFacts, ExecutorFacts, HomeFacts, StalledWork
-from pipeline.monitor.run_state import RunState
-from pipeline.monitor.stage_clock import ConditionTimer, Stage
-from topics.catalog import DISPATCHED, partitions_of_cell
+from rose.pipeline.monitor.facts import CellFacts, ExecutorFacts, HomeFacts, StalledWork
+from rose.pipeline.monitor.run_state import RunState
+from rose.pipeline.monitor.stage_clock import ConditionTimer, Stage
+from rose.topics.catalog import DISPATCHED, partitions_of_cell
 
 if TYPE_CHECKING:
-    from pipeline.monitor.broker_probe import BrokerSnapshot, WorkerMember
+    from rose.pipeline.monitor.broker_probe import BrokerSnapshot, WorkerMember
 
 STALE_SECONDS = 10.0
 """Nothing is concluded of homes from answers that are older."""

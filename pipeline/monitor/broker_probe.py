@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
-from schemas.errors import RoseError
-from topics.admin import connect
-from topics.catalog import (
+from rose.schemas.errors import RoseError
+from rose.topics.admin import connect
+from rose.topics.catalog import (
     COMPLETED,
     DEAD_LETTER_SOURCES,
     DISPATCHED,
@@ -34,13 +34,13 @@ from topics.catalog import (
     SAMPLES,
     Topic,
 )
-from topics.dead_letters import DeadLetterIndex
-from topics.errors import TopicMissing
-from topics.log_reader import read_keyed_messages
-from topics.queries import offset_in
-from topics.reader import Reader
-from topics.records import Place
-from topics.settings import BusSettings
+from rose.topics.dead_letters import DeadLetterIndex
+from rose.topics.errors import TopicMissing
+from rose.topics.log_reader import read_keyed_messages
+from rose.topics.queries import offset_in
+from rose.topics.reader import Reader
+from rose.topics.records import Place
+from rose.topics.settings import BusSettings
 
 CLIENT = "rose-status"
 

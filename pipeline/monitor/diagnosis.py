@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from pipeline.monitor.facts import CellFacts, ExecutorFacts, Facts, HomeFacts, Patience, StalledWork
-from schemas.heartbeats import ExecutorState
-from topics import health
-from topics.health import RESTART_LIMIT
+from rose.pipeline.monitor.facts import CellFacts, ExecutorFacts, Facts, HomeFacts, Patience, StalledWork
+from rose.schemas.heartbeats import ExecutorState
+from rose.topics import health
+from rose.topics.health import RESTART_LIMIT
 
 STALLED_SECONDS = 10.0
 """A run in which no turn was applied for so long says why."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from schemas.heartbeats import ExecutorState
+from rose.schemas.heartbeats import ExecutorState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from confluent_kafka import OFFSET_BEGINNING
 
-from pipeline.monitor.backlog import Backlog
-from pipeline.monitor.broker_probe import BrokerProbeThread, BrokerSnapshot
-from pipeline.monitor.facts import PATIENCE, Facts, Patience
-from pipeline.monitor.run_state import RunState
-from schemas.progress import Group, GroupState
-from topics.catalog import (
+from rose.pipeline.monitor.backlog import Backlog
+from rose.pipeline.monitor.broker_probe import BrokerProbeThread, BrokerSnapshot
+from rose.pipeline.monitor.facts import PATIENCE, Facts, Patience
+from rose.pipeline.monitor.run_state import RunState
+from rose.schemas.progress import Group, GroupState
+from rose.topics.catalog import (
     COMPLETED,
     GROUPS,
     HEARTBEATS,
@@ -30,16 +30,16 @@ from topics.catalog import (
     SAMPLES,
     Topic,
 )
-from topics.errors import BusError, TopicMissing
-from topics.log_reader import read_to_end
-from topics.queries import noop
-from topics.reader import Reader
-from topics.records import EndOfPartition, Envelope, Place
-from topics.settings import BusSettings
-from workers.weights.trust import Trust, UntrustedReason
+from rose.topics.errors import BusError, TopicMissing
+from rose.topics.log_reader import read_to_end
+from rose.topics.queries import noop
+from rose.topics.reader import Reader
+from rose.topics.records import EndOfPartition, Envelope, Place
+from rose.topics.settings import BusSettings
+from rose.workers.weights.trust import Trust, UntrustedReason
 
 if TYPE_CHECKING:
-    from pipeline.config.load import Config
+    from rose.pipeline.config.load import Config
 
 CLIENT = "rose-watch"
 

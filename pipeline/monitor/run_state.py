@@ -17,19 +17,19 @@ from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from pipeline.monitor.diagnosis import SILENT_SECONDS
-from pipeline.monitor.facts import ExecutorFacts, RoleFacts
-from pipeline.monitor.stage_clock import BrokerClock, RoleStarts, Stage, StageClock
-from pipeline.routing.liveness import FORGET_SECONDS
-from schemas.heartbeats import ExecutorState, SlackHeartbeat
-from schemas.partitioning import home_partition
-from schemas.progress import Group, GroupState
-from schemas.prompts import group_id_of, trajectory_id
-from schemas.record import Record
-from schemas.role_starts import RoleBegun
-from schemas.samples import Outcome, Sample, SampleOutcome
-from schemas.turns import TurnOutcome, TurnResult
-from schemas.weights import WeightManifest
+from rose.pipeline.monitor.diagnosis import SILENT_SECONDS
+from rose.pipeline.monitor.facts import ExecutorFacts, RoleFacts
+from rose.pipeline.monitor.stage_clock import BrokerClock, RoleStarts, Stage, StageClock
+from rose.pipeline.routing.liveness import FORGET_SECONDS
+from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat
+from rose.schemas.partitioning import home_partition
+from rose.schemas.progress import Group, GroupState
+from rose.schemas.prompts import group_id_of, trajectory_id
+from rose.schemas.record import Record
+from rose.schemas.role_starts import RoleBegun
+from rose.schemas.samples import Outcome, Sample, SampleOutcome
+from rose.schemas.turns import TurnOutcome, TurnResult
+from rose.schemas.weights import WeightManifest
 
 RATE_SECONDS = 10.0
 """Over which rates are averaged."""

@@ -8,11 +8,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.monitor.diagnosis import Finding, Severity, diagnose, headline
-from pipeline.monitor.facts import ExecutorFacts, Facts
-from pipeline.monitor.follower import RunFollower
-from pipeline.process.terminal import escape_control_chars
-from schemas.heartbeats import ExecutorState
+from rose.pipeline.monitor.diagnosis import Finding, Severity, diagnose, headline
+from rose.pipeline.monitor.facts import ExecutorFacts, Facts
+from rose.pipeline.monitor.follower import RunFollower
+from rose.pipeline.process.terminal import escape_control_chars
+from rose.schemas.heartbeats import ExecutorState
 
 READ_SECONDS = 0.25
 """Longest wait for new records between two looks at the screen and the processes."""

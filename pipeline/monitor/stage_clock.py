@@ -13,9 +13,9 @@ from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pipeline.monitor.diagnosis import RECENT_START_SECONDS
-from pipeline.monitor.facts import RoleFacts
-from schemas.role_starts import RoleBegun
+from rose.pipeline.monitor.diagnosis import RECENT_START_SECONDS
+from rose.pipeline.monitor.facts import RoleFacts
+from rose.schemas.role_starts import RoleBegun
 
 REMEMBERED_STARTS = 64
 """Of one role, that are remembered."""

@@ -1,1 +1,1 @@
-"""The exported metrics and their dashboards: declared once, written out by `python -m pipeline.observability`."""
+"""The exported metrics and their dashboards: declared once, written out by `python -m rose.pipeline.observability`."""

@@ -1,8 +1,8 @@
-"""`python -m pipeline.observability` in a checkout writes docs/metrics.md and deploy/dashboards/ from the code."""
+"""`python -m rose.pipeline.observability` in a checkout writes docs/metrics.md and deploy/dashboards/ from the code."""
 
 from pathlib import Path
 
-from pipeline.observability.generated_files import generated_files
+from rose.pipeline.observability.generated_files import generated_files
 
 for name, content in generated_files().items():
     # Resolved: in a checkout the packages of `rose` are links.

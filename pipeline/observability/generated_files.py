@@ -2,9 +2,9 @@
 
 import json
 
-from pipeline.observability.grafana import as_json
-from pipeline.observability.metrics_table import as_markdown, metrics, servers
-from pipeline.observability.pages import DASHBOARDS
+from rose.pipeline.observability.grafana import as_json
+from rose.pipeline.observability.metrics_table import as_markdown, metrics, servers
+from rose.pipeline.observability.pages import DASHBOARDS
 
 TABLE = "docs/metrics.md"
 FOLDER = "deploy/dashboards"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from pipeline.observability.panels import Dashboard, Panel
+from rose.pipeline.observability.panels import Dashboard, Panel
 
 NAME = re.compile(r"\b(?:rose_|vllm:)[a-z_]+(?![a-z_(])")
 """A metric in a query."""

@@ -29,19 +29,19 @@ class Source:
 
 
 SOURCES = (
-    Source("topics.metrics", "every role"),
-    Source("pipeline.routing.metrics", "router"),
-    Source("pipeline.control.metrics", "control app"),
-    Source("workers.environments.metrics", "environment worker"),
+    Source("rose.topics.metrics", "every role"),
+    Source("rose.pipeline.routing.metrics", "router"),
+    Source("rose.pipeline.control.metrics", "control app"),
+    Source("rose.workers.environments.metrics", "environment worker"),
     Source(
-        "workers.executor.metrics",
+        "rose.workers.executor.metrics",
         "executor, lender",
         (("rose_lender_serving_requests", "lender, observed server"), ("rose_lender_", "lender")),
     ),
-    Source("workers.lender.observe", "observed server"),
-    Source("workers.weights.receive", "executor, lender"),
-    Source("workers.trainer.metrics", "trainer"),
-    Source("workers.weights.publish", "trainer"),
+    Source("rose.workers.lender.observe", "observed server"),
+    Source("rose.workers.weights.receive", "executor, lender"),
+    Source("rose.workers.trainer.metrics", "trainer"),
+    Source("rose.workers.weights.publish", "trainer"),
 )
 """All there are, in the order in which they are shown."""
 
@@ -128,5 +128,5 @@ whose labels are known begin at 0. An executor or lender that begins anew, as wh
 exports nothing of its engine and of versions until it has begun: such figures are missing rather than old. The \
 client's own `process_*` and `python_*` come beside these.
 
-`python -m pipeline.observability` writes this page and the dashboards from the code; a test holds both against it.
+`python -m rose.pipeline.observability` writes this page and the dashboards from the code; a test holds both against it.
 """

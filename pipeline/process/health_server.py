@@ -18,11 +18,11 @@ from threading import Lock, Thread, Timer
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from pipeline.config.options import Common
-from pipeline.config.sections import HIGHEST_PORT
-from pipeline.process.terminal import print_line
-from schemas.errors import RoseError, UsageError
-from topics.health import HEALTH, Health
+from rose.pipeline.config.options import Common
+from rose.pipeline.config.sections import HIGHEST_PORT
+from rose.pipeline.process.terminal import print_line
+from rose.schemas.errors import RoseError, UsageError
+from rose.topics.health import HEALTH, Health
 
 LIVE, READY, METRICS = "/healthz", "/readyz", "/metrics"
 
@@ -93,7 +93,7 @@ def health_app(health: Health) -> WsgiApp:
     """The process's WSGI application."""
     from prometheus_client import make_wsgi_app
 
-    import topics.metrics  # noqa: F401  exports what the process counts
+    import rose.topics.metrics  # noqa: F401  exports what the process counts
 
     metrics: WsgiApp = make_wsgi_app()
 
@@ -171,7 +171,7 @@ def _hung_up(connection: HTTPConnection, seconds: float) -> Iterator[None]:
 
 
 def _own_address(common: Common) -> str:
-    from pipeline.config.load import load
+    from rose.pipeline.config.load import load
 
     port = load(common).settings.metrics.port
     if not port:

@@ -7,8 +7,8 @@ from types import FrameType
 import structlog
 from structlog.typing import EventDict
 
-from pipeline.process.terminal import escape_control_chars
-from topics.processes import signal_safe_setter
+from rose.pipeline.process.terminal import escape_control_chars
+from rose.topics.processes import signal_safe_setter
 
 
 def configure_logging() -> None:
@@ -65,6 +65,6 @@ def stop_on_signals() -> Event:
 def serve_metrics(host: str, port: int) -> None:
     """Serve this process's metrics and how it is; port 0 is off. Raises UsageError when the port cannot be had."""
     if port:
-        from pipeline.process.health_server import serve_health
+        from rose.pipeline.process.health_server import serve_health
 
         serve_health(host, port)

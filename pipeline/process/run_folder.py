@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from schemas.errors import UsageError
+from rose.schemas.errors import UsageError
 
 RUN_LOCK, TRAINER_LOCK_FILE = "run.lock", "trainer.lock"
 """Files in it: `rose up` and `rose demo` hold the first, a trainer the second, which is one of their processes too."""

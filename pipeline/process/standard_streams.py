@@ -13,7 +13,7 @@ from contextlib import suppress
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import Any, Literal
 
-from schemas.errors import RoseError
+from rose.schemas.errors import RoseError
 
 ESCAPED = "rose.escaped"
 """The name of what writes letters that an encoding does not have."""

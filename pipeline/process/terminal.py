@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from threading import Timer
 
-from schemas.errors import RoseError, UsageError
+from rose.schemas.errors import RoseError, UsageError
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """What steers a terminal, or turns the order of letters round; but for tabs and the ends of lines."""

@@ -5,12 +5,12 @@ Keeps true: without a tokenizer it says how many tokens there were, and guesses 
 
 from collections.abc import Callable, Iterator, Sequence
 
-from pipeline.clock import format_utc as moment
-from pipeline.replay.episodes import ENDED, Attempt, Episode, EpisodeTurn, TrajectoryHistory
-from pipeline.replay.turn_latency import latency_stages
-from schemas.arrays import ITEM_BYTES, count, unpack_logprobs, unpack_tokens
-from schemas.samples import Sample, SampleTurn
-from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes, VersionSpan
+from rose.pipeline.clock import format_utc as moment
+from rose.pipeline.replay.episodes import ENDED, Attempt, Episode, EpisodeTurn, TrajectoryHistory
+from rose.pipeline.replay.turn_latency import latency_stages
+from rose.schemas.arrays import ITEM_BYTES, count, unpack_logprobs, unpack_tokens
+from rose.schemas.samples import Sample, SampleTurn
+from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes, VersionSpan
 
 Decode = Callable[[Sequence[int]], str]
 """Text of tokens."""

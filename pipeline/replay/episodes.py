@@ -9,9 +9,9 @@ Keeps true
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from schemas.prompts import Prompt
-from schemas.samples import Ending, Sample, SampleOutcome, SampleTurn
-from schemas.turns import TurnDispatch, TurnRequest, TurnResult
+from rose.schemas.prompts import Prompt
+from rose.schemas.samples import Ending, Sample, SampleOutcome, SampleTurn
+from rose.schemas.turns import TurnDispatch, TurnRequest, TurnResult
 
 ENDED = {
     Ending.DONE: "done",

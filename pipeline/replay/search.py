@@ -13,20 +13,20 @@ from typing import TypeVar
 
 import msgspec
 
-from pipeline.replay.episodes import TrajectoryRecords, sort_records
-from schemas.errors import RecordError, UsageError
-from schemas.partitioning import home_partition
-from schemas.progress import Group, GroupState, TrajectoryProgress
-from schemas.prompts import Prompt
-from schemas.record import Record
-from schemas.samples import Sample, SampleOutcome
-from schemas.wire import decode
-from topics.catalog import COMPLETED, DISPATCHED, GROUPS, OUTCOMES, PROGRESS, PROMPTS, REQUESTED, SAMPLES, Topic
-from topics.dead_letters import DeadLetter, read_dead_letters
-from topics.log_reader import KeyedMessage, read_keyed_messages, topic_starts
-from topics.reader import Reader
-from topics.records import Place
-from topics.settings import BusSettings
+from rose.pipeline.replay.episodes import TrajectoryRecords, sort_records
+from rose.schemas.errors import RecordError, UsageError
+from rose.schemas.partitioning import home_partition
+from rose.schemas.progress import Group, GroupState, TrajectoryProgress
+from rose.schemas.prompts import Prompt
+from rose.schemas.record import Record
+from rose.schemas.samples import Sample, SampleOutcome
+from rose.schemas.wire import decode
+from rose.topics.catalog import COMPLETED, DISPATCHED, GROUPS, OUTCOMES, PROGRESS, PROMPTS, REQUESTED, SAMPLES, Topic
+from rose.topics.dead_letters import DeadLetter, read_dead_letters
+from rose.topics.log_reader import KeyedMessage, read_keyed_messages, topic_starts
+from rose.topics.reader import Reader
+from rose.topics.records import Place
+from rose.topics.settings import BusSettings
 
 CLIENT = "rose-replay"
 

@@ -10,7 +10,7 @@ Example: asked at 1.0, in the router at 1.2, given up at 9.2   -> to the router 
 
 from typing import NamedTuple
 
-from schemas.turns import TurnTimes
+from rose.schemas.turns import TurnTimes
 
 
 class LatencyStage(NamedTuple):

@@ -9,12 +9,12 @@ Pure. Example
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pipeline.clock import format_utc as moment
-from pipeline.replay.episodes import ENDED
-from schemas.progress import Group, GroupState, TrajectoryProgress
-from schemas.prompts import trajectory_id
-from schemas.samples import TRUNCATED, Outcome, Sample, SampleOutcome
-from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult
+from rose.pipeline.clock import format_utc as moment
+from rose.pipeline.replay.episodes import ENDED
+from rose.schemas.progress import Group, GroupState, TrajectoryProgress
+from rose.schemas.prompts import trajectory_id
+from rose.schemas.samples import TRUNCATED, Outcome, Sample, SampleOutcome
+from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult
 
 NAMED = 5
 """Trajectories or reasons that are named one by one."""

@@ -16,8 +16,8 @@ import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
-from pipeline.report.history import RunHistory, TurnFact
-from pipeline.report.summary import Success
+from rose.pipeline.report.history import RunHistory, TurnFact
+from rose.pipeline.report.summary import Success
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e9edf1"
 BLUE, TEAL, AMBER, ROSE, GREY = "#3b6fb6", "#3a9d8f", "#d9a441", "#c8506b", "#b8c2cc"

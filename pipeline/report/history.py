@@ -6,14 +6,14 @@ Keeps true: a pure fold; the same records give the same history, whatever the or
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from schemas.heartbeats import ExecutorState, SlackHeartbeat, WorkerClass
-from schemas.record import Record
-from schemas.samples import Sample, SampleOutcome, SampleTurn
-from schemas.turns import TurnTimes, VersionSpan
-from schemas.weights import WeightManifest
-from topics.catalog import HEARTBEATS, MANIFESTS, OUTCOMES, SAMPLES
-from topics.log_reader import read_whole_topics
-from topics.settings import BusSettings
+from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat, WorkerClass
+from rose.schemas.record import Record
+from rose.schemas.samples import Sample, SampleOutcome, SampleTurn
+from rose.schemas.turns import TurnTimes, VersionSpan
+from rose.schemas.weights import WeightManifest
+from rose.topics.catalog import HEARTBEATS, MANIFESTS, OUTCOMES, SAMPLES
+from rose.topics.log_reader import read_whole_topics
+from rose.topics.settings import BusSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from pipeline.report.history import RunHistory
-from pipeline.report.lending_seconds import LendingSecond, turn_name
-from schemas.user_requests import UserRequest
+from rose.pipeline.report.history import RunHistory
+from rose.pipeline.report.lending_seconds import LendingSecond, turn_name
+from rose.schemas.user_requests import UserRequest
 
 
 class LatencyBudgets(msgspec.Struct, frozen=True, kw_only=True):

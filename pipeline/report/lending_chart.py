@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from pipeline.report.charts import AMBER, BLUE, INK, MUTED, ROSE, TEAL, styled
-from pipeline.report.lending import LatencyBudgets
-from pipeline.report.lending_seconds import LendingSecond
+from rose.pipeline.report.charts import AMBER, BLUE, INK, MUTED, ROSE, TEAL, styled
+from rose.pipeline.report.lending import LatencyBudgets
+from rose.pipeline.report.lending_seconds import LendingSecond
 
 HEIGHTS = (0.15, 0.25, 0.25, 0.35)
 """Of the picture's panels."""

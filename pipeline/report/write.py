@@ -7,16 +7,16 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.accounting.audit import audit_log
-from pipeline.config.load import RESOLVED, Config, without_secrets
-from pipeline.report.history import read_history
-from pipeline.report.lending import LatencyBudgets, summarise_lending
-from pipeline.report.lending_seconds import seconds_of_lending
-from pipeline.report.summary import Machine, Success, Summary, describe_machine, summarise
-from schemas.errors import UsageError
-from topics.settings import BusSettings
-from workers.loadgen.request_log import read_request_log
-from workers.trainer.step_log import read_step_log
+from rose.pipeline.accounting.audit import audit_log
+from rose.pipeline.config.load import RESOLVED, Config, without_secrets
+from rose.pipeline.report.history import read_history
+from rose.pipeline.report.lending import LatencyBudgets, summarise_lending
+from rose.pipeline.report.lending_seconds import seconds_of_lending
+from rose.pipeline.report.summary import Machine, Success, Summary, describe_machine, summarise
+from rose.schemas.errors import UsageError
+from rose.topics.settings import BusSettings
+from rose.workers.loadgen.request_log import read_request_log
+from rose.workers.trainer.step_log import read_step_log
 
 SUMMARY, REPORT, MOMENTS = "summary.json", "report.html", "moments.jsonl"
 """Names in a run's folder."""
@@ -34,7 +34,7 @@ class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 def write_report(config: Config, settings: BusSettings, facts: RunMetadata) -> Summary:
     """Compute the figures from the log and write both files. Raises TopicMissing or BusError."""
-    from pipeline.report.page import report_html
+    from rose.pipeline.report.page import report_html
 
     history, promise = read_history(settings), config.settings.lender.promise
     served = read_request_log(config.run_folder)

@@ -19,12 +19,12 @@ Example
 
 from collections.abc import Iterable
 
-from pipeline.routing.liveness import MAX_CLOCK_STEP_SECONDS, Execution, Executor, ListedExecutions, Liveness
-from pipeline.routing.placement import Placement
-from pipeline.routing.turn import Turn
-from pipeline.routing.turn_queue import TurnQueue
-from schemas.heartbeats import ExecutorState
-from schemas.turns import TurnDispatch, TurnKey, TurnResult, held_hash
+from rose.pipeline.routing.liveness import MAX_CLOCK_STEP_SECONDS, Execution, Executor, ListedExecutions, Liveness
+from rose.pipeline.routing.placement import Placement
+from rose.pipeline.routing.turn import Turn
+from rose.pipeline.routing.turn_queue import TurnQueue
+from rose.schemas.heartbeats import ExecutorState
+from rose.schemas.turns import TurnDispatch, TurnKey, TurnResult, held_hash
 
 LISTING_SECONDS = 5.0
 """How long an executor may beat without listing a turn that was sent to it. It lists what it takes within one step, and

@@ -34,8 +34,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipeline.routing.rates import RateBucket
-from schemas.heartbeats import SlackHeartbeat
+from rose.pipeline.routing.rates import RateBucket
+from rose.schemas.heartbeats import SlackHeartbeat
 
 TIME_TOLERANCE_SECONDS = 1e-6
 """What a sum of times in unix seconds may be off by."""

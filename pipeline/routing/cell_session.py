@@ -23,24 +23,24 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
-from pipeline.clock import steady_clock
-from pipeline.routing import metrics
-from pipeline.routing.cell_summary import summarize_cell
-from pipeline.routing.config import RouterConfig
-from pipeline.routing.liveness import ClockSkews
-from pipeline.routing.membership import CellOwnership, RouterMembership
-from pipeline.routing.router import Decision, Router
-from pipeline.routing.turn_queue import ReceivedRequest
-from schemas.heartbeats import SlackHeartbeat
-from schemas.turns import FENCING_KEY, TurnDispatch, TurnRequest, TurnResult
-from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, SUMMARIES, Topic, partitions_of_cell
-from topics.dead_letters import dead_lettered_places
-from topics.errors import BusError
-from topics.log_reader import read_to_end
-from topics.reader import Reader
-from topics.records import Envelope, InvalidMessage, Item, Place
-from topics.settings import BusSettings
-from topics.writer import Writer
+from rose.pipeline.clock import steady_clock
+from rose.pipeline.routing import metrics
+from rose.pipeline.routing.cell_summary import summarize_cell
+from rose.pipeline.routing.config import RouterConfig
+from rose.pipeline.routing.liveness import ClockSkews
+from rose.pipeline.routing.membership import CellOwnership, RouterMembership
+from rose.pipeline.routing.router import Decision, Router
+from rose.pipeline.routing.turn_queue import ReceivedRequest
+from rose.schemas.heartbeats import SlackHeartbeat
+from rose.schemas.turns import FENCING_KEY, TurnDispatch, TurnRequest, TurnResult
+from rose.topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, SUMMARIES, Topic, partitions_of_cell
+from rose.topics.dead_letters import dead_lettered_places
+from rose.topics.errors import BusError
+from rose.topics.log_reader import read_to_end
+from rose.topics.reader import Reader
+from rose.topics.records import Envelope, InvalidMessage, Item, Place
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 
 Offsets = Mapping[Place, int]
 

@@ -11,11 +11,11 @@ Pure, and changes nothing.
 
 from itertools import islice
 
-from pipeline.routing.liveness import Executor, ExecutorStatus
-from pipeline.routing.placement import Placement, lanes
-from pipeline.routing.router import Router
-from schemas.cells import MAX_EXECUTORS, CellSummary, ExecutorLine
-from schemas.heartbeats import SlackHeartbeat, WorkerClass
+from rose.pipeline.routing.liveness import Executor, ExecutorStatus
+from rose.pipeline.routing.placement import Placement, lanes
+from rose.pipeline.routing.router import Router
+from rose.schemas.cells import MAX_EXECUTORS, CellSummary, ExecutorLine
+from rose.schemas.heartbeats import SlackHeartbeat, WorkerClass
 
 SILENT_SECONDS = 5.0
 """Who was not heard for so long is nobody who does anything, whatever the core still waits for."""

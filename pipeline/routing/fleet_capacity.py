@@ -8,7 +8,7 @@ Keeps true
 
 from dataclasses import dataclass, field
 
-from pipeline.routing.candidates import CLOSED, Candidate
+from rose.pipeline.routing.candidates import CLOSED, Candidate
 
 UNLIMITED = 2**62
 """More room than anybody asks for."""

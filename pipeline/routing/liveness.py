@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from pipeline.routing.turn import Turn
-from schemas.heartbeats import ExecutorState, SlackHeartbeat
+from rose.pipeline.routing.turn import Turn
+from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat
 
 MAX_SKEW_SECONDS = 5.0
 """Two clocks further apart than this are told of. Synchronised ones are within milliseconds."""

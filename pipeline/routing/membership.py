@@ -18,12 +18,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from schemas.errors import RoseError
-from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, ROUTER_GROUP
-from topics.health import HEALTH
-from topics.reader import Reader
-from topics.records import Place
-from topics.settings import BusSettings
+from rose.schemas.errors import RoseError
+from rose.topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, ROUTER_GROUP
+from rose.topics.health import HEALTH
+from rose.topics.reader import Reader
+from rose.topics.records import Place
+from rose.topics.settings import BusSettings
 
 SESSION_SECONDS = 6.0
 """After so much silence the broker gives the cells to another; the least that Apache Kafka allows by default."""

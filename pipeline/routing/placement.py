@@ -36,12 +36,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipeline.routing.candidates import CLOSED, Candidate, CandidateIndex, CheapestTwo, CostClass, PlacementQuery
-from pipeline.routing.fleet_capacity import UNLIMITED, LargestBudget, Shortage
-from pipeline.routing.rates import engine_step_rate, rate_bucket, turn_bucket
-from pipeline.routing.rendezvous import HashRing, compared_count, name_hash
-from schemas.heartbeats import SlackHeartbeat
-from schemas.turns import PlacementCost
+from rose.pipeline.routing.candidates import CLOSED, Candidate, CandidateIndex, CheapestTwo, CostClass, PlacementQuery
+from rose.pipeline.routing.fleet_capacity import UNLIMITED, LargestBudget, Shortage
+from rose.pipeline.routing.rates import engine_step_rate, rate_bucket, turn_bucket
+from rose.pipeline.routing.rendezvous import HashRing, compared_count, name_hash
+from rose.schemas.heartbeats import SlackHeartbeat
+from rose.schemas.turns import PlacementCost
 
 TIE_SECONDS = 1e-4
 """Costs closer than this are equal: no executor knows its own rates better."""

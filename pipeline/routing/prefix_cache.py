@@ -9,8 +9,8 @@ Keeps true
 from collections.abc import Mapping
 from typing import Generic, NamedTuple, TypeVar
 
-from pipeline.routing.liveness import Executor
-from pipeline.routing.turn import TrajectoryState
+from rose.pipeline.routing.liveness import Executor
+from rose.pipeline.routing.turn import TrajectoryState
 
 Value = TypeVar("Value")
 

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from schemas.heartbeats import SlackHeartbeat
+from rose.schemas.heartbeats import SlackHeartbeat
 
 BUCKETS_PER_OCTAVE = 4
 """To an octave: a step is 19 %, the worst that a cost can be wrong by. What a turn will sample is known far worse."""

@@ -14,7 +14,7 @@ from bisect import bisect, insort
 from collections.abc import Callable, Collection
 from math import isqrt
 
-from pipeline.routing.candidates import Candidate
+from rose.pipeline.routing.candidates import Candidate
 
 MIN_COMPARED = 32
 """Equals that are all compared, in a small fleet."""

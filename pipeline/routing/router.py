@@ -27,18 +27,18 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pipeline.routing.assignments import Assignments
-from pipeline.routing.candidates import PlacementQuery
-from pipeline.routing.config import RouterConfig
-from pipeline.routing.liveness import Executor, ExecutorStatus, Liveness
-from pipeline.routing.placement import Choice, Placement
-from pipeline.routing.prefix_cache import CachedPrefix, PrefixLocations
-from pipeline.routing.turn import LengthsByEnvironment, Turn
-from pipeline.routing.turn_queue import ReceivedRequest, TurnQueue
-from schemas.arrays import count
-from schemas.heartbeats import SlackHeartbeat
-from schemas.record import Record
-from schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes
+from rose.pipeline.routing.assignments import Assignments
+from rose.pipeline.routing.candidates import PlacementQuery
+from rose.pipeline.routing.config import RouterConfig
+from rose.pipeline.routing.liveness import Executor, ExecutorStatus, Liveness
+from rose.pipeline.routing.placement import Choice, Placement
+from rose.pipeline.routing.prefix_cache import CachedPrefix, PrefixLocations
+from rose.pipeline.routing.turn import LengthsByEnvironment, Turn
+from rose.pipeline.routing.turn_queue import ReceivedRequest, TurnQueue
+from rose.schemas.arrays import count
+from rose.schemas.heartbeats import SlackHeartbeat
+from rose.schemas.record import Record
+from rose.schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes
 
 
 @dataclass(slots=True)

@@ -16,16 +16,16 @@ from threading import Event
 import structlog
 from confluent_kafka import KafkaError
 
-from pipeline.routing.cell_session import CellSession, RouterContext
-from pipeline.routing.config import RouterConfig
-from pipeline.routing.membership import CellOwnership, OwnershipLost, RouterMembership
-from pipeline.routing.metrics import export_metrics
-from topics.errors import BusError, TopicMissing
-from topics.health import HEALTH
-from topics.reader import Reader
-from topics.records import Item
-from topics.settings import BusSettings
-from topics.writer import Writer
+from rose.pipeline.routing.cell_session import CellSession, RouterContext
+from rose.pipeline.routing.config import RouterConfig
+from rose.pipeline.routing.membership import CellOwnership, OwnershipLost, RouterMembership
+from rose.pipeline.routing.metrics import export_metrics
+from rose.topics.errors import BusError, TopicMissing
+from rose.topics.health import HEALTH
+from rose.topics.reader import Reader
+from rose.topics.records import Item
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 
 
 def run_router(settings: BusSettings, config: RouterConfig, stop: Event, name: str = "router-0") -> None:

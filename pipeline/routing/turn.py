@@ -9,8 +9,8 @@ Keeps true
 
 import msgspec
 
-from schemas.arrays import count
-from schemas.turns import Part, TurnKey, TurnRequest
+from rose.schemas.arrays import count
+from rose.schemas.turns import Part, TurnKey, TurnRequest
 
 LENGTH_WEIGHT = 0.02
 """Of the newest result in a running mean: the last hundred or so turns count."""

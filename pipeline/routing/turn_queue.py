@@ -14,9 +14,9 @@ import heapq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pipeline.routing.turn import Turn
-from schemas.turns import TurnRequest
-from schemas.wire import encode
+from rose.pipeline.routing.turn import Turn
+from rose.schemas.turns import TurnRequest
+from rose.schemas.wire import encode
 
 
 class ReceivedRequest(NamedTuple):

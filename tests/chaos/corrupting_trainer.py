@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from pipeline.cli.main import main
-from schemas.weights import WeightChunk
+from rose.pipeline.cli.main import main
+from rose.schemas.weights import WeightChunk
+from rose.topics.writer import Writer
 from tests.chaos.lending import CORRUPTION_SEED
-from topics.writer import Writer
 
 SHARE = 0.25
 """Of the versions, that are spoilt."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from rose.workers.executor.vllm.engine import Engine, StepResult
 from tests.chaos.lending import GUEST_FAULTS
-from workers.executor.vllm.engine import Engine, StepResult
 
 MOST_STEPS = 300
 """From one failure to the next."""

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from confluent_kafka import KafkaError
 
-from topics.acl import ENVIRONMENT, TRAINER, Role
-from topics.catalog import ENVIRONMENT_TRANSACTIONAL_PREFIX, TRAINER_PREFIX, Partitions
-from topics.errors import BusError
-from topics.log_reader import await_transactions
-from topics.records import Place
-from topics.settings import TRANSACTION_MILLISECONDS, BusSettings
-from topics.writer import Writer
+from rose.topics.acl import ENVIRONMENT, TRAINER, Role
+from rose.topics.catalog import ENVIRONMENT_TRANSACTIONAL_PREFIX, TRAINER_PREFIX, Partitions
+from rose.topics.errors import BusError
+from rose.topics.log_reader import await_transactions
+from rose.topics.records import Place
+from rose.topics.settings import TRANSACTION_MILLISECONDS, BusSettings
+from rose.topics.writer import Writer
 
 LOST = "these partitions are likely deleted already"
 """What is said of it in the broker's log."""

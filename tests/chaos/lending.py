@@ -21,14 +21,14 @@ from pathlib import Path
 
 import psutil
 
+from rose.topics.admin import create_topics
+from rose.topics.catalog import Partitions
+from rose.topics.local_broker.process import Broker, free_ports
+from rose.topics.settings import BusSettings
 from tests.chaos.hanging import WRITERS, abort_hanging, hangs, lost_ends
 from tests.support.brokers import flags
 from tests.support.lender_server_fixtures import MODEL, SERVING, healthy, server_flags
 from tests.support.waiting import WAIT_SECONDS, until
-from topics.admin import create_topics
-from topics.catalog import Partitions
-from topics.local_broker.process import Broker, free_ports
-from topics.settings import BusSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -162,7 +162,7 @@ class Run:
 
     def rose(self, *arguments: str) -> None:
         """A command, to its end."""
-        command = [*self._command("pipeline.cli.main"), *arguments, *self._common]
+        command = [*self._command("rose.pipeline.cli.main"), *arguments, *self._common]
         ran = subprocess.run(
             command, env=self._environment, cwd=self.folder, capture_output=True, timeout=START_SECONDS
         )
@@ -170,7 +170,7 @@ class Run:
 
     def start(self, name: str) -> None:
         """A role under this name."""
-        program = "tests.chaos.corrupting_trainer" if name == "trainer" else "pipeline.cli.main"
+        program = "tests.chaos.corrupting_trainer" if name == "trainer" else "rose.pipeline.cli.main"
         command = [*self._command(program), *self._arguments(name)]
         with self.log(name).open("ab") as output:
             self.processes[name] = subprocess.Popen(

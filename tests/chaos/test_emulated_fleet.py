@@ -16,13 +16,13 @@ from bench.fleet.executor import Terms, What
 from bench.fleet.fleet import NAME, Act, Deed, Line, Plan, Serving
 from bench.fleet.rollout import job_of, rollout
 from bench.fleet.users import Pace
-from pipeline.accounting.audit import audit_log
-from schemas.arrays import ITEM_BYTES
-from schemas.prompts import Prompt
-from schemas.samples import Sample
+from rose.pipeline.accounting.audit import audit_log
+from rose.schemas.arrays import ITEM_BYTES
+from rose.schemas.prompts import Prompt
+from rose.schemas.samples import Sample
+from rose.topics.settings import BusSettings
+from rose.workers.loadgen.config import TRACE_FILE
 from tests.support.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, start
-from topics.settings import BusSettings
-from workers.loadgen.config import TRACE_FILE
 
 FRESH_SEED = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(2**20)
 SEED = int(os.environ.get("ROSE_CHAOS_SEED", FRESH_SEED))

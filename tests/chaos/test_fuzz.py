@@ -18,20 +18,16 @@ from pathlib import Path
 import pytest
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
-from pipeline.local.fork_server import ForkedProcess, ForkServer
-from pipeline.process.health_server import MOST_LINES
-from schemas.errors import RecordError
-from schemas.partitioning import home_partition, inbox_slot
-from schemas.prompts import Prompt
-from schemas.record import Record
-from schemas.samples import SampleOutcome
-from schemas.wire import decode
-from tests.golden.examples import EXAMPLES
-from tests.support.brokers import EMBEDDED, KAFKA, flags, start
-from tests.support.fuzz import FuzzGenerator, send_garbage
-from tests.support.lender_server_fixtures import MODEL
-from topics.admin import create_topics
-from topics.catalog import (
+from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
+from rose.pipeline.process.health_server import MOST_LINES
+from rose.schemas.errors import RecordError
+from rose.schemas.partitioning import home_partition, inbox_slot
+from rose.schemas.prompts import Prompt
+from rose.schemas.record import Record
+from rose.schemas.samples import SampleOutcome
+from rose.schemas.wire import decode
+from rose.topics.admin import create_topics
+from rose.topics.catalog import (
     CHUNKS,
     COMPLETED,
     DISPATCHED,
@@ -44,14 +40,18 @@ from topics.catalog import (
     Partitions,
     Topic,
 )
-from topics.dead_letters import DeadLetterIndex
-from topics.local_broker.process import free_ports
-from topics.log_reader import read_whole_topics
-from topics.reader import Reader
-from topics.records import Envelope, RawMessage
-from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.weights.trust import Trust, make_keys, public_key, run_id
+from rose.topics.dead_letters import DeadLetterIndex
+from rose.topics.local_broker.process import free_ports
+from rose.topics.log_reader import read_whole_topics
+from rose.topics.reader import Reader
+from rose.topics.records import Envelope, RawMessage
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from rose.workers.weights.trust import Trust, make_keys, public_key, run_id
+from tests.golden.examples import EXAMPLES
+from tests.support.brokers import EMBEDDED, KAFKA, flags, start
+from tests.support.fuzz import FuzzGenerator, send_garbage
+from tests.support.lender_server_fixtures import MODEL
 
 SEED = int(os.environ.get("ROSE_STRANGERS_SEED", "1"))
 MESSAGES, ROUNDS, BOMBS = 20_000, 20, 20
@@ -168,7 +168,7 @@ class Run:
 
     def look(self, *arguments: str) -> None:
         """A command that reads the log takes whatever is there: no traceback."""
-        command = [sys.executable, "-P", "-m", "pipeline.cli.main", *arguments, *self.arguments]
+        command = [sys.executable, "-P", "-m", "rose.pipeline.cli.main", *arguments, *self.arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
         assert "Traceback" not in done.stderr and done.returncode in (0, 1), (arguments, done.stderr[-3_000:])
 

@@ -12,15 +12,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.accounting.audit import audit_log
-from schemas.prompts import Prompt
-from schemas.samples import SampleOutcome
+from rose.pipeline.accounting.audit import audit_log
+from rose.schemas.prompts import Prompt
+from rose.schemas.samples import SampleOutcome
+from rose.topics.catalog import OUTCOMES
+from rose.topics.errors import TopicMissing
+from rose.topics.reader import Reader
+from rose.topics.records import Envelope
+from rose.topics.settings import BusSettings
 from tests.support.brokers import EMBEDDED, flags, start
-from topics.catalog import OUTCOMES
-from topics.errors import TopicMissing
-from topics.reader import Reader
-from topics.records import Envelope
-from topics.settings import BusSettings
 
 REPOSITORY = Path(__file__).parents[2]
 ROLES = ("trainer", "router", "executor-0", "executor-1", "environment-0")
@@ -63,7 +63,7 @@ class Run:
         arguments = ("up", "--config", "rose.toml", "--prompts", "prompts.jsonl", "--set", "run.name=chaos")
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pipeline.cli.main", *arguments, *flags(settings)],
+                [sys.executable, "-m", "rose.pipeline.cli.main", *arguments, *flags(settings)],
                 cwd=folder,
                 env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
                 stdout=output,

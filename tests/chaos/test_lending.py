@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.accounting.audit import audit_log
-from schemas.turns import TurnOutcome, TurnResult
+from rose.pipeline.accounting.audit import audit_log
+from rose.schemas.turns import TurnOutcome, TurnResult
+from rose.topics.catalog import COMPLETED
+from rose.topics.reader import Reader
+from rose.topics.records import EndOfPartition, Envelope
+from rose.topics.settings import BusSettings
+from rose.workers.loadgen.request_log import read_request_log
 from tests.chaos.lending import LENDER_NAME, Left, Run
 from tests.support.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, start
-from topics.catalog import COMPLETED
-from topics.reader import Reader
-from topics.records import EndOfPartition, Envelope
-from topics.settings import BusSettings
-from workers.loadgen.request_log import read_request_log
 
 TRAFFIC_SECONDS = 600.0
 """Of users' requests, with a fault every few seconds."""

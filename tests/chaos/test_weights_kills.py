@@ -18,16 +18,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from rose.topics.admin import create_topics
+from rose.topics.catalog import Partitions
+from rose.topics.settings import BusSettings
+from rose.workers.weights.chunk_stores import AnchorStore
+from rose.workers.weights.config import WeightsConfig
+from rose.workers.weights.manifests import newest_manifest
+from rose.workers.weights.publish import WeightPublisher
+from rose.workers.weights.receive import WeightReceiver
+from rose.workers.weights.trust import make_trust
 from tests.support.brokers import AnyBroker, kafka_first
-from topics.admin import create_topics
-from topics.catalog import Partitions
-from topics.settings import BusSettings
-from workers.weights.chunk_stores import AnchorStore
-from workers.weights.config import WeightsConfig
-from workers.weights.manifests import newest_manifest
-from workers.weights.publish import WeightPublisher
-from workers.weights.receive import WeightReceiver
-from workers.weights.trust import make_trust
 
 MODEL = "policy"
 LAST = 14
@@ -85,7 +85,7 @@ class Child:
 
     def start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "workers.weights.publish", "workers.weights.receive"])
+        context.set_forkserver_preload([__name__, "rose.workers.weights.publish", "rose.workers.weights.receive"])
         self.heard, said = context.Pipe(duplex=False)
         self.process: ForkServerProcess = context.Process(target=self._target, args=(*self._arguments, said))  # type: ignore[arg-type]
         self.process.start()

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from confluent_kafka import KafkaError
 
+from rose.topics.local_broker.process import RESERVE_BYTES, Broker, BrokerFailed
 from tests.conformance.bus_driver import WAIT_SECONDS, Cluster, produce
 from tests.support.brokers import embedded_first, start
-from topics.local_broker.process import RESERVE_BYTES, Broker, BrokerFailed
 
 pytestmark = [pytest.mark.slow, embedded_first]
 

@@ -33,7 +33,7 @@ def member(cluster: Cluster, sides: list[str], name: str | None = None, **more: 
 def together(cluster: Cluster, sides: list[str], *names: str | None) -> list[Consumer]:
     """Members, each of which came when those before it had their shares, who share everything between them.
 
-    The embedded broker forgets a second member that comes just as it no longer waits for one (`topics.reader`).
+    The embedded broker forgets a second member that comes just as it no longer waits for one (`rose.topics.reader`).
     """
     members: list[Consumer] = []
     for name in names:

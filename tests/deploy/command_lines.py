@@ -6,9 +6,9 @@ from unittest.mock import patch
 
 import typer
 
-from pipeline.cli.main import app
-from pipeline.config.load import Config, load
-from pipeline.config.options import Common
+from rose.pipeline.cli.main import app
+from rose.pipeline.config.load import Config, load
+from rose.pipeline.config.options import Common
 
 
 def parsed(arguments: Sequence[str]) -> tuple[str, dict[str, object]]:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from deploy.generate import CHART, generated
-from pipeline.cli.main import app
+from rose.pipeline.cli.main import app
+from rose.topics.catalog import CATALOG
 from tests.deploy.chart_fixtures import (
     GOLDEN,
     RELEASE,
@@ -23,7 +24,6 @@ from tests.deploy.chart_fixtures import (
     values_of,
 )
 from tests.deploy.command_lines import configured, parsed
-from topics.catalog import CATALOG
 
 pytestmark = pytest.mark.skipif(
     find_spec("helm_python") is None,  # not imported here: Helm's threads would not survive the fork that runs tests

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from deploy.generate import CHART
-from pipeline.local.submit import read_prompts
+from rose.pipeline.local.submit import read_prompts
 from tests.deploy.command_lines import configured, parsed
 
 yaml = pytest.importorskip("yaml", reason="pyyaml is not installed: pip install 'rose-rollouts[chart]'")

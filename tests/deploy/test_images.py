@@ -13,11 +13,11 @@ import msgspec
 import psutil
 import pytest
 
-from schemas.prompts import Prompt
+from rose.schemas.prompts import Prompt
+from rose.topics.local_broker.process import free_ports
 from tests.deploy.image_fixtures import VERSION, WHOLE, Container, Debian, Images, is_ready, look_into, running
 from tests.support.brokers import KAFKA, start
 from tests.support.waiting import until
-from topics.local_broker.process import free_ports
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -92,7 +92,7 @@ def test_beside_a_vllm_that_has_no_rose_it_comes_with_what_is_missing_and_replac
     for each in ("rose", f"rose_rollouts-{VERSION}.dist-info", "confluent_kafka"):
         shutil.move(site / each, server.root / "opt" / each)
     asked = """
-import confluent_kafka, numpy, vllm, pipeline.cli.roles
+import confluent_kafka, numpy, vllm, rose.pipeline.cli.roles
 from importlib.metadata import entry_points
 (plugin,) = entry_points(group="vllm.general_plugins", name="rose")
 plugin.load()

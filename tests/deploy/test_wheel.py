@@ -9,7 +9,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
 from tests.upgrade.sites import build
 
 ROOT = Path(__file__).parents[2]

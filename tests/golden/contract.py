@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from pipeline.config.load import load
-from pipeline.config.options import Common
-from pipeline.contracts.asyncapi import asyncapi
-from schemas.limits import MAX_INFO_BYTES, MAX_NESTING
-from schemas.wire import RECORDS
-from topics.catalog import CATALOG, Topic
+from rose.pipeline.config.load import load
+from rose.pipeline.config.options import Common
+from rose.pipeline.contracts.asyncapi import asyncapi
+from rose.schemas.limits import MAX_INFO_BYTES, MAX_NESTING
+from rose.schemas.wire import RECORDS
+from rose.topics.catalog import CATALOG, Topic
 
 TEXT = frozenset({"description", "summary"})
 

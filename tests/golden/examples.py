@@ -2,17 +2,17 @@
 
 import msgspec
 
-from schemas.arrays import pack_logprobs, pack_tokens
-from schemas.cells import CellSummary, ExecutorLine
-from schemas.contexts import context_fields
-from schemas.grants import CapacityGrant
-from schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
-from schemas.progress import Applied, EnvSnapshot, Group, GroupState, SettleRequest, TrajectoryProgress
-from schemas.prompts import Prompt, PromptSampling, Sampling
-from schemas.record import Record
-from schemas.role_starts import RoleBegun
-from schemas.samples import Ending, Outcome, Sample, SampleOutcome, SampleTurn
-from schemas.turns import (
+from rose.schemas.arrays import pack_logprobs, pack_tokens
+from rose.schemas.cells import CellSummary, ExecutorLine
+from rose.schemas.contexts import context_fields
+from rose.schemas.grants import CapacityGrant
+from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
+from rose.schemas.progress import Applied, EnvSnapshot, Group, GroupState, SettleRequest, TrajectoryProgress
+from rose.schemas.prompts import Prompt, PromptSampling, Sampling
+from rose.schemas.record import Record
+from rose.schemas.role_starts import RoleBegun
+from rose.schemas.samples import Ending, Outcome, Sample, SampleOutcome, SampleTurn
+from rose.schemas.turns import (
     Part,
     PlacementCost,
     TurnDispatch,
@@ -22,8 +22,8 @@ from schemas.turns import (
     TurnTimes,
     VersionSpan,
 )
-from schemas.weights import ChunkRef, FirstChunk, SliceRef, TensorSpec, WeightChunk, WeightManifest
-from schemas.wire import encode
+from rose.schemas.weights import ChunkRef, FirstChunk, SliceRef, TensorSpec, WeightChunk, WeightManifest
+from rose.schemas.wire import encode
 
 SAMPLING = Sampling(temperature=0.5, top_p=0.9, max_tokens=32, stop_token_ids=(2, 7), seed=11)
 PROMPT = Prompt(

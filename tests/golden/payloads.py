@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightIndex
-from workers.weights import codec
-from workers.weights.codec import FORMATS
+from rose.schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightIndex
+from rose.workers.weights import codec
+from rose.workers.weights.codec import FORMATS
 
 ELEMENTS = 2048
 

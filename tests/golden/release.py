@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.contracts.asyncapi import render_document
-from schemas.record import Record
-from schemas.wire import encode
+from rose.pipeline.contracts.asyncapi import render_document
+from rose.schemas.record import Record
+from rose.schemas.wire import encode
 from tests.golden.contract import contract
 from tests.golden.examples import EXAMPLES
 from tests.golden.payloads import INDEX, payload_of, pieces

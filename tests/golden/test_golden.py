@@ -9,15 +9,15 @@ import msgspec
 import pytest
 from msgspec import inspect as types
 
-from schemas.contexts import context_digest
-from schemas.prompts import Prompt, PromptSampling
-from schemas.record import Record
-from schemas.turns import TurnDispatch, TurnRequest
-from schemas.wire import RECORDS, decode, encode
+from rose.schemas.contexts import context_digest
+from rose.schemas.prompts import Prompt, PromptSampling
+from rose.schemas.record import Record
+from rose.schemas.turns import TurnDispatch, TurnRequest
+from rose.schemas.wire import RECORDS, decode, encode
+from rose.workers.environments import trajectory
+from rose.workers.weights import digests
 from tests.golden.examples import EXAMPLES
 from tests.golden.release import RELEASES, name_of
-from workers.environments import trajectory
-from workers.weights import digests
 
 SCHEMA = attrgetter("SCHEMA")
 

@@ -8,13 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from schemas.weights import WeightChunk, WeightIndex
+from rose.schemas.weights import WeightChunk, WeightIndex
+from rose.workers.weights.codec import DELTA, DENSE, decode
+from rose.workers.weights.codec.hazard import HEAVY_CODE, STILL_CODE
+from rose.workers.weights.manifests import read_index
 from tests.golden.payloads import INDEX, Piece, payload_of, pieces
 from tests.golden.release import RELEASES
 from tests.support.weights_fixtures import Shelf, bare
-from workers.weights.codec import DELTA, DENSE, decode
-from workers.weights.codec.hazard import HEAVY_CODE, STILL_CODE
-from workers.weights.manifests import read_index
 
 PIECES = list(pieces())
 

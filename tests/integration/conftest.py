@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from schemas.samples import Sample
+from rose.schemas.samples import Sample
+from rose.topics.reader import Reader
+from rose.topics.settings import BusSettings
 from tests.support.brokers import AnyBroker
 from tests.support.bus_fixtures import with_topics
 from tests.support.environment_worker_fixtures import PARTITIONS, finish, once, submit_all
 from tests.support.rose_command import Rose
 from tests.support.scripted_executors import ScriptedExecutors, model_folder, worker_process
-from topics.reader import Reader
-from topics.settings import BusSettings
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """Where nobody is refused anything, a role is told so."""
 
+from rose.topics.acl import ROLES, connect_as
+from rose.topics.admin import create_topics
+from rose.topics.catalog import Partitions
 from tests.support.brokers import AnyBroker
-from topics.acl import ROLES, connect_as
-from topics.admin import create_topics
-from topics.catalog import Partitions
 
 
 def test_every_role_may_begin_on_a_broker_without_rights(broker: AnyBroker, namespace: str) -> None:

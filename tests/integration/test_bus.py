@@ -11,24 +11,24 @@ import msgspec
 import pytest
 from confluent_kafka import Producer
 
-from schemas.errors import RecordError
-from schemas.prompts import Prompt
-from schemas.wire import encode
+from rose.schemas.errors import RecordError
+from rose.schemas.prompts import Prompt
+from rose.schemas.wire import encode
+from rose.topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS
+from rose.topics.dead_letter_headers import MAX_REASON_CHARACTERS, MAX_VALUE_BYTES
+from rose.topics.dead_letters import dead_lettered_places, read_dead_letters
+from rose.topics.errors import TopicMissing
+from rose.topics.fetch import SEARCH_RECORDS, RecordFetch, RecordSearch
+from rose.topics.log_reader import await_transactions, read_to_end
+from rose.topics.reader import Reader
+from rose.topics.records import EndOfPartition, Envelope, InvalidMessage, Place, RawMessage, SkippedMessage
+from rose.topics.retention import delete_before
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from rose.workers.environments.home import FORWARD_BYTES
 from tests.golden.examples import OUTCOME, PROMPT
 from tests.support.bus_fixtures import BAD, WAIT_SECONDS, put, read_until
 from tests.support.waiting import until
-from topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS
-from topics.dead_letter_headers import MAX_REASON_CHARACTERS, MAX_VALUE_BYTES
-from topics.dead_letters import dead_lettered_places, read_dead_letters
-from topics.errors import TopicMissing
-from topics.fetch import SEARCH_RECORDS, RecordFetch, RecordSearch
-from topics.log_reader import await_transactions, read_to_end
-from topics.reader import Reader
-from topics.records import EndOfPartition, Envelope, InvalidMessage, Place, RawMessage, SkippedMessage
-from topics.retention import delete_before
-from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.environments.home import FORWARD_BYTES
 
 ONE_HEADER_A_NAME = pytest.mark.embedded_fault(
     "keeps the last header of a name where it stamps records", raises=AssertionError

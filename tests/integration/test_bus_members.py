@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from confluent_kafka import TopicPartition
 
-from schemas.wire import encode
+from rose.schemas.wire import encode
+from rose.topics.catalog import PROMPTS
+from rose.topics.local_broker.idle_consumer import IdleConsumer
+from rose.topics.reader import Reader
+from rose.topics.records import Envelope, Place
+from rose.topics.settings import BusSettings
 from tests.golden.examples import PROMPT
 from tests.support.bus_fixtures import HOMES, WAIT_SECONDS, put, read_until
-from topics.catalog import PROMPTS
-from topics.local_broker.idle_consumer import IdleConsumer
-from topics.reader import Reader
-from topics.records import Envelope, Place
-from topics.settings import BusSettings
 
 
 def test_an_assignment_is_read_though_its_partition_was_paused_before(settings: BusSettings) -> None:

@@ -10,22 +10,22 @@ import pytest
 from confluent_kafka import KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
+from rose.topics import admin, queries
+from rose.topics.admin import connect, create_topics
+from rose.topics.catalog import CATALOG, PROMPTS
+from rose.topics.dead_letters import dead_lettered_places
+from rose.topics.errors import BusError
+from rose.topics.local_broker.process import Broker
+from rose.topics.log_reader import read_to_end, read_whole_topics
+from rose.topics.queries import offset_in
+from rose.topics.reader import Reader
+from rose.topics.records import InvalidMessage, Place, RawMessage
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 from tests.golden.examples import PROMPT
 from tests.support.brokers import EMBEDDED, any_broker
 from tests.support.bus_fixtures import PARTITIONS, with_topics
 from tests.support.waiting import until
-from topics import admin, queries
-from topics.admin import connect, create_topics
-from topics.catalog import CATALOG, PROMPTS
-from topics.dead_letters import dead_lettered_places
-from topics.errors import BusError
-from topics.local_broker.process import Broker
-from topics.log_reader import read_to_end, read_whole_topics
-from topics.queries import offset_in
-from topics.reader import Reader
-from topics.records import InvalidMessage, Place, RawMessage
-from topics.settings import BusSettings
-from topics.writer import Writer
 
 CALLS = 3
 

@@ -10,18 +10,18 @@ from threading import enumerate as enumerate_threads
 
 import pytest
 
-from schemas.wire import encode
+from rose.schemas.wire import encode
+from rose.topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS
+from rose.topics.errors import BusError
+from rose.topics.fetch import RecordFetch
+from rose.topics.log_reader import await_transactions, read_to_end
+from rose.topics.reader import Reader
+from rose.topics.records import Envelope, Place, RawMessage
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 from tests.golden.examples import OUTCOME, PROMPT
 from tests.support.bus_fixtures import put, read_until
 from tests.support.waiting import until
-from topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS
-from topics.errors import BusError
-from topics.fetch import RecordFetch
-from topics.log_reader import await_transactions, read_to_end
-from topics.reader import Reader
-from topics.records import Envelope, Place, RawMessage
-from topics.settings import BusSettings
-from topics.writer import Writer
 
 
 def test_who_reads_on_sees_what_the_next_owner_of_a_transactional_id_commits(

@@ -5,15 +5,15 @@ from contextlib import ExitStack
 
 import pytest
 
-from pipeline.local.fork_server import ForkedProcess
-from pipeline.routing.membership import SESSION_SECONDS, OwnershipLost, RouterMembership
-from schemas.cells import CellSummary
+from rose.pipeline.local.fork_server import ForkedProcess
+from rose.pipeline.routing.membership import SESSION_SECONDS, OwnershipLost, RouterMembership
+from rose.schemas.cells import CellSummary
+from rose.topics.admin import create_topics
+from rose.topics.catalog import SUMMARIES, Partitions
+from rose.topics.log_reader import read_whole_topics
 from tests.support.brokers import EMBEDDED, AnyBroker, kafka_first
 from tests.support.roles import freeze, kill, stop, thaw
 from tests.support.router_process_fixtures import RouterHarness, router_process
-from topics.admin import create_topics
-from topics.catalog import SUMMARIES, Partitions
-from topics.log_reader import read_whole_topics
 
 CELLS = 6
 PARTITIONS = Partitions(home=CELLS, slots=2 * CELLS, samples=1, chunks=1, cells=CELLS)

@@ -10,14 +10,14 @@ import pytest
 from confluent_kafka import TIMESTAMP_LOG_APPEND_TIME, Producer
 from confluent_kafka.admin import NewTopic
 
-from schemas.wire import encode
+from rose.schemas.wire import encode
+from rose.topics import retention
+from rose.topics.admin import connect, create_topics, expected_settings, find_drift
+from rose.topics.catalog import CATALOG, PROMPTS, SAMPLES
+from rose.topics.settings import BusSettings
 from tests.golden.examples import PROMPT
 from tests.support.brokers import AnyBroker
 from tests.support.bus_fixtures import PARTITIONS, put, with_topics
-from topics import retention
-from topics.admin import connect, create_topics, expected_settings, find_drift
-from topics.catalog import CATALOG, PROMPTS, SAMPLES
-from topics.settings import BusSettings
 
 DAY_SECONDS = 24 * 3600.0
 LEAST_SECONDS = 3600.0

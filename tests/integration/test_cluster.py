@@ -14,18 +14,18 @@ import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
+from rose.topics.admin import connect, create_topics
+from rose.topics.apache_kafka import Cluster
+from rose.topics.catalog import ENVIRONMENT_GROUP, OUTCOMES, Partitions
+from rose.topics.errors import BusError
+from rose.topics.local_broker.process import Broker
+from rose.topics.log_reader import read_to_end
+from rose.topics.reader import Reader
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 from tests.golden.examples import OUTCOME
 from tests.support.brokers import KAFKA, flags, home_of
 from tests.support.waiting import until
-from topics.admin import connect, create_topics
-from topics.apache_kafka import Cluster
-from topics.catalog import ENVIRONMENT_GROUP, OUTCOMES, Partitions
-from topics.errors import BusError
-from topics.local_broker.process import Broker
-from topics.log_reader import read_to_end
-from topics.reader import Reader
-from topics.settings import BusSettings
-from topics.writer import Writer
 
 REPOSITORY = Path(__file__).parents[2]
 WAIT_SECONDS = 60
@@ -64,7 +64,7 @@ def test_what_was_acknowledged_is_there_when_its_leader_is_gone_and_the_audit_sa
     assert not cluster.in_sync()
     write(settings, b"without the leader")
     assert read(settings, 2) == [b"to all", b"without the leader"]
-    command = [sys.executable, "-m", "pipeline.cli.main", "audit", *flags(audited)]
+    command = [sys.executable, "-m", "rose.pipeline.cli.main", "audit", *flags(audited)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=WAIT_SECONDS)
     leader.restart()
     cluster.await_in_sync(WAIT_SECONDS)
@@ -171,8 +171,8 @@ def _reaches(reader: Reader) -> bool:
 SOUNDER = """
 import sys
 from threading import Event
-from pipeline.monitor.broker_probe import BrokerProbe
-from topics.settings import BusSettings
+from rose.pipeline.monitor.broker_probe import BrokerProbe
+from rose.topics.settings import BusSettings
 sounder = BrokerProbe(BusSettings(sys.argv[1], sys.argv[2]))
 print("sounding", flush=True)
 for line in sys.stdin:
@@ -209,7 +209,7 @@ def test_who_sounds_a_cluster_out_survives_the_loss_of_a_coordinator(cluster: Cl
 PARENT = """
 import sys
 from pathlib import Path
-from topics.apache_kafka import start_cluster
+from rose.topics.apache_kafka import start_cluster
 cluster = start_cluster(Path(sys.argv[1]), kafka_home=Path(sys.argv[2]), nodes=2)
 print("running", flush=True)
 sys.stdin.read()

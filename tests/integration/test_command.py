@@ -10,20 +10,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.config.options import Common
-from pipeline.process.health_server import ProcessUnhealthy, print_health
-from schemas.partitioning import home_partition
-from schemas.prompts import Prompt
-from schemas.samples import Outcome, SampleOutcome
+from rose.pipeline.config.options import Common
+from rose.pipeline.process.health_server import ProcessUnhealthy, print_health
+from rose.schemas.partitioning import home_partition
+from rose.schemas.prompts import Prompt
+from rose.schemas.samples import Outcome, SampleOutcome
+from rose.topics.admin import create_topics
+from rose.topics.catalog import CATALOG, OUTCOMES, PROMPTS, Partitions
+from rose.topics.local_broker.process import free_ports
+from rose.topics.log_reader import read_whole_topics
+from rose.topics.writer import Writer
 from tests.support.brokers import AnyBroker, any_broker, flags
 from tests.support.log_fixtures import Log
 from tests.support.roles import role_process, rose, started, stop
 from tests.support.waiting import until
-from topics.admin import create_topics
-from topics.catalog import CATALOG, OUTCOMES, PROMPTS, Partitions
-from topics.local_broker.process import free_ports
-from topics.log_reader import read_whole_topics
-from topics.writer import Writer
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def refused(done: subprocess.CompletedProcess[str], *words: str, status: int) ->
 def test_help_imports_nothing_heavy() -> None:
     program = (
         "import sys\n"
-        "from pipeline.cli.main import app\n"
+        "from rose.pipeline.cli.main import app\n"
         "try:\n    app(['--help'])\nexcept SystemExit:\n    pass\n"
         "heavy = {'torch', 'vllm', 'transformers', 'pydantic', 'numpy', 'plotly', 'confluent_kafka', 'msgspec'}\n"
         "print('heavy:', sorted(heavy & set(sys.modules)))\n"
@@ -78,7 +78,7 @@ def imported_by(*arguments: str) -> set[str]:
     """The modules in a fresh process that has run the command to its end, whatever that was."""
     program = (
         "import sys\n"
-        "from pipeline.cli.main import main\n"
+        "from rose.pipeline.cli.main import main\n"
         "sys.argv = ['rose', *sys.argv[1:]]\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
         "print('\\n' + ' '.join(sys.modules))\n"
@@ -106,7 +106,7 @@ def test_a_look_at_a_run_imports_nothing_heavy(broker: AnyBroker, namespace: str
         assert not HEAVY & imported, look
     for local in (("health", "127.0.0.1:1"), ("health", *common), ("--help",), ("status", "--help")):
         imported = imported_by(*local)
-        assert "pipeline.cli.main" in imported, local
+        assert "rose.pipeline.cli.main" in imported, local
         assert not HEAVY & imported, local
 
 

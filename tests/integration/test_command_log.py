@@ -7,27 +7,27 @@ import msgspec
 import pytest
 from confluent_kafka import Producer
 
-from pipeline.accounting.audit import audit_log, inspect_log
-from pipeline.cli.dead_letters import DeadLetterRefused, list_dead_letters, retry_dead_letter, show_dead_letter
-from pipeline.cli.replay import print_replay, print_why
-from pipeline.config.options import Common
-from pipeline.replay.search import UnknownTrajectory
-from schemas.errors import UsageError
-from schemas.progress import GroupState
-from schemas.prompts import Prompt
-from schemas.samples import Outcome, Sample
-from schemas.wire import SCHEMA_HEADER
+from rose.pipeline.accounting.audit import audit_log, inspect_log
+from rose.pipeline.cli.dead_letters import DeadLetterRefused, list_dead_letters, retry_dead_letter, show_dead_letter
+from rose.pipeline.cli.replay import print_replay, print_why
+from rose.pipeline.config.options import Common
+from rose.pipeline.replay.search import UnknownTrajectory
+from rose.schemas.errors import UsageError
+from rose.schemas.progress import GroupState
+from rose.schemas.prompts import Prompt
+from rose.schemas.samples import Outcome, Sample
+from rose.schemas.wire import SCHEMA_HEADER
+from rose.topics.admin import connect
+from rose.topics.catalog import COMPLETED, DISPATCHED, PROMPTS, REQUESTED, SAMPLES
+from rose.topics.dead_letter_headers import OFFSET, PARTITION
+from rose.topics.dead_letters import dead_lettered_places, read_dead_letters
+from rose.topics.log_reader import read_whole_topics
+from rose.topics.reader import Reader
+from rose.topics.records import Envelope, InvalidMessage, RawMessage
+from rose.topics.settings import BusSettings
 from tests.support.brokers import AnyBroker
 from tests.support.bus_fixtures import read_until
 from tests.support.log_fixtures import PARTITIONS, Log
-from topics.admin import connect
-from topics.catalog import COMPLETED, DISPATCHED, PROMPTS, REQUESTED, SAMPLES
-from topics.dead_letter_headers import OFFSET, PARTITION
-from topics.dead_letters import dead_lettered_places, read_dead_letters
-from topics.log_reader import read_whole_topics
-from topics.reader import Reader
-from topics.records import Envelope, InvalidMessage, RawMessage
-from topics.settings import BusSettings
 
 pytestmark = pytest.mark.slow
 

@@ -16,28 +16,28 @@ from confluent_kafka import Producer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
-from pipeline.cli import status as statuses
-from pipeline.cli.status import RunUnhealthy, show_status, unknown_parts
-from pipeline.config.options import Common
-from pipeline.monitor import diagnosis, follower
-from pipeline.monitor import screen as screens
-from pipeline.monitor.broker_probe import BrokerProbe
-from pipeline.monitor.diagnosis import Severity, diagnose
-from pipeline.monitor.follower import RunFollower
-from pipeline.monitor.screen import Screen
-from schemas.heartbeats import ExecutorState, Tenant
-from schemas.progress import GroupState
-from schemas.weights import SIGNATURE_HEADER, WeightManifest
-from schemas.wire import encode
+from rose.pipeline.cli import status as statuses
+from rose.pipeline.cli.status import RunUnhealthy, show_status, unknown_parts
+from rose.pipeline.config.options import Common
+from rose.pipeline.monitor import diagnosis, follower
+from rose.pipeline.monitor import screen as screens
+from rose.pipeline.monitor.broker_probe import BrokerProbe
+from rose.pipeline.monitor.diagnosis import Severity, diagnose
+from rose.pipeline.monitor.follower import RunFollower
+from rose.pipeline.monitor.screen import Screen
+from rose.schemas.heartbeats import ExecutorState, Tenant
+from rose.schemas.progress import GroupState
+from rose.schemas.weights import SIGNATURE_HEADER, WeightManifest
+from rose.schemas.wire import encode
+from rose.topics.catalog import COMPLETED, ENVIRONMENT_GROUP, MANIFESTS, PROMPTS
+from rose.topics.reader import Reader
+from rose.topics.records import InvalidMessage, Place, RawMessage
+from rose.topics.settings import BusSettings
+from rose.workers.weights.trust import Trust, run_id
 from tests.golden.examples import EXAMPLES
 from tests.support import waiting as waits
 from tests.support.brokers import KAFKA, AnyBroker
 from tests.support.log_fixtures import PARTITIONS, Log
-from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, MANIFESTS, PROMPTS
-from topics.reader import Reader
-from topics.records import InvalidMessage, Place, RawMessage
-from topics.settings import BusSettings
-from workers.weights.trust import Trust, run_id
 
 pytestmark = pytest.mark.slow
 
@@ -379,7 +379,7 @@ def test_a_broker_that_does_not_answer_for_its_groups_is_not_well(log: Log, name
 
 
 def test_the_live_view_says_why_nothing_moves(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.monitor.diagnosis.STALLED_SECONDS", 1.0)
+    monkeypatch.setattr("rose.pipeline.monitor.diagnosis.STALLED_SECONDS", 1.0)
     monkeypatch.setattr(screens, "PLAIN_SECONDS", 0.5)
     log.group("a")
     log.progress("a:0")

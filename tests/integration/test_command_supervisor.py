@@ -13,13 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.local.fork_server import ForkServer
-from pipeline.local.supervisor import Role, RoleFailed, Supervisor
+from rose.pipeline.local.fork_server import ForkServer
+from rose.pipeline.local.supervisor import Role, RoleFailed, Supervisor
+from rose.topics.admin import create_topics
+from rose.topics.catalog import Partitions
+from rose.topics.settings import BusSettings
 from tests.support.brokers import AnyBroker, any_broker, flags
 from tests.support.waiting import until
-from topics.admin import create_topics
-from topics.catalog import Partitions
-from topics.settings import BusSettings
 
 
 def alive(process_id: int) -> bool:
@@ -156,8 +156,8 @@ def test_roles_do_not_outlive_a_supervisor_that_is_killed(router: Role, tmp_path
     program = f"""
         from pathlib import Path
         from threading import Event
-        from pipeline.local.fork_server import ForkServer
-        from pipeline.local.supervisor import Role, Supervisor
+        from rose.pipeline.local.fork_server import ForkServer
+        from rose.pipeline.local.supervisor import Role, Supervisor
         supervisor = Supervisor([Role("router", {router.arguments!r})], Path({str(tmp_path)!r}), ForkServer())
         supervisor.start()
         print(supervisor.process_ids["router"], flush=True)
@@ -189,8 +189,8 @@ signal.pause()
 SUPERVISES = """
 from pathlib import Path
 from threading import Event
-from pipeline.local.fork_server import ForkServer
-from pipeline.local.supervisor import Role, Supervisor
+from rose.pipeline.local.fork_server import ForkServer
+from rose.pipeline.local.supervisor import Role, Supervisor
 supervisor = Supervisor([Role("environment", {arguments!r})], Path({logs!r}), ForkServer())
 supervisor.start()
 print(supervisor.process_ids["environment"], flush=True)
@@ -281,8 +281,8 @@ def test_a_role_that_is_ended_before_it_is_born_does_not_live_though_nobody_asks
 
 
 FAILING = """
-import workers.environments.main as program
-from workers.environments.calculator import Calculator as Environment
+import rose.workers.environments.main as program
+from rose.workers.environments.calculator import Calculator as Environment
 
 class Unexpected(BaseException): pass
 
@@ -313,7 +313,7 @@ def test_a_forked_role_ends_as_one_that_was_started(
         "well": ("config",),
     }.items():
         started = subprocess.run(
-            [sys.executable, "-P", "-m", "pipeline.cli.main", *arguments],
+            [sys.executable, "-P", "-m", "rose.pipeline.cli.main", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -8,21 +8,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.local.submit import remaining_work
-from pipeline.monitor.screen import Screen
-from schemas.errors import UsageError
-from schemas.partitioning import home_partition
-from schemas.progress import Group, GroupState
-from schemas.prompts import Prompt
+from rose.pipeline.local.submit import remaining_work
+from rose.pipeline.monitor.screen import Screen
+from rose.schemas.errors import UsageError
+from rose.schemas.partitioning import home_partition
+from rose.schemas.progress import Group, GroupState
+from rose.schemas.prompts import Prompt
+from rose.topics.admin import create_topics
+from rose.topics.catalog import GROUPS, PROMPTS, Partitions
+from rose.topics.errors import TopicMissing
+from rose.topics.log_reader import read_whole_topics
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 from tests.support.brokers import AnyBroker, any_broker, flags
 from tests.support.rose_command import Rose
 from tests.support.waiting import until
-from topics.admin import create_topics
-from topics.catalog import GROUPS, PROMPTS, Partitions
-from topics.errors import TopicMissing
-from topics.log_reader import read_whole_topics
-from topics.settings import BusSettings
-from topics.writer import Writer
 
 HOMES = 2
 GROUP_SIZE = 3

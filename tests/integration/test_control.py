@@ -10,27 +10,20 @@ from typing import Any
 
 import pytest
 
-from pipeline.cli.grants import release_grant
-from schemas.arrays import pack_logprobs, pack_tokens
-from schemas.grants import CapacityGrant
-from schemas.heartbeats import ExecutorState
-from schemas.turns import TurnOutcome, VersionSpan
-from tests.integration.test_executor_gate import common_of, grant
-from tests.support.brokers import AnyBroker, flags, kafka_first
-from tests.support.executor_fixtures import Router
-from tests.support.roles import freeze, kill, role_process, rose, stop, thaw
-from tests.support.router_process_fixtures import router_process
-from tests.support.routing_fixtures import request
-from tests.support.scripted_engine import NAME, Engine, running
-from topics.admin import create_topics
-from topics.catalog import GRANTS, REQUESTED, SUMMARIES, Partitions
-from topics.dead_letters import read_dead_letters
-from topics.local_broker.process import free_ports
-from topics.log_reader import read_whole_topics
-from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.executor.grants import GrantFollower, Lease
-from workers.executor.ipc.messages import (
+from rose.pipeline.cli.grants import release_grant
+from rose.schemas.arrays import pack_logprobs, pack_tokens
+from rose.schemas.grants import CapacityGrant
+from rose.schemas.heartbeats import ExecutorState
+from rose.schemas.turns import TurnOutcome, VersionSpan
+from rose.topics.admin import create_topics
+from rose.topics.catalog import GRANTS, REQUESTED, SUMMARIES, Partitions
+from rose.topics.dead_letters import read_dead_letters
+from rose.topics.local_broker.process import free_ports
+from rose.topics.log_reader import read_whole_topics
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from rose.workers.executor.grants import GrantFollower, Lease
+from rose.workers.executor.ipc.messages import (
     COMMAND_DECODER,
     AbortTurn,
     ActivateWeights,
@@ -42,7 +35,14 @@ from workers.executor.ipc.messages import (
     WeightsActivated,
     WeightsStaged,
 )
-from workers.weights.trust import run_id
+from rose.workers.weights.trust import run_id
+from tests.integration.test_executor_gate import common_of, grant
+from tests.support.brokers import AnyBroker, flags, kafka_first
+from tests.support.executor_fixtures import Router
+from tests.support.roles import freeze, kill, role_process, rose, stop, thaw
+from tests.support.router_process_fixtures import router_process
+from tests.support.routing_fixtures import request
+from tests.support.scripted_engine import NAME, Engine, running
 
 pytestmark = pytest.mark.slow
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from rose.topics.admin import _replica_warnings, _retention_warnings, create_topics, durability_warnings
+from rose.topics.catalog import CATALOG, Partitions
 from tests.support.brokers import KAFKA, AnyBroker
-from topics.admin import _replica_warnings, _retention_warnings, create_topics, durability_warnings
-from topics.catalog import CATALOG, Partitions
 
 
 def test_missing_copies_are_told_once_for_all_topics_alike(broker: AnyBroker, namespace: str, broker_kind: str) -> None:

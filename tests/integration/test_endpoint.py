@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.arrays import unpack_logprobs, unpack_tokens
-from schemas.heartbeats import ExecutorState, WorkerClass
-from schemas.turns import Refusal, TurnOutcome, TurnResult
+from rose.schemas.arrays import unpack_logprobs, unpack_tokens
+from rose.schemas.heartbeats import ExecutorState, WorkerClass
+from rose.schemas.turns import Refusal, TurnOutcome, TurnResult
+from rose.topics.admin import create_topics
+from rose.topics.catalog import Partitions
+from rose.topics.settings import BusSettings
+from rose.workers.executor.heartbeats import TTL_SECONDS
+from rose.workers.lender.endpoint.config import EndpointConfig
+from rose.workers.lender.endpoint.versions import PAUSED
 from tests.support.brokers import AnyBroker, any_broker, kafka_first
 from tests.support.endpoint_fixtures import MOST_TOKENS, Fault, Lending, ScriptedEndpoint, lending
 from tests.support.executor_fixtures import Router
 from tests.support.policy_folders import logprobs_of, new_policy, save_policy
 from tests.support.waiting import until
-from topics.admin import create_topics
-from topics.catalog import Partitions
-from topics.settings import BusSettings
-from workers.executor.heartbeats import TTL_SECONDS
-from workers.lender.endpoint.config import EndpointConfig
-from workers.lender.endpoint.versions import PAUSED
 
 pytestmark = pytest.mark.slow
 

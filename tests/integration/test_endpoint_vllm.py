@@ -11,19 +11,19 @@ import numpy as np
 import psutil
 import pytest
 
-from schemas.arrays import unpack_logprobs, unpack_tokens
-from schemas.heartbeats import ExecutorState, WorkerClass
-from schemas.turns import TurnOutcome, TurnResult
+from rose.schemas.arrays import unpack_logprobs, unpack_tokens
+from rose.schemas.heartbeats import ExecutorState, WorkerClass
+from rose.schemas.turns import TurnOutcome, TurnResult
+from rose.topics.admin import create_topics
+from rose.topics.catalog import Partitions
+from rose.topics.local_broker.process import free_ports
+from rose.topics.settings import BusSettings
+from rose.workers.weights.config import DEFAULT_RUN
 from tests.support.brokers import AnyBroker, best_broker, flags
 from tests.support.executor_fixtures import SLOT, WAIT_SECONDS, Router
 from tests.support.lender_server_fixtures import SERVING, healthy, server_flags
 from tests.support.policy_folders import logprobs_of, new_policy, save_policy
 from tests.support.waiting import until
-from topics.admin import create_topics
-from topics.catalog import Partitions
-from topics.local_broker.process import free_ports
-from topics.settings import BusSettings
-from workers.weights.config import DEFAULT_RUN
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -95,7 +95,7 @@ def lender(settings: BusSettings, server: Server, tmp_path: Path) -> Iterator["s
     command = [
         sys.executable,
         "-m",
-        "pipeline.cli.main",
+        "rose.pipeline.cli.main",
         "lend",
         "--endpoint",
         server.url,
@@ -120,8 +120,8 @@ def prove(result: TurnResult, model: Any, version: int, begun: tuple[int, ...] =
 
 def alone(model: Any, folder: Path) -> list[int]:
     """What a rollout engine of its own says, greedily."""
+    from rose.workers.executor.vllm.engine import Engine
     from tests.support.engine_fixtures import Rig, folder_config
-    from workers.executor.vllm.engine import Engine
 
     engine = Engine(folder_config(save_policy(folder, model)))
     try:

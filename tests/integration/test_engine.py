@@ -16,10 +16,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers import utils as layer_utils
 
-from schemas.arrays import pack_logprobs
-from schemas.prompts import Sampling
-from schemas.samples import Sample, SampleTurn
-from schemas.turns import VersionSpan
+from rose.schemas.arrays import pack_logprobs
+from rose.schemas.prompts import Sampling
+from rose.schemas.samples import Sample, SampleTurn
+from rose.schemas.turns import VersionSpan
+from rose.workers.executor.vllm import weights as engine_weights
+from rose.workers.executor.vllm.engine import (
+    Engine,
+    EngineStartError,
+    FinishedTurn,
+    SwapRefused,
+)
+from rose.workers.trainer.policy import token_logprobs
+from rose.workers.trainer.selection import SelectionRules, sample_error
+from rose.workers.trainer.step import TrainingSample
 from tests.support.engine_fixtures import (
     BLOCK,
     MAX_MODEL_LEN,
@@ -34,16 +44,6 @@ from tests.support.engine_fixtures import (
 from tests.support.model_families import tiny_policy
 from tests.support.policy_folders import VOCABULARY, new_mixture, new_policy, save_policy, tensors_of
 from tests.support.sample_fixtures import sample, turns_of
-from workers.executor.vllm import weights as engine_weights
-from workers.executor.vllm.engine import (
-    Engine,
-    EngineStartError,
-    FinishedTurn,
-    SwapRefused,
-)
-from workers.trainer.policy import token_logprobs
-from workers.trainer.selection import SelectionRules, sample_error
-from workers.trainer.step import TrainingSample
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -431,9 +431,9 @@ def test_an_engine_that_has_proven_itself_has_a_turn_like_any_other(rig: Rig) ->
 
 MAKE = """
 import sys
-import workers.executor.vllm.process_env
+import rose.workers.executor.vllm.process_env
 from pathlib import Path
-from workers.executor.vllm.engine import Engine, EngineConfig
+from rose.workers.executor.vllm.engine import Engine, EngineConfig
 Engine(EngineConfig(model_folder=Path(sys.argv[1]))).allocate_spare()
 """
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from rose.workers.executor.vllm.engine import Engine
+from rose.workers.weights.assembly import Assembly
+from rose.workers.weights.checks import check_manifest
 from tests.support.engine_fixtures import TOLERANCE, Rig, folder_config
 from tests.support.policy_folders import VOCABULARY, new_policy, save_policy, tensors_of
 from tests.support.weights_fixtures import Shelf, Tensors
-from workers.executor.vllm.engine import Engine
-from workers.weights.assembly import Assembly
-from workers.weights.checks import check_manifest
 
 UPDATES = 20
 

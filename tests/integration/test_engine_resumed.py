@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.arrays import count, pack_logprobs, pack_tokens, unpack_logprobs, unpack_tokens
-from schemas.contexts import context_fields
-from schemas.prompts import Sampling
-from schemas.turns import Part, TurnDispatch
+from rose.schemas.arrays import count, pack_logprobs, pack_tokens, unpack_logprobs, unpack_tokens
+from rose.schemas.contexts import context_fields
+from rose.schemas.prompts import Sampling
+from rose.schemas.turns import Part, TurnDispatch
+from rose.workers.executor.results import concatenate_parts, remaining_sampling, resumed_context
+from rose.workers.executor.vllm.engine import Engine, EngineRefusal, FinishedTurn
+from rose.workers.executor.vllm.seeded_sampling import seed_at
 from tests.support.engine_fixtures import BLOCK, TOLERANCE, Rig, contexts_of, folder_config
 from tests.support.policy_folders import VOCABULARY, new_policy, save_policy
 from tests.support.routing_fixtures import dispatched, request
-from workers.executor.results import concatenate_parts, remaining_sampling, resumed_context
-from workers.executor.vllm.engine import Engine, EngineRefusal, FinishedTurn
-from workers.executor.vllm.seeded_sampling import seed_at
 
 pytestmark = pytest.mark.slow
 

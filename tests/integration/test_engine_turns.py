@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from schemas.prompts import Sampling
-from schemas.turns import VersionSpan
+from rose.schemas.prompts import Sampling
+from rose.schemas.turns import VersionSpan
+from rose.workers.executor.vllm.engine import EngineBroken, EngineRefusal
 from tests.support.engine_fixtures import (
     BLOCK,
     MAX_MODEL_LEN,
@@ -20,7 +21,6 @@ from tests.support.engine_fixtures import (
     started_rig,
 )
 from tests.support.policy_folders import VOCABULARY, tensors_of
-from workers.executor.vllm.engine import EngineBroken, EngineRefusal
 
 pytestmark = pytest.mark.slow
 

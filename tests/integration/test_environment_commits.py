@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from schemas.samples import Sample
+from rose.schemas.samples import Sample
+from rose.topics import transactions
+from rose.topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Topic
+from rose.topics.queries import noop
+from rose.topics.records import Item
+from rose.topics.writer import Writer
+from rose.workers.environments.config import EnvironmentConfig
+from rose.workers.environments.main import run_environment_worker
+from rose.workers.environments.membership import Membership
+from rose.workers.environments.worker import EnvironmentWorker
 from tests.support.brokers import EMBEDDED
 from tests.support.environment_worker_fixtures import GROUPS, finish, once, prompt_of
 from tests.support.scripted_executors import ScriptedExecutors
-from topics import transactions
-from topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Topic
-from topics.queries import noop
-from topics.records import Item
-from topics.writer import Writer
-from workers.environments.config import EnvironmentConfig
-from workers.environments.main import run_environment_worker
-from workers.environments.membership import Membership
-from workers.environments.worker import EnvironmentWorker
 
 
 class Commits:
@@ -56,7 +56,7 @@ class Commits:
             self.taken[worker._generation, item.topic, item.partition].append(item.offset)
             take(worker, item)
 
-        patch.setattr("topics.writer.in_time_slices", self._in_turns)
+        patch.setattr("rose.topics.writer.in_time_slices", self._in_turns)
         patch.setattr(Writer, "commit", commits)
         patch.setattr(Membership, "read", reads)
         patch.setattr(EnvironmentWorker, "_on_item", takes)

@@ -7,11 +7,20 @@ from pathlib import Path
 import pytest
 from confluent_kafka.admin import AdminClient
 
-from schemas.partitioning import home_partition
-from schemas.progress import GroupState
-from schemas.prompts import Sampling
-from schemas.samples import Sample
-from schemas.wire import encode
+from rose.schemas.partitioning import home_partition
+from rose.schemas.progress import GroupState
+from rose.schemas.prompts import Sampling
+from rose.schemas.samples import Sample
+from rose.schemas.wire import encode
+from rose.topics.admin import connect
+from rose.topics.catalog import COMPLETED, ENVIRONMENT_GROUP, PROMPTS, REQUESTED, Topic
+from rose.topics.dead_letters import read_dead_letters
+from rose.topics.reader import Reader
+from rose.topics.settings import BusSettings
+from rose.workers.environments.log_cleaner import LogCleaner
+from rose.workers.environments.membership import RecoveryAbandoned
+from rose.workers.environments.recovery import RecoveredHomes, recover_homes
+from rose.workers.environments.trajectory import TrajectoryRules
 from tests.support.brokers import EMBEDDED, any_broker, kafka_first
 from tests.support.environment_worker_fixtures import (
     GROUPS,
@@ -29,15 +38,6 @@ from tests.support.environment_worker_fixtures import (
 )
 from tests.support.roles import freeze, kill, thaw
 from tests.support.scripted_executors import ScriptedExecutors, worker_process
-from topics.admin import connect
-from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, PROMPTS, REQUESTED, Topic
-from topics.dead_letters import read_dead_letters
-from topics.reader import Reader
-from topics.settings import BusSettings
-from workers.environments.log_cleaner import LogCleaner
-from workers.environments.membership import RecoveryAbandoned
-from workers.environments.recovery import RecoveredHomes, recover_homes
-from workers.environments.trajectory import TrajectoryRules
 
 WINDOW = 2
 
@@ -186,7 +186,7 @@ def test_what_is_poison_is_a_dead_letter_once_as_it_came_however_often_workers_s
 
 BLOCKS = '''
 import time
-from workers.environments.calculator import Calculator
+from rose.workers.environments.calculator import Calculator
 
 class Blocks(Calculator):
     """The calculator, except that a seed can make it hold its thread for good."""

@@ -11,13 +11,25 @@ import msgspec
 import pytest
 from confluent_kafka import OFFSET_BEGINNING
 
-from schemas.arrays import pack_tokens, unpack_tokens
-from schemas.errors import UsageError
-from schemas.partitioning import home_partition
-from schemas.progress import GroupState
-from schemas.prompts import Prompt, PromptSampling
-from schemas.samples import Sample
-from schemas.turns import Refusal, TurnOutcome, TurnRequest, TurnResult
+from rose.schemas.arrays import pack_tokens, unpack_tokens
+from rose.schemas.errors import UsageError
+from rose.schemas.partitioning import home_partition
+from rose.schemas.progress import GroupState
+from rose.schemas.prompts import Prompt, PromptSampling
+from rose.schemas.samples import Sample
+from rose.schemas.turns import Refusal, TurnOutcome, TurnRequest, TurnResult
+from rose.topics.catalog import COMPLETED, ENVIRONMENT_GROUP, ENVIRONMENT_TRANSACTIONAL_PREFIX, PROMPTS
+from rose.topics.errors import BrokerUnreachable, BusError
+from rose.topics.log_reader import await_transactions, read_to_end
+from rose.topics.reader import Reader
+from rose.topics.records import InvalidMessage, RawMessage
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from rose.workers.environments import metrics
+from rose.workers.environments.config import EnvironmentConfig
+from rose.workers.environments.home import Home
+from rose.workers.environments.main import run_environment_worker
+from rose.workers.environments.outbox import Outbox
 from tests.support.brokers import EMBEDDED, AnyBroker, any_broker, kafka_first
 from tests.support.environment_worker_fixtures import (
     GROUPS,
@@ -41,22 +53,10 @@ from tests.support.scripted_executors import (
     worker_process,
 )
 from tests.support.trajectory_fixtures import RULES
-from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, ENVIRONMENT_TRANSACTIONAL_PREFIX, PROMPTS
-from topics.errors import BrokerUnreachable, BusError
-from topics.log_reader import await_transactions, read_to_end
-from topics.reader import Reader
-from topics.records import InvalidMessage, RawMessage
-from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.environments import metrics
-from workers.environments.config import EnvironmentConfig
-from workers.environments.home import Home
-from workers.environments.main import run_environment_worker
-from workers.environments.outbox import Outbox
 
 MOODY = '''
 import asyncio
-from workers.environments.calculator import Calculator
+from rose.workers.environments.calculator import Calculator
 
 class Moody(Calculator):
     """The calculator, except that a seed can make it fail."""
@@ -263,7 +263,7 @@ def test_an_environment_that_fails_fails_its_trajectories_without_a_reward(
 
 ENDING = '''
 import asyncio, os
-from workers.environments.calculator import Calculator
+from rose.workers.environments.calculator import Calculator
 
 class Ending(Calculator):
     """The calculator, except that a seed can have it end its process, or never begin."""

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from schemas.prompts import Sampling
-from workers.environments.calculator import Calculator
-from workers.environments.protocol import Step
-from workers.evaluate import EnvironmentFailed, Evaluation, evaluate_policy
-from workers.executor.vllm.types import EngineConfig
+from rose.schemas.prompts import Sampling
+from rose.workers.environments.calculator import Calculator
+from rose.workers.environments.protocol import Step
+from rose.workers.evaluate import EnvironmentFailed, Evaluation, evaluate_policy
+from rose.workers.executor.vllm.types import EngineConfig
 
 pytestmark = pytest.mark.slow
 

@@ -12,29 +12,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.config.options import Common
-from pipeline.local.fork_server import ForkedProcess, ForkServer
-from pipeline.process.health_server import ProcessUnhealthy, print_health
-from schemas.arrays import unpack_logprobs, unpack_tokens
-from schemas.heartbeats import ExecutorState
-from schemas.turns import (
+from rose.pipeline.config.options import Common
+from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
+from rose.pipeline.process.health_server import ProcessUnhealthy, print_health
+from rose.schemas.arrays import unpack_logprobs, unpack_tokens
+from rose.schemas.heartbeats import ExecutorState
+from rose.schemas.turns import (
     FENCING_KEY,
     Refusal,
     TurnOutcome,
     TurnResult,
     VersionSpan,
 )
+from rose.topics.admin import create_topics
+from rose.topics.catalog import DISPATCHED, Partitions
+from rose.topics.dead_letters import read_dead_letters
+from rose.topics.local_broker.process import Broker, free_ports
+from rose.topics.log_reader import read_whole_topics
+from rose.topics.records import RawMessage
+from rose.topics.settings import BusSettings
 from tests.support.brokers import EMBEDDED, AnyBroker, any_broker, kafka_first
 from tests.support.executor_fixtures import SLOT, WAIT_SECONDS, Router, engine_of, start_executor
 from tests.support.policy_folders import logprobs_of, new_policy
 from tests.support.waiting import until
-from topics.admin import create_topics
-from topics.catalog import DISPATCHED, Partitions
-from topics.dead_letters import read_dead_letters
-from topics.local_broker.process import Broker, free_ports
-from topics.log_reader import read_whole_topics
-from topics.records import RawMessage
-from topics.settings import BusSettings
 
 pytestmark = pytest.mark.slow
 

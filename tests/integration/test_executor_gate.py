@@ -14,26 +14,22 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
-from pipeline.cli.grants import DrainTimeout, drain, release_drain, send_grant
-from pipeline.config.options import Common
-from schemas.errors import UsageError
-from schemas.heartbeats import ExecutorState
-from schemas.turns import Refusal, TurnOutcome, held_hash
-from tests.support.brokers import AnyBroker, kafka_first
-from tests.support.executor_fixtures import SLOT
-from tests.support.scripted_engine import NAME, TICK, running
-from tests.support.waiting import until
-from topics.admin import create_topics
-from topics.catalog import COMPLETED, HEARTBEATS, Partitions, Topic
-from topics.fetch import RecordFetch
-from topics.health import HEALTH, START_SECONDS, HealthStatus, status_of
-from topics.records import Envelope
-from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.executor.config import ExecutorConfig
-from workers.executor.grants import UNRESTRICTED, GrantFollower, Lease, Permission
-from workers.executor.ipc.engine_client import EngineClient
-from workers.executor.ipc.messages import (
+from rose.pipeline.cli.grants import DrainTimeout, drain, release_drain, send_grant
+from rose.pipeline.config.options import Common
+from rose.schemas.errors import UsageError
+from rose.schemas.heartbeats import ExecutorState
+from rose.schemas.turns import Refusal, TurnOutcome, held_hash
+from rose.topics.admin import create_topics
+from rose.topics.catalog import COMPLETED, HEARTBEATS, Partitions, Topic
+from rose.topics.fetch import RecordFetch
+from rose.topics.health import HEALTH, START_SECONDS, HealthStatus, status_of
+from rose.topics.records import Envelope
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from rose.workers.executor.config import ExecutorConfig
+from rose.workers.executor.grants import UNRESTRICTED, GrantFollower, Lease, Permission
+from rose.workers.executor.ipc.engine_client import EngineClient
+from rose.workers.executor.ipc.messages import (
     AbortTurn,
     LendingStats,
     Resume,
@@ -42,9 +38,13 @@ from workers.executor.ipc.messages import (
     Suspend,
     WeightsRejected,
 )
-from workers.executor.ipc.shared_memory import ChannelFds
-from workers.executor.main import run_executor
-from workers.weights.trust import run_id
+from rose.workers.executor.ipc.shared_memory import ChannelFds
+from rose.workers.executor.main import run_executor
+from rose.workers.weights.trust import run_id
+from tests.support.brokers import AnyBroker, kafka_first
+from tests.support.executor_fixtures import SLOT
+from tests.support.scripted_engine import NAME, TICK, running
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, kafka_first]
 
@@ -172,7 +172,7 @@ def test_what_waits_for_its_context_while_the_guest_changes_is_never_run_without
             answers.wait()
             yield from super().__iter__()
 
-    monkeypatch.setattr("workers.executor.contexts.RecordFetch", Late)
+    monkeypatch.setattr("rose.workers.executor.contexts.RecordFetch", Late)
     with running(settings, lambda: UNRESTRICTED) as (engine, router):
         try:
             engine.serve()
@@ -230,7 +230,7 @@ class Withheld(Writer):
 @pytest.fixture
 def withheld(monkeypatch: pytest.MonkeyPatch) -> type[Withheld]:
     Withheld.back, Withheld.answers = threading.Event(), []
-    monkeypatch.setattr("workers.executor.loop.Writer", Withheld)
+    monkeypatch.setattr("rose.workers.executor.loop.Writer", Withheld)
     return Withheld
 
 

@@ -10,24 +10,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.local.fork_server import ForkedProcess, ForkServer
-from schemas.arrays import count, pack_tokens, unpack_logprobs, unpack_tokens
-from schemas.contexts import context_fields
-from schemas.heartbeats import ExecutorState, SlackHeartbeat
-from schemas.prompts import Sampling
-from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
+from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
+from rose.schemas.arrays import count, pack_tokens, unpack_logprobs, unpack_tokens
+from rose.schemas.contexts import context_fields
+from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat
+from rose.schemas.prompts import Sampling
+from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
+from rose.topics.admin import create_topics
+from rose.topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, Partitions
+from rose.topics.reader import Reader
+from rose.topics.records import Envelope
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from rose.workers.weights.manifests import sign_manifest
+from rose.workers.weights.publish import WeightPublisher
 from tests.support.brokers import AnyBroker, any_broker
 from tests.support.executor_fixtures import start_executor
 from tests.support.policy_folders import new_policy, tensors_of
 from tests.support.router_process_fixtures import router_process
-from topics.admin import create_topics
-from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, Partitions
-from topics.reader import Reader
-from topics.records import Envelope
-from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.weights.manifests import sign_manifest
-from workers.weights.publish import WeightPublisher
 
 pytestmark = pytest.mark.slow
 

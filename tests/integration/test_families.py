@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from schemas.errors import UsageError
+from rose.schemas.errors import UsageError
+from rose.workers.executor.vllm.folder import check_folder
+from rose.workers.trainer.checkpoint import export_policy
+from rose.workers.trainer.policy import load_policy, token_logprobs
+from rose.workers.weights.folder_names import FolderTensors
+from rose.workers.weights.model_folder import WHOLE
 from tests.support.model_families import CONTEXT, Turn, played, sent, tiny_policy, train
-from workers.executor.vllm.folder import check_folder
-from workers.trainer.checkpoint import export_policy
-from workers.trainer.policy import load_policy, token_logprobs
-from workers.weights.folder_names import FolderTensors
-from workers.weights.model_folder import WHOLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

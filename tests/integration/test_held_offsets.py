@@ -10,16 +10,16 @@ import pytest
 from confluent_kafka import KafkaError
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
+from rose.topics.catalog import PROMPTS
+from rose.topics.errors import BusError
+from rose.topics.held_offsets import committed_offsets
+from rose.topics.local_broker.process import Broker
+from rose.topics.reader import Reader
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 from tests.support.brokers import KAFKA, start
 from tests.support.bus_fixtures import with_topics
 from tests.support.waiting import until
-from topics.catalog import PROMPTS
-from topics.errors import BusError
-from topics.held_offsets import committed_offsets
-from topics.local_broker.process import Broker
-from topics.reader import Reader
-from topics.settings import BusSettings
-from topics.writer import Writer
 
 INIT_PRODUCER_ID, TXN_OFFSET_COMMIT = 22, 28
 PLACE = (PROMPTS, 0)

@@ -7,11 +7,11 @@ from contextlib import closing
 import pytest
 from confluent_kafka import KafkaError, Message, Producer, TopicPartition
 
+from rose.topics.admin import create_topics
+from rose.topics.catalog import REQUESTED, Partitions
+from rose.topics.local_broker.idle_consumer import MAX_REST_SECONDS, IdleConsumer
+from rose.topics.settings import BusSettings
 from tests.support.brokers import AnyBroker
-from topics.admin import create_topics
-from topics.catalog import REQUESTED, Partitions
-from topics.local_broker.idle_consumer import MAX_REST_SECONDS, IdleConsumer
-from topics.settings import BusSettings
 
 HOMES = 3
 RECORDS = 150

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from schemas.turns import FENCING_KEY
+from rose.schemas.turns import FENCING_KEY
+from rose.topics.admin import create_topics, describe_topics, find_drift
+from rose.topics.catalog import DISPATCHED
+from rose.topics.log_reader import read_whole_topics
+from rose.topics.settings import BusSettings
 from tests.support.brokers import AnyBroker
 from tests.support.router_process_fixtures import PARTITIONS, RouterHarness, router_process
 from tests.support.waiting import until
-from topics.admin import create_topics, describe_topics, find_drift
-from topics.catalog import DISPATCHED
-from topics.log_reader import read_whole_topics
-from topics.settings import BusSettings
 
 ONE = replace(PARTITIONS, slots=1)
 

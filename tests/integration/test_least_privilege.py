@@ -13,24 +13,18 @@ import pytest
 from confluent_kafka import OFFSET_BEGINNING, Producer
 from safetensors.torch import load_file
 
-from pipeline.config.sections import WARM_START
-from pipeline.control.config import ControlConfig
-from pipeline.control.service import run_control
-from pipeline.local.fork_server import ForkedProcess, ForkServer
-from pipeline.monitor.broker_probe import BrokerProbe
-from pipeline.monitor.follower import RunFollower
-from pipeline.routing.config import RouterConfig
-from pipeline.routing.service import run_router
-from schemas.errors import RoseError
-from schemas.partitioning import home_partition as home_of_group
-from schemas.turns import TurnOutcome, TurnResult
-from tests.integration.test_lend import CONTEXT, START_SECONDS, lending, prove
-from tests.support.executor_fixtures import Router
-from tests.support.lender_server_fixtures import MODEL, SERVING, Server, server_flags
-from tests.support.routing_fixtures import request
-from tests.support.secured_kafka import Users, rose, start_audited
-from tests.support.waiting import WAIT_SECONDS, until
-from topics.acl import (
+from rose.pipeline.config.sections import WARM_START
+from rose.pipeline.control.config import ControlConfig
+from rose.pipeline.control.service import run_control
+from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
+from rose.pipeline.monitor.broker_probe import BrokerProbe
+from rose.pipeline.monitor.follower import RunFollower
+from rose.pipeline.routing.config import RouterConfig
+from rose.pipeline.routing.service import run_router
+from rose.schemas.errors import RoseError
+from rose.schemas.partitioning import home_partition as home_of_group
+from rose.schemas.turns import TurnOutcome, TurnResult
+from rose.topics.acl import (
     ADMIN,
     CONTROL,
     DEAD_LETTERED,
@@ -49,9 +43,9 @@ from topics.acl import (
     acls,
     connect_as,
 )
-from topics.admin import connect, create_topics, durability_warnings
-from topics.apache_kafka.secured import SecuredNode
-from topics.catalog import (
+from rose.topics.admin import connect, create_topics, durability_warnings
+from rose.topics.apache_kafka.secured import SecuredNode
+from rose.topics.catalog import (
     CHUNKS,
     COMPLETED,
     DEAD_LETTER_SOURCES,
@@ -67,21 +61,27 @@ from topics.catalog import (
     Partitions,
     Topic,
 )
-from topics.dead_letters import read_dead_letters, resend
-from topics.errors import AuthenticationFailed
-from topics.local_broker.process import free_ports
-from topics.log_reader import read_whole_topics
-from topics.reader import Reader
-from topics.records import Place
-from topics.retention import delete_before, lowest_committed
-from topics.role_announcements import announce_starts
-from topics.settings import PREFIX, BusSettings
-from topics.writer import Writer
-from workers.environments.config import EnvironmentConfig
-from workers.environments.log_cleaner import LogCleaner
-from workers.environments.main import run_environment_worker
-from workers.trainer.stream import SampleStream
-from workers.weights.trust import Trust, make_keys, private_key
+from rose.topics.dead_letters import read_dead_letters, resend
+from rose.topics.errors import AuthenticationFailed
+from rose.topics.local_broker.process import free_ports
+from rose.topics.log_reader import read_whole_topics
+from rose.topics.reader import Reader
+from rose.topics.records import Place
+from rose.topics.retention import delete_before, lowest_committed
+from rose.topics.role_announcements import announce_starts
+from rose.topics.settings import PREFIX, BusSettings
+from rose.topics.writer import Writer
+from rose.workers.environments.config import EnvironmentConfig
+from rose.workers.environments.log_cleaner import LogCleaner
+from rose.workers.environments.main import run_environment_worker
+from rose.workers.trainer.stream import SampleStream
+from rose.workers.weights.trust import Trust, make_keys, private_key
+from tests.integration.test_lend import CONTEXT, START_SECONDS, lending, prove
+from tests.support.executor_fixtures import Router
+from tests.support.lender_server_fixtures import MODEL, SERVING, Server, server_flags
+from tests.support.routing_fixtures import request
+from tests.support.secured_kafka import Users, rose, start_audited
+from tests.support.waiting import WAIT_SECONDS, until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 

@@ -16,10 +16,17 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from schemas.arrays import unpack_logprobs, unpack_tokens
-from schemas.grants import CapacityGrant
-from schemas.heartbeats import ExecutorState, WorkerClass
-from schemas.turns import TurnOutcome, TurnResult
+from rose.schemas.arrays import unpack_logprobs, unpack_tokens
+from rose.schemas.grants import CapacityGrant
+from rose.schemas.heartbeats import ExecutorState, WorkerClass
+from rose.schemas.turns import TurnOutcome, TurnResult
+from rose.topics.admin import create_topics
+from rose.topics.catalog import GRANTS, Partitions
+from rose.topics.local_broker.process import Broker, free_ports
+from rose.topics.settings import BusSettings
+from rose.workers.lender.config import LendConfig
+from rose.workers.lender.vllm_server import CORE_LOST_STATUS
+from rose.workers.weights.config import DEFAULT_RUN
 from tests.support.brokers import AnyBroker, best_broker, flags
 from tests.support.executor_fixtures import SLOT, WAIT_SECONDS, Router
 from tests.support.lender_server_fixtures import (
@@ -36,13 +43,6 @@ from tests.support.lender_server_fixtures import (
     server_flags,
 )
 from tests.support.waiting import until
-from topics.admin import create_topics
-from topics.catalog import GRANTS, Partitions
-from topics.local_broker.process import Broker, free_ports
-from topics.settings import BusSettings
-from workers.lender.config import LendConfig
-from workers.lender.vllm_server import CORE_LOST_STATUS
-from workers.weights.config import DEFAULT_RUN
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -85,7 +85,7 @@ def started(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: o
         "lender.hang_seconds": HANG_SECONDS,
     } | {name.replace("__", "."): value for name, value in more.items()}
     said = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
-    command = [sys.executable, "-m", "pipeline.cli.main", "lend", "--model", str(MODEL), f"--name=executor-{SLOT}"]
+    command = [sys.executable, "-m", "rose.pipeline.cli.main", "lend", "--model", str(MODEL), f"--name=executor-{SLOT}"]
     command += [*arguments, *said, "--", *server_flags(port), "--kv-cache-memory-bytes", str(8 << 20), *vllm]
     environment = os.environ | SERVING | {HANG: str(folder / "hang"), FAULT: str(folder / "fault")}
     environment[NOTES] = str(folder / "notes")

@@ -15,17 +15,17 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from schemas.heartbeats import ExecutorState
-from schemas.turns import TurnOutcome
+from rose.schemas.heartbeats import ExecutorState
+from rose.schemas.turns import TurnOutcome
+from rose.topics.settings import BusSettings
+from rose.workers.lender.shared_folder import PREFIX
+from rose.workers.lender.vllm_server import CORE_LOST_STATUS
+from rose.workers.lender.watchdog_page import WATCHDOG_SILENT_SECONDS
 from tests.integration.test_lend import CONTEXT, START_SECONDS, child, lending, prove, started, with_topics
 from tests.support.brokers import AnyBroker, best_broker, flags
 from tests.support.executor_fixtures import Router
 from tests.support.lender_server_fixtures import MODEL
 from tests.support.waiting import WAIT_SECONDS, until
-from topics.settings import BusSettings
-from workers.lender.shared_folder import PREFIX
-from workers.lender.vllm_server import CORE_LOST_STATUS
-from workers.lender.watchdog_page import WATCHDOG_SILENT_SECONDS
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200)]
 

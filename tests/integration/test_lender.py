@@ -14,12 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from schemas.arrays import unpack_tokens
-from schemas.prompts import Sampling
-from tests.support.guest_runs import PROMPTS, TURNS, run_guest, run_standalone, same, traffic, wake_and_park
-from tests.support.lender_server_fixtures import MODEL, VOCABULARY, Answer, PlayedSidecar, Server, lending_server
-from tests.support.waiting import WAIT_SECONDS, until
-from workers.executor.ipc.messages import (
+from rose.schemas.arrays import unpack_tokens
+from rose.schemas.prompts import Sampling
+from rose.workers.executor.ipc.messages import (
     ABORTED,
     AbortTurn,
     ActivateWeights,
@@ -33,9 +30,12 @@ from workers.executor.ipc.messages import (
     WeightsActivated,
     WeightsStaged,
 )
-from workers.executor.ipc.shared_memory import write_tensors
-from workers.executor.vllm.engine import Engine
-from workers.lender.vllm.guest_build import build_engine
+from rose.workers.executor.ipc.shared_memory import write_tensors
+from rose.workers.executor.vllm.engine import Engine
+from rose.workers.lender.vllm.guest_build import build_engine
+from tests.support.guest_runs import PROMPTS, TURNS, run_guest, run_standalone, same, traffic, wake_and_park
+from tests.support.lender_server_fixtures import MODEL, VOCABULARY, Answer, PlayedSidecar, Server, lending_server
+from tests.support.waiting import WAIT_SECONDS, until
 
 MEASURED_SECONDS = 3.0
 """Of an idle guest."""

@@ -13,11 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from schemas.arrays import unpack_tokens
-from schemas.prompts import Sampling
-from tests.support.lender_server_fixtures import MODEL, VOCABULARY, Answer, PlayedSidecar, Server, lending_server
-from tests.support.waiting import until
-from workers.executor.ipc.messages import (
+from rose.schemas.arrays import unpack_tokens
+from rose.schemas.prompts import Sampling
+from rose.workers.executor.ipc.messages import (
     ABORTED,
     ActivateWeights,
     EngineStatus,
@@ -26,9 +24,11 @@ from workers.executor.ipc.messages import (
     WeightsActivated,
     WeightsStaged,
 )
-from workers.executor.ipc.shared_memory import write_tensors
-from workers.lender.admission import Promise
-from workers.lender.config import MemoryConfig
+from rose.workers.executor.ipc.shared_memory import write_tensors
+from rose.workers.lender.admission import Promise
+from rose.workers.lender.config import MemoryConfig
+from tests.support.lender_server_fixtures import MODEL, VOCABULARY, Answer, PlayedSidecar, Server, lending_server
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 

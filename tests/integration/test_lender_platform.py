@@ -91,7 +91,7 @@ def states():
     }
 
 
-from workers.lender.vllm.attach import register_lender
+from rose.workers.lender.vllm.attach import register_lender
 
 register_lender(configuration)
 before, state, loaded = names(), states(), set(sys.modules)

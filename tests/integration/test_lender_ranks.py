@@ -15,10 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from schemas.arrays import unpack_logprobs
-from tests.support.guest_runs import PROMPTS, TURNS, run_guest, run_standalone, same, traffic, wake_and_park
-from tests.support.lender_server_fixtures import MODEL, ON_RANKS, RANKS, Answer, PlayedSidecar, Server, lending_server
-from workers.executor.ipc.messages import (
+from rose.schemas.arrays import unpack_logprobs
+from rose.workers.executor.ipc.messages import (
     ActivateWeights,
     EngineLost,
     EngineStatus,
@@ -28,10 +26,12 @@ from workers.executor.ipc.messages import (
     WeightsRejected,
     WeightsStaged,
 )
-from workers.executor.ipc.shared_memory import write_tensors
-from workers.executor.vllm.engine import Engine
-from workers.lender.vllm.guest_build import build_engine
-from workers.weights.layout import VOCABULARY_PADDING, ShardRank, shard_of
+from rose.workers.executor.ipc.shared_memory import write_tensors
+from rose.workers.executor.vllm.engine import Engine
+from rose.workers.lender.vllm.guest_build import build_engine
+from rose.workers.weights.layout import VOCABULARY_PADDING, ShardRank, shard_of
+from tests.support.guest_runs import PROMPTS, TURNS, run_guest, run_standalone, same, traffic, wake_and_park
+from tests.support.lender_server_fixtures import MODEL, ON_RANKS, RANKS, Answer, PlayedSidecar, Server, lending_server
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
-from workers.lender.vllm import attach, compatibility
-from workers.lender.vllm.attach import register_lender
-from workers.lender.vllm.compatibility import LONE_CORE_NAME, guest_refusal
+from rose.workers.lender.vllm import attach, compatibility
+from rose.workers.lender.vllm.attach import register_lender
+from rose.workers.lender.vllm.compatibility import LONE_CORE_NAME, guest_refusal
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 
-from schemas.prompts import Sampling
+from rose.schemas.prompts import Sampling
+from rose.workers.executor.vllm.engine import Engine, EngineConfig, FinishedTurn
+from rose.workers.lender.config import LendConfig, MemoryConfig
+from rose.workers.lender.vllm.guest_build import build_engine
+from rose.workers.lender.vllm.kv_sharing import KvSharing, guest_pool
+from rose.workers.lender.vllm.serving import ServingMemory
 from tests.support.lender_server_fixtures import MODEL, VOCABULARY
-from workers.executor.vllm.engine import Engine, EngineConfig, FinishedTurn
-from workers.lender.config import LendConfig, MemoryConfig
-from workers.lender.vllm.guest_build import build_engine
-from workers.lender.vllm.kv_sharing import KvSharing, guest_pool
-from workers.lender.vllm.serving import ServingMemory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from schemas.prompts import Sampling
+from rose.schemas.prompts import Sampling
+from rose.workers.executor.ipc.messages import EngineStatus
+from rose.workers.lender.admission import Promise
 from tests.support.lender_server_fixtures import Answer, PlayedSidecar, Server, lending_server
 from tests.support.waiting import until
-from workers.executor.ipc.messages import EngineStatus
-from workers.lender.admission import Promise
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 

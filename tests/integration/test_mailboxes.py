@@ -11,21 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from schemas.heartbeats import ExecutorState, SlackHeartbeat
-from schemas.record import Record
-from schemas.turns import TurnDispatch, TurnOutcome, TurnResult
+from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat
+from rose.schemas.record import Record
+from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnResult
+from rose.topics.admin import create_topics
+from rose.topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, Partitions
+from rose.topics.log_reader import read_whole_topics
+from rose.topics.reader import Reader
+from rose.topics.records import Envelope
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 from tests.support.brokers import AnyBroker, flags, kafka_first
 from tests.support.roles import rose
 from tests.support.router_process_fixtures import router_process
 from tests.support.routing_fixtures import request
 from tests.support.scripted_engine import Played, played
-from topics.admin import create_topics
-from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, Partitions
-from topics.log_reader import read_whole_topics
-from topics.reader import Reader
-from topics.records import Envelope
-from topics.settings import BusSettings
-from topics.writer import Writer
 
 pytestmark = pytest.mark.slow
 

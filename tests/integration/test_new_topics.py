@@ -5,13 +5,13 @@ from typing import Any
 
 from confluent_kafka import Consumer, TopicPartition
 
+from rose.topics.admin import connect, create_topics
+from rose.topics.catalog import PROMPTS
+from rose.topics.queries import watermarks_of
+from rose.topics.writer import Writer
 from tests.golden.examples import PROMPT
 from tests.support.brokers import AnyBroker
 from tests.support.bus_fixtures import PARTITIONS, with_topics
-from topics.admin import connect, create_topics
-from topics.catalog import PROMPTS
-from topics.queries import watermarks_of
-from topics.writer import Writer
 
 
 def test_a_topic_that_comes_while_it_is_asked_for_is_not_called_missing(broker: AnyBroker, namespace: str) -> None:

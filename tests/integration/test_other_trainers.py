@@ -9,9 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from docs.examples import plain_trainer
-from pipeline.accounting.audit import audit_log
-from schemas.prompts import Sampling
-from schemas.samples import Outcome
+from rose.pipeline.accounting.audit import audit_log
+from rose.schemas.prompts import Sampling
+from rose.schemas.samples import Outcome
+from rose.topics.admin import create_topics
+from rose.topics.catalog import Partitions
+from rose.topics.settings import BusSettings
 from tests.support.brokers import AnyBroker, any_broker
 from tests.support.trainer_fixtures import (
     GROUP_SIZE,
@@ -22,9 +25,6 @@ from tests.support.trainer_fixtures import (
     write_prompts,
     write_samples,
 )
-from topics.admin import create_topics
-from topics.catalog import Partitions
-from topics.settings import BusSettings
 
 pytestmark = pytest.mark.slow
 

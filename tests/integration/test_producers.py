@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from schemas.partitioning import home_partition
-from schemas.prompts import Prompt
-from schemas.wire import SCHEMA_HEADER, decode
+from rose.schemas.partitioning import home_partition
+from rose.schemas.prompts import Prompt
+from rose.schemas.wire import SCHEMA_HEADER, decode
+from rose.topics.admin import create_topics
+from rose.topics.catalog import PROMPTS
+from rose.topics.log_reader import read_keyed_messages, topic_starts
+from rose.topics.settings import BusSettings
 from tests.support import brokers as kinds
 from tests.support.brokers import AnyBroker
 from tests.support.environment_worker_fixtures import PARTITIONS, letters
 from tests.support.scripted_executors import ScriptedExecutors, worker_process
-from topics.admin import create_topics
-from topics.catalog import PROMPTS
-from topics.log_reader import read_keyed_messages, topic_starts
-from topics.settings import BusSettings
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "producers.md").read_text()
 SNIPPETS = re.findall(r"^```(\w+)\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)

@@ -12,18 +12,18 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from pipeline.accounting.audit import audit_log
-from schemas.partitioning import home_partition
-from schemas.prompts import Prompt
+from rose.pipeline.accounting.audit import audit_log
+from rose.schemas.partitioning import home_partition
+from rose.schemas.prompts import Prompt
+from rose.topics.admin import create_topics
+from rose.topics.catalog import DISPATCHED, HEARTBEATS, PROMPTS, Partitions
+from rose.topics.local_broker.process import Broker
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 from tests.support.brokers import KAFKA, flags, start
 from tests.support.storm.log_checks import read_log
 from tests.support.storm.plan import Role, Worker
 from tests.support.storm.roles import Roles
-from topics.admin import create_topics
-from topics.catalog import DISPATCHED, HEARTBEATS, PROMPTS, Partitions
-from topics.local_broker.process import Broker
-from topics.settings import BusSettings
-from topics.writer import Writer
 
 GROUPS, GROUP_SIZE, GROUPS_PER_STEP = 24, 4, 4
 PARTITIONS = Partitions(home=2, slots=1, samples=1, chunks=1)

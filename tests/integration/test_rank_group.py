@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from rose.topics.local_broker.process import free_ports
 from tests.support.lender_server_fixtures import SERVING
 from tests.support.waiting import WAIT_SECONDS
-from topics.local_broker.process import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -26,7 +26,7 @@ def live(number: int, port: int, told: Connection) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
-    from workers.lender.vllm.tp_worker import GuestWorker
+    from rose.workers.lender.vllm.tp_worker import GuestWorker
 
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(RANKS, number, f"tcp://127.0.0.1:{port}", number, "gloo")

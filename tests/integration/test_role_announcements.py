@@ -6,25 +6,25 @@ from contextlib import closing
 import pytest
 from confluent_kafka.admin import NewTopic
 
-from pipeline.accounting.audit import inspect_log
-from pipeline.monitor.diagnosis import Severity, diagnose
-from pipeline.monitor.follower import RunFollower
-from schemas.role_starts import RoleBegun
+from rose.pipeline.accounting.audit import inspect_log
+from rose.pipeline.monitor.diagnosis import Severity, diagnose
+from rose.pipeline.monitor.follower import RunFollower
+from rose.schemas.role_starts import RoleBegun
+from rose.topics import role_announcements as tells
+from rose.topics.acl import VIEW
+from rose.topics.admin import connect, create_topics, expected_settings
+from rose.topics.catalog import DISPATCHED, ROLE_STARTS
+from rose.topics.dead_letters import read_dead_letter_infos
+from rose.topics.errors import TopicMissing
+from rose.topics.health import RESTART_LIMIT, Health
+from rose.topics.log_reader import read_whole_topics
+from rose.topics.role_announcements import announce_starts
+from rose.topics.settings import BusSettings
+from rose.workers.weights.trust import Trust
 from tests.support.brokers import AnyBroker
 from tests.support.roles import role_process
 from tests.support.router_process_fixtures import PARTITIONS, RouterHarness
 from tests.support.waiting import until
-from topics import role_announcements as tells
-from topics.acl import VIEW
-from topics.admin import connect, create_topics, expected_settings
-from topics.catalog import DISPATCHED, ROLE_STARTS
-from topics.dead_letters import read_dead_letter_infos
-from topics.errors import TopicMissing
-from topics.health import RESTART_LIMIT, Health
-from topics.log_reader import read_whole_topics
-from topics.role_announcements import announce_starts
-from topics.settings import BusSettings
-from workers.weights.trust import Trust
 
 pytestmark = pytest.mark.slow
 

@@ -9,20 +9,20 @@ import msgspec
 import pytest
 from confluent_kafka import Producer
 
-from pipeline.routing.config import RouterConfig
-from pipeline.routing.liveness import ExecutorStatus
-from pipeline.routing.service import RouterService
-from schemas.turns import Refusal, TurnOutcome
+from rose.pipeline.routing.config import RouterConfig
+from rose.pipeline.routing.liveness import ExecutorStatus
+from rose.pipeline.routing.service import RouterService
+from rose.schemas.turns import Refusal, TurnOutcome
+from rose.topics.admin import create_topics
+from rose.topics.catalog import COMPLETED, HEARTBEATS, REQUESTED, ROUTER_GROUP, Topic
+from rose.topics.dead_letters import read_dead_letters
+from rose.topics.errors import TopicMissing
+from rose.topics.reader import Reader
+from rose.topics.settings import BusSettings
 from tests.support.brokers import AnyBroker, kafka_first
 from tests.support.roles import kill, stop
 from tests.support.router_process_fixtures import PARTITIONS, RouterHarness, router_process, with_properties
 from tests.support.routing_fixtures import request, result
-from topics.admin import create_topics
-from topics.catalog import COMPLETED, HEARTBEATS, REQUESTED, ROUTER_GROUP, Topic
-from topics.dead_letters import read_dead_letters
-from topics.errors import TopicMissing
-from topics.reader import Reader
-from topics.settings import BusSettings
 
 pytestmark = [pytest.mark.slow, kafka_first]
 

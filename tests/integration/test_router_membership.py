@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from confluent_kafka import TopicPartition
 
-from pipeline.local.fork_server import ForkedProcess
-from pipeline.routing.membership import MAX_UNPOLLED_SECONDS, SESSION_SECONDS, RouterMembership
-from schemas.turns import TurnDispatch
+from rose.pipeline.local.fork_server import ForkedProcess
+from rose.pipeline.routing.membership import MAX_UNPOLLED_SECONDS, SESSION_SECONDS, RouterMembership
+from rose.schemas.turns import TurnDispatch
+from rose.topics.admin import create_topics
+from rose.topics.catalog import HEARTBEATS
+from rose.topics.local_broker.idle_consumer import IdleConsumer
 from tests.support.brokers import EMBEDDED, KAFKA, AnyBroker, kafka_first, start
 from tests.support.roles import freeze, kill, thaw
 from tests.support.router_process_fixtures import PARTITIONS, RouterHarness, router_process
 from tests.support.waiting import until
-from topics.admin import create_topics
-from topics.catalog import HEARTBEATS
-from topics.local_broker.idle_consumer import IdleConsumer
 
 pytestmark = pytest.mark.slow
 

@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.observability.generated_files import FOLDER
-from pipeline.observability.metrics_table import metrics
-from pipeline.observability.pages import DASHBOARDS
-from pipeline.observability.panels import RATE
+from rose.pipeline.observability.generated_files import FOLDER
+from rose.pipeline.observability.metrics_table import metrics
+from rose.pipeline.observability.pages import DASHBOARDS
+from rose.pipeline.observability.panels import RATE
+from rose.topics.local_broker.process import free_ports
 from tests.support.brokers import EMBEDDED
 from tests.support.rose_command import Rose, small
 from tests.support.waiting import until
-from topics.local_broker.process import free_ports
 
 pytestmark = [
     pytest.mark.long,

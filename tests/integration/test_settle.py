@@ -4,17 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.accounting.audit import audit_log
-from schemas.progress import GroupState
-from schemas.samples import Sample
+from rose.pipeline.accounting.audit import audit_log
+from rose.schemas.progress import GroupState
+from rose.schemas.samples import Sample
+from rose.topics.settings import BusSettings
 from tests.support.brokers import any_broker, flags, kafka_first
 from tests.support.environment_worker_fixtures import SIZE, finish, groups, once, prompt_of
 from tests.support.roles import kill, rose
 from tests.support.scripted_executors import ScriptedExecutors, worker_process
-from topics.settings import BusSettings
 
 NEVER = '''
-from workers.environments.calculator import Calculator
+from rose.workers.environments.calculator import Calculator
 
 class Never(Calculator):
     """One that must not begin."""

@@ -9,9 +9,20 @@ from threading import Event
 import msgspec
 import pytest
 
-from pipeline.accounting.audit import audit_log
-from schemas.partitioning import home_partition
-from schemas.progress import Group, GroupState
+from rose.pipeline.accounting.audit import audit_log
+from rose.schemas.partitioning import home_partition
+from rose.schemas.progress import Group, GroupState
+from rose.topics.admin import connect, create_topics
+from rose.topics.catalog import GROUPS, SAMPLES, Partitions
+from rose.topics.dead_letters import read_dead_letters
+from rose.topics.errors import BusError
+from rose.topics.reader import Reader
+from rose.topics.records import RawMessage
+from rose.topics.retention import delete_before
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from rose.workers.trainer.stream import SampleStream, StreamStopped, WrongLog
+from rose.workers.weights.publish import WeightPublisher
 from tests.support.brokers import AnyBroker
 from tests.support.trainer_fixtures import (
     GROUP_SIZE,
@@ -24,17 +35,6 @@ from tests.support.trainer_fixtures import (
     write_samples,
 )
 from tests.support.waiting import until
-from topics.admin import connect, create_topics
-from topics.catalog import GROUPS, SAMPLES, Partitions
-from topics.dead_letters import read_dead_letters
-from topics.errors import BusError
-from topics.reader import Reader
-from topics.records import RawMessage
-from topics.retention import delete_before
-from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.trainer.stream import SampleStream, StreamStopped, WrongLog
-from workers.weights.publish import WeightPublisher
 
 pytestmark = pytest.mark.slow
 
@@ -319,7 +319,7 @@ def test_samples_are_deleted_when_they_are_settled_and_old(
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1))
     waits, done = make_samples(groups=[0]), make_samples(groups=[1, 2])
     write_samples(settings, [*done[:4], waits[0], *done[4:]])
-    monkeypatch.setattr("workers.trainer.stream.delete_before", partial(delete_before, keep_seconds=0.0))
+    monkeypatch.setattr("rose.workers.trainer.stream.delete_before", partial(delete_before, keep_seconds=0.0))
     with SampleStream(settings, "policy") as stream:
         stream.settle(outcomes_of(stream.take(2)))
     with stopped_after(2, settings, "policy") as stream:
@@ -342,7 +342,7 @@ def test_samples_that_another_models_trainer_has_not_settled_stay(
     write_samples(settings, [*theirs, *make_samples(groups=[0])])
     with SampleStream(settings, "policy") as stream:
         stream.settle(outcomes_of(stream.take(1)))
-    monkeypatch.setattr("workers.trainer.stream.delete_before", partial(delete_before, keep_seconds=0.0))
+    monkeypatch.setattr("rose.workers.trainer.stream.delete_before", partial(delete_before, keep_seconds=0.0))
     for _ in range(2):
         with stopped_after(2, settings, "policy") as stream:
             stream.take(1)

@@ -3,13 +3,13 @@
 import threading
 import time
 
-from schemas.grants import CapacityGrant
+from rose.schemas.grants import CapacityGrant
+from rose.topics.admin import create_topics
+from rose.topics.catalog import GRANTS, Partitions
+from rose.topics.records import Envelope
+from rose.topics.table_follower import TableFollower
+from rose.topics.writer import Writer
 from tests.support.brokers import AnyBroker
-from topics.admin import create_topics
-from topics.catalog import GRANTS, Partitions
-from topics.records import Envelope
-from topics.table_follower import TableFollower
-from topics.writer import Writer
 
 WAIT_SECONDS = 30.0
 

@@ -11,11 +11,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.accounting.audit import audit_log
-from schemas.arrays import pack_tokens
-from schemas.errors import UsageError
-from schemas.samples import Ending, Outcome
-from schemas.weights import WeightManifest
+from rose.pipeline.accounting.audit import audit_log
+from rose.schemas.arrays import pack_tokens
+from rose.schemas.errors import UsageError
+from rose.schemas.samples import Ending, Outcome
+from rose.schemas.weights import WeightManifest
+from rose.topics.admin import create_topics
+from rose.topics.catalog import MANIFESTS, Partitions
+from rose.topics.health import HEALTH, status_of
+from rose.topics.log_reader import read_whole_topics
+from rose.topics.settings import BusSettings
+from rose.workers.trainer.checkpoint import CheckpointRefused
+from rose.workers.trainer.loop import Trainer, TrainerFenced
+from rose.workers.trainer.main import run_trainer
+from rose.workers.trainer.step_log import STEP_LOG, read_step_log
+from rose.workers.weights.checks import check_manifest
+from rose.workers.weights.config import WeightsConfig
+from rose.workers.weights.model_folder import folder_shapes
 from tests.support.brokers import AnyBroker, any_broker, kafka_first
 from tests.support.model_families import tiny_policy
 from tests.support.trainer_fixtures import (
@@ -35,18 +47,6 @@ from tests.support.trainer_fixtures import (
     write_prompts,
     write_samples,
 )
-from topics.admin import create_topics
-from topics.catalog import MANIFESTS, Partitions
-from topics.health import HEALTH, status_of
-from topics.log_reader import read_whole_topics
-from topics.settings import BusSettings
-from workers.trainer.checkpoint import CheckpointRefused
-from workers.trainer.loop import Trainer, TrainerFenced
-from workers.trainer.main import run_trainer
-from workers.trainer.step_log import STEP_LOG, read_step_log
-from workers.weights.checks import check_manifest
-from workers.weights.config import WeightsConfig
-from workers.weights.model_folder import folder_shapes
 
 pytestmark = pytest.mark.slow
 

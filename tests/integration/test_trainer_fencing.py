@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError
 
-from schemas.errors import UsageError
+from rose.schemas.errors import UsageError
+from rose.topics.admin import create_topics
+from rose.topics.catalog import Partitions
+from rose.topics.errors import BusError
+from rose.topics.held_offsets import committed_offsets
+from rose.topics.reader import Reader
+from rose.topics.records import Place
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from rose.workers.trainer.stream import SampleStream
 from tests.support.brokers import AnyBroker, any_broker
 from tests.support.trainer_fixtures import everyone, group_name, make_samples, on_log, outcomes_of, write_samples
-from topics.admin import create_topics
-from topics.catalog import Partitions
-from topics.errors import BusError
-from topics.held_offsets import committed_offsets
-from topics.reader import Reader
-from topics.records import Place
-from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.trainer.stream import SampleStream
 
 pytestmark = pytest.mark.slow
 
@@ -194,7 +194,7 @@ def test_a_stream_that_hangs_as_it_begins_leaves_a_newer_one_its_place(
             give_up(writer, monkeypatch, committed=False)
         return found
 
-    monkeypatch.setattr("workers.trainer.fencing.committed_offsets", amid)
+    monkeypatch.setattr("rose.workers.trainer.fencing.committed_offsets", amid)
     with pytest.raises(BusError) as refused:
         SampleStream(settings, "policy")
     assert refused.value.is_fenced

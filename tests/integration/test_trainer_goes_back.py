@@ -10,9 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.accounting.audit import audit_log
-from schemas.samples import Outcome, Sample
-from schemas.turns import VersionSpan
+from rose.pipeline.accounting.audit import audit_log
+from rose.schemas.samples import Outcome, Sample
+from rose.schemas.turns import VersionSpan
+from rose.topics.settings import BusSettings
+from rose.workers.trainer.loop import Trainer
+from rose.workers.trainer.main import run_trainer
+from rose.workers.trainer.step_log import read_step_log
+from rose.workers.weights.config import WeightsConfig
 from tests.support.brokers import AnyBroker, any_broker, kafka_first
 from tests.support.trainer_fixtures import (
     GROUP_SIZE,
@@ -27,11 +32,6 @@ from tests.support.trainer_fixtures import (
     train_in_a_process_that_is_killed,
     write_samples,
 )
-from topics.settings import BusSettings
-from workers.trainer.loop import Trainer
-from workers.trainer.main import run_trainer
-from workers.trainer.step_log import read_step_log
-from workers.weights.config import WeightsConfig
 
 pytestmark = pytest.mark.slow
 

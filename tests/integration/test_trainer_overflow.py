@@ -9,10 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.accounting.audit import audit_log
-from schemas.arrays import pack_tokens
-from schemas.errors import UsageError
-from schemas.samples import Outcome, SampleOutcome
+from rose.pipeline.accounting.audit import audit_log
+from rose.schemas.arrays import pack_tokens
+from rose.schemas.errors import UsageError
+from rose.schemas.samples import Outcome, SampleOutcome
+from rose.topics.catalog import CHUNKS, MANIFESTS, OUTCOMES
+from rose.topics.log_reader import read_whole_topics
+from rose.topics.settings import BusSettings
+from rose.workers.trainer.loop import NoProgress, PolicyRefused, Trainer
+from rose.workers.trainer.main import run_trainer
+from rose.workers.trainer.step_log import STEP_LOG, read_step_log
+from rose.workers.weights.config import WeightsConfig
 from tests.support.brokers import AnyBroker
 from tests.support.trainer_fixtures import (
     FAILED_GROUP,
@@ -28,13 +35,6 @@ from tests.support.trainer_fixtures import (
     result_of,
     trainer_of,
 )
-from topics.catalog import CHUNKS, MANIFESTS, OUTCOMES
-from topics.log_reader import read_whole_topics
-from topics.settings import BusSettings
-from workers.trainer.loop import NoProgress, PolicyRefused, Trainer
-from workers.trainer.main import run_trainer
-from workers.trainer.step_log import STEP_LOG, read_step_log
-from workers.weights.config import WeightsConfig
 
 pytestmark = pytest.mark.slow
 

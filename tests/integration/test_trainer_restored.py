@@ -5,9 +5,14 @@ from threading import Event
 
 import pytest
 
-from pipeline.accounting.audit import audit_log
-from pipeline.local.submit import settled_groups
-from schemas.errors import UsageError
+from rose.pipeline.accounting.audit import audit_log
+from rose.pipeline.local.submit import settled_groups
+from rose.schemas.errors import UsageError
+from rose.topics.admin import create_topics
+from rose.topics.catalog import Partitions
+from rose.topics.settings import BusSettings
+from rose.workers.trainer.main import run_trainer
+from rose.workers.trainer.step_log import STEP_LOG
 from tests.support.brokers import EMBEDDED, KAFKA, AnyBroker, start
 from tests.support.trainer_fixtures import (
     GROUP_SIZE,
@@ -24,11 +29,6 @@ from tests.support.trainer_fixtures import (
     write_prompts,
     write_samples,
 )
-from topics.admin import create_topics
-from topics.catalog import Partitions
-from topics.settings import BusSettings
-from workers.trainer.main import run_trainer
-from workers.trainer.step_log import STEP_LOG
 
 KINDS = [EMBEDDED, pytest.param(KAFKA, marks=pytest.mark.long)]
 

@@ -11,24 +11,24 @@ from confluent_kafka import Producer, TopicPartition
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor
 
-from schemas.errors import UsageError
-from schemas.weights import WeightChunk, WeightManifest
+from rose.schemas.errors import UsageError
+from rose.schemas.weights import WeightChunk, WeightManifest
+from rose.topics.admin import connect, create_topics
+from rose.topics.catalog import CHUNKS, MANIFESTS, Partitions
+from rose.topics.log_reader import read_whole_topics
+from rose.topics.reader import Reader
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from rose.workers.weights import manifests, retention
+from rose.workers.weights.checks import Refusal
+from rose.workers.weights.config import DEFAULT_RUN, WeightsConfig
+from rose.workers.weights.digests import digest_of
+from rose.workers.weights.layout import Box
+from rose.workers.weights.manifests import newest_manifest, sign_manifest
+from rose.workers.weights.publish import WeightPublisher
+from rose.workers.weights.receive import StagedVersion, WeightReceiver
+from rose.workers.weights.trust import make_trust
 from tests.support.brokers import AnyBroker, kafka_first
-from topics.admin import connect, create_topics
-from topics.catalog import CHUNKS, MANIFESTS, Partitions
-from topics.log_reader import read_whole_topics
-from topics.reader import Reader
-from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.weights import manifests, retention
-from workers.weights.checks import Refusal
-from workers.weights.config import DEFAULT_RUN, WeightsConfig
-from workers.weights.digests import digest_of
-from workers.weights.layout import Box
-from workers.weights.manifests import newest_manifest, sign_manifest
-from workers.weights.publish import WeightPublisher
-from workers.weights.receive import StagedVersion, WeightReceiver
-from workers.weights.trust import make_trust
 
 pytestmark = [pytest.mark.slow, kafka_first]
 

@@ -11,24 +11,24 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fsspec.implementations.local import LocalFileSystem
 
-from schemas.weights import FirstChunk, WeightManifest
+from rose.schemas.weights import FirstChunk, WeightManifest
+from rose.topics.admin import create_topics
+from rose.topics.catalog import CHUNKS, Partitions
+from rose.topics.reader import Reader
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from rose.workers.weights import receive, retention
+from rose.workers.weights.checks import Refusal
+from rose.workers.weights.chunk_stores import AnchorStore
+from rose.workers.weights.config import WeightsConfig
+from rose.workers.weights.digests import whole_digest
+from rose.workers.weights.manifests import newest_manifest, read_manifests, sign_manifest
+from rose.workers.weights.publish import WeightPublisher
+from rose.workers.weights.receive import StagedVersion, WeightReceiver
+from rose.workers.weights.trust import make_trust
+from rose.workers.weights.version_numbers import VersionTaken
 from tests.integration.test_weights import MODEL, WAIT_SECONDS, assert_equal, receiving, slice_of, staged, tensors_of
 from tests.support.brokers import AnyBroker, kafka_first
-from topics.admin import create_topics
-from topics.catalog import CHUNKS, Partitions
-from topics.reader import Reader
-from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.weights import receive, retention
-from workers.weights.checks import Refusal
-from workers.weights.chunk_stores import AnchorStore
-from workers.weights.config import WeightsConfig
-from workers.weights.digests import whole_digest
-from workers.weights.manifests import newest_manifest, read_manifests, sign_manifest
-from workers.weights.publish import WeightPublisher
-from workers.weights.receive import StagedVersion, WeightReceiver
-from workers.weights.trust import make_trust
-from workers.weights.version_numbers import VersionTaken
 
 pytestmark = pytest.mark.slow
 

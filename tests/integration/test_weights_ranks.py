@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from rose.topics.admin import create_topics
+from rose.topics.catalog import Partitions
+from rose.workers.weights.chunk_stores import AnchorStore
+from rose.workers.weights.config import WeightsConfig
+from rose.workers.weights.manifests import read_manifests
+from rose.workers.weights.receive import WeightReceiver
+from rose.workers.weights.trust import make_trust
 from tests.integration.test_weights import WAIT_SECONDS
 from tests.support.brokers import AnyBroker
-from topics.admin import create_topics
-from topics.catalog import Partitions
-from workers.weights.chunk_stores import AnchorStore
-from workers.weights.config import WeightsConfig
-from workers.weights.manifests import read_manifests
-from workers.weights.receive import WeightReceiver
-from workers.weights.trust import make_trust
 
 MODEL = "policy"
 START_SECONDS = 180.0
@@ -35,11 +35,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from schemas.weights import WeightManifest
+from rose.schemas.weights import WeightManifest
 from tests.integration.test_weights_ranks import MODEL, model
-from topics.settings import BusSettings
-from workers.weights.chunk_stores import AnchorStore
-from workers.weights.publish import WeightPublisher, merge
+from rose.topics.settings import BusSettings
+from rose.workers.weights.chunk_stores import AnchorStore
+from rose.workers.weights.publish import WeightPublisher, merge
 
 dist.init_process_group("gloo")
 module = fully_shard(model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))

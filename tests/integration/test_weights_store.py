@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from schemas.record import Record
-from schemas.weights import WeightChunk, WeightManifest
+from rose.schemas.record import Record
+from rose.schemas.weights import WeightChunk, WeightManifest
+from rose.topics.admin import create_topics
+from rose.topics.catalog import Partitions, Topic
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from rose.workers.weights import chunk_stores
+from rose.workers.weights.checks import Refusal
+from rose.workers.weights.chunk_stores import AnchorStore
+from rose.workers.weights.config import WeightsConfig
+from rose.workers.weights.publish import WeightPublisher
+from rose.workers.weights.receive import WeightReceiver
+from rose.workers.weights.trust import make_trust
 from tests.integration.test_weights import MODEL, SHAPES, WAIT_SECONDS, assert_equal, staged, tensors_of
 from tests.support.brokers import AnyBroker
-from topics.admin import create_topics
-from topics.catalog import Partitions, Topic
-from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.weights import chunk_stores
-from workers.weights.checks import Refusal
-from workers.weights.chunk_stores import AnchorStore
-from workers.weights.config import WeightsConfig
-from workers.weights.publish import WeightPublisher
-from workers.weights.receive import WeightReceiver
-from workers.weights.trust import make_trust
 
 pytestmark = pytest.mark.slow
 

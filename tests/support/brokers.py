@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from confluent_kafka.admin import AdminClient
 
+from rose.topics.apache_kafka import Cluster, start_cluster
+from rose.topics.local_broker.process import Broker
+from rose.topics.local_broker.start import start_broker
+from rose.topics.settings import BusSettings
 from tests.support.waiting import WAIT_SECONDS
-from topics.apache_kafka import Cluster, start_cluster
-from topics.local_broker.process import Broker
-from topics.local_broker.start import start_broker
-from topics.settings import BusSettings
 
 EXTERNAL, EMBEDDED, KAFKA = "external", "embedded", "kafka"
 KINDS = [EXTERNAL] if os.environ.get("ROSE_BOOTSTRAP") else [EMBEDDED, KAFKA]

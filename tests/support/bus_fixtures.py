@@ -3,12 +3,12 @@
 import time
 from collections.abc import Sequence
 
-from topics.admin import create_topics
-from topics.catalog import PROMPTS, Partitions
-from topics.reader import Reader
-from topics.records import EndOfPartition, Item, RawMessage
-from topics.settings import BusSettings
-from topics.writer import Writer
+from rose.topics.admin import create_topics
+from rose.topics.catalog import PROMPTS, Partitions
+from rose.topics.reader import Reader
+from rose.topics.records import EndOfPartition, Item, RawMessage
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 
 WAIT_SECONDS = 60.0
 HOMES = 2

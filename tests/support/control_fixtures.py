@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from pipeline.control.config import ControlConfig
-from pipeline.control.elasticity import ElasticityCore
-from schemas.cells import CellSummary, ExecutorLine
-from schemas.grants import CapacityGrant, GrantSource
-from schemas.heartbeats import ExecutorState
-from schemas.wire import encode
+from rose.pipeline.control.config import ControlConfig
+from rose.pipeline.control.elasticity import ElasticityCore
+from rose.schemas.cells import CellSummary, ExecutorLine
+from rose.schemas.grants import CapacityGrant, GrantSource
+from rose.schemas.heartbeats import ExecutorState
+from rose.schemas.wire import encode
 
 JOB, OTHER = "ns.:run", "ns.:other"
 CONFIG = ControlConfig(most_lenders=2, lease_seconds=12.0, margin_seconds=2.0, dwell_seconds=5.0, idle_seconds=4.0)

@@ -14,15 +14,15 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
-from schemas.errors import RoseError
+from rose.schemas.errors import RoseError
+from rose.topics.local_broker.process import free_ports
+from rose.topics.settings import BusSettings
+from rose.workers.executor.config import ExecutorConfig
+from rose.workers.lender.endpoint.api import VISIBILITY_TENSOR
+from rose.workers.lender.endpoint.config import EndpointConfig
+from rose.workers.lender.endpoint.main import lend_endpoint
+from rose.workers.weights.config import WeightsConfig
 from tests.support.executor_fixtures import SLOT
-from topics.local_broker.process import free_ports
-from topics.settings import BusSettings
-from workers.executor.config import ExecutorConfig
-from workers.lender.endpoint.api import VISIBILITY_TENSOR
-from workers.lender.endpoint.config import EndpointConfig
-from workers.lender.endpoint.main import lend_endpoint
-from workers.weights.config import WeightsConfig
 
 MOST_TOKENS = 256
 

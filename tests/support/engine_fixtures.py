@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-import workers.executor.vllm.process_env  # noqa: F401
-from schemas.prompts import Sampling
-from tests.support.policy_folders import VOCABULARY, logprobs_of, new_policy, save_policy, tensors_of
-from workers.executor.vllm.engine import (
+import rose.workers.executor.vllm.process_env  # noqa: F401
+from rose.schemas.prompts import Sampling
+from rose.workers.executor.vllm.engine import (
     Engine,
     EngineConfig,
     FinishedTurn,
 )
+from tests.support.policy_folders import VOCABULARY, logprobs_of, new_policy, save_policy, tensors_of
 
 TOLERANCE = 1e-4
 """Largest difference of two logprobs that counts as the same."""

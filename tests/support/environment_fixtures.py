@@ -11,14 +11,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from schemas.arrays import pack_tokens
+from rose.schemas.arrays import pack_tokens
+from rose.workers.environments import thread_runner as runner_module
+from rose.workers.environments.jobs import Job, JobResult, ResetJob, RunnerLimits, StepJob
+from rose.workers.environments.protocol import Environment, EnvironmentArgumentError, JsonValue, Step
+from rose.workers.environments.runner_pool import RunnerPool
+from rose.workers.environments.thread_runner import ThreadRunner
+from rose.workers.environments.turn_format import TurnFormat
 from tests.support.scripted_executors import CHARACTERS, END, FIRST_CHARACTER
-from workers.environments import thread_runner as runner_module
-from workers.environments.jobs import Job, JobResult, ResetJob, RunnerLimits, StepJob
-from workers.environments.protocol import Environment, EnvironmentArgumentError, JsonValue, Step
-from workers.environments.runner_pool import RunnerPool
-from workers.environments.thread_runner import ThreadRunner
-from workers.environments.turn_format import TurnFormat
 
 WAIT_SECONDS = 30.0
 

@@ -5,17 +5,17 @@ from typing import Any
 from confluent_kafka import ConsumerGroupState, Producer
 from confluent_kafka.admin import AdminClient
 
-from schemas.arrays import unpack_tokens
-from schemas.progress import Group
-from schemas.prompts import Prompt
-from schemas.samples import Sample
+from rose.schemas.arrays import unpack_tokens
+from rose.schemas.progress import Group
+from rose.schemas.prompts import Prompt
+from rose.schemas.samples import Sample
+from rose.topics.admin import connect
+from rose.topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Partitions, Topic
+from rose.topics.catalog import GROUPS as GROUPS_TOPIC
+from rose.topics.dead_letters import DeadLetter, read_dead_letters
+from rose.topics.log_reader import read_whole_topics
+from rose.topics.settings import BusSettings
 from tests.support.scripted_executors import END, ScriptedExecutors, essence
-from topics.admin import connect
-from topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Partitions, Topic
-from topics.catalog import GROUPS as GROUPS_TOPIC
-from topics.dead_letters import DeadLetter, read_dead_letters
-from topics.log_reader import read_whole_topics
-from topics.settings import BusSettings
 
 PARTITIONS = Partitions(home=4, slots=1, samples=2, chunks=1)
 GROUPS, SIZE = 12, 4

@@ -9,24 +9,24 @@ from typing import Any, Protocol
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from pipeline.local.fork_server import ForkedProcess, ForkServer
-from pipeline.routing.turn import without_tokens
-from schemas.arrays import pack_tokens
-from schemas.contexts import context_fields
-from schemas.heartbeats import SlackHeartbeat
-from schemas.prompts import Sampling
-from schemas.turns import Part, PlacementCost, TurnDispatch, TurnKey, TurnRequest, TurnResult, held_hash
-from schemas.wire import encode
+from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
+from rose.pipeline.routing.turn import without_tokens
+from rose.schemas.arrays import pack_tokens
+from rose.schemas.contexts import context_fields
+from rose.schemas.heartbeats import SlackHeartbeat
+from rose.schemas.prompts import Sampling
+from rose.schemas.turns import Part, PlacementCost, TurnDispatch, TurnKey, TurnRequest, TurnResult, held_hash
+from rose.schemas.wire import encode
+from rose.topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED
+from rose.topics.reader import Reader
+from rose.topics.records import Envelope
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from rose.workers.weights.config import DEFAULT_RUN
+from rose.workers.weights.manifests import sign_manifest
+from rose.workers.weights.publish import WeightPublisher
 from tests.support.brokers import flags
 from tests.support.policy_folders import new_policy, save_policy, tensors_of
-from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED
-from topics.reader import Reader
-from topics.records import Envelope
-from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.weights.config import DEFAULT_RUN
-from workers.weights.manifests import sign_manifest
-from workers.weights.publish import WeightPublisher
 
 SLOT = 1
 WAIT_SECONDS = 120.0

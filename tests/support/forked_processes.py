@@ -27,17 +27,17 @@ from pathlib import Path
 
 import pytest
 
-from topics.processes import die_with_parent
+from rose.topics.processes import die_with_parent
 
 WANTED = (
-    "workers.executor.vllm.process_env",
-    "pipeline.cli.run_commands",
-    "pipeline.cli.roles",
-    "workers.environments.main",
-    "workers.trainer.main",
-    "workers.trainer.loop",
-    "workers.executor.vllm.engine",
-    "workers.executor.vllm.start",
+    "rose.workers.executor.vllm.process_env",
+    "rose.pipeline.cli.run_commands",
+    "rose.pipeline.cli.roles",
+    "rose.workers.environments.main",
+    "rose.workers.trainer.main",
+    "rose.workers.trainer.loop",
+    "rose.workers.executor.vllm.engine",
+    "rose.workers.executor.vllm.start",
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen3.modeling_qwen3",
 )

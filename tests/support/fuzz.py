@@ -12,14 +12,14 @@ from urllib.request import urlopen
 
 import msgspec
 
-from schemas.record import Record
-from schemas.turns import FENCING_KEY
-from schemas.weights import SIGNATURE_HEADER
-from schemas.wire import SCHEMA_HEADER, TRACE_HEADER, encode
+from rose.schemas.record import Record
+from rose.schemas.turns import FENCING_KEY
+from rose.schemas.weights import SIGNATURE_HEADER
+from rose.schemas.wire import SCHEMA_HEADER, TRACE_HEADER, encode
+from rose.topics.catalog import PROMPTS, Topic
+from rose.topics.dead_letter_headers import ORIGIN, SENT_BACK
+from rose.topics.records import RawMessage
 from tests.golden.examples import EXAMPLES
-from topics.catalog import PROMPTS, Topic
-from topics.dead_letter_headers import ORIGIN, SENT_BACK
-from topics.records import RawMessage
 
 NUMBERS = [-1, 0, 1, 2, 7, 255, 4096, 65_535, 65_536, 2**31 - 1, 2**31, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1]
 FLOATS = [0.0, -0.0, -1.0, 0.5, 1e-320, 1e-9, 1e12, 1e308, -1e308, float("nan"), float("inf"), float("-inf")]

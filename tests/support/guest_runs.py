@@ -4,11 +4,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from schemas.arrays import pack_logprobs, pack_tokens
-from schemas.prompts import Sampling
+from rose.schemas.arrays import pack_logprobs, pack_tokens
+from rose.schemas.prompts import Sampling
+from rose.workers.executor.ipc.messages import Resume, Suspend
+from rose.workers.executor.vllm.engine import Engine
 from tests.support.lender_server_fixtures import VOCABULARY, Answer, PlayedSidecar, Server
-from workers.executor.ipc.messages import Resume, Suspend
-from workers.executor.vllm.engine import Engine
 
 PROMPTS = [[3 + (7 * prompt + place) % (VOCABULARY - 3) for place in range(10 + prompt)] for prompt in range(6)]
 SHORT = ([3, 4, 5], Sampling(max_tokens=4, temperature=0.0))

@@ -7,8 +7,8 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from rose.workers.executor.vllm.engine import Engine, StepResult
 from tests.support.lender_server_fixtures import HANG
-from workers.executor.vllm.engine import Engine, StepResult
 
 
 class Hanging(Scheduler):  # type: ignore[misc]

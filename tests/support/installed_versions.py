@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipeline.local.fork_server import ForkedProcess, ForkServer
+from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
 
 
 class InstalledVersions:
@@ -45,7 +45,12 @@ def install(wheel: Path, site: Path) -> None:
     """Install a wheel, without what it needs, into a folder of its own; its loops are compiled there, once."""
     uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)]
     subprocess.run(uv, check=True)
-    warm = [sys.executable, "-P", "-c", "from workers.weights import codec; codec.warm_up(); print(codec.__file__)"]
+    warm = [
+        sys.executable,
+        "-P",
+        "-c",
+        "from rose.workers.weights import codec; codec.warm_up(); print(codec.__file__)",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(site)}
     told = subprocess.run(warm, env=environment, cwd=site, check=True, stdout=subprocess.PIPE, text=True).stdout
     assert Path(told.strip()).is_relative_to(site), f"{told.strip()} is not of {site}"

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from workers.executor.ipc.messages import NextWork, WorkKind
-from workers.lender.admission import Admission, Promise, ServingState
+from rose.workers.executor.ipc.messages import NextWork, WorkKind
+from rose.workers.lender.admission import Admission, Promise, ServingState
 
 STEP_TOKENS = 512
 GUEST_BASE, GUEST_TOKEN = 0.004, 0.0002

@@ -17,11 +17,10 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
-from schemas.arrays import pack_tokens
-from schemas.prompts import Sampling
-from tests.support.waiting import WAIT_SECONDS, until
-from topics.local_broker.process import free_ports
-from workers.executor.ipc.messages import (
+from rose.schemas.arrays import pack_tokens
+from rose.schemas.prompts import Sampling
+from rose.topics.local_broker.process import free_ports
+from rose.workers.executor.ipc.messages import (
     REPORT_DECODER,
     Command,
     EngineStatus,
@@ -31,10 +30,11 @@ from workers.executor.ipc.messages import (
     SubmitTurn,
     TurnFinished,
 )
-from workers.executor.ipc.shared_memory import RingBuffer
-from workers.lender.admission import Promise
-from workers.lender.config import LendConfig
-from workers.lender.sidecar_link import connect
+from rose.workers.executor.ipc.shared_memory import RingBuffer
+from rose.workers.lender.admission import Promise
+from rose.workers.lender.config import LendConfig
+from rose.workers.lender.sidecar_link import connect
+from tests.support.waiting import WAIT_SECONDS, until
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "workers/models/calculator"

@@ -4,18 +4,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-from schemas.contexts import context_fields
-from schemas.heartbeats import SlackHeartbeat
-from schemas.partitioning import home_partition
-from schemas.progress import Applied, Group, GroupState, TrajectoryProgress
-from schemas.prompts import Prompt, Sampling
-from schemas.record import Record
-from schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
-from schemas.turns import TurnDispatch, TurnRequest, TurnResult, TurnTimes, VersionSpan
-from schemas.wire import encode
-from tests.golden.examples import EXAMPLES
-from topics.admin import create_topics
-from topics.catalog import (
+from rose.schemas.contexts import context_fields
+from rose.schemas.heartbeats import SlackHeartbeat
+from rose.schemas.partitioning import home_partition
+from rose.schemas.progress import Applied, Group, GroupState, TrajectoryProgress
+from rose.schemas.prompts import Prompt, Sampling
+from rose.schemas.record import Record
+from rose.schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
+from rose.schemas.turns import TurnDispatch, TurnRequest, TurnResult, TurnTimes, VersionSpan
+from rose.schemas.wire import encode
+from rose.topics.admin import create_topics
+from rose.topics.catalog import (
     COMPLETED,
     DISPATCHED,
     GROUPS,
@@ -28,8 +27,9 @@ from topics.catalog import (
     Partitions,
     Topic,
 )
-from topics.settings import BusSettings
-from topics.writer import Writer
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from tests.golden.examples import EXAMPLES
 
 PARTITIONS = Partitions(home=4, slots=2, samples=2, chunks=1)
 GROUP_SIZE = 2

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from workers.environments.protocol import JsonValue, Step
+from rose.workers.environments.protocol import JsonValue, Step
 
 NAME = "tests.support.misbehaving_environment:Wild"
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schemas.errors import UsageError
+from rose.schemas.errors import UsageError
+from rose.workers.weights.assembly import Assembly
+from rose.workers.weights.checks import check_manifest
+from rose.workers.weights.folder_names import FolderTensors
+from rose.workers.weights.model_folder import folder_shapes
 from tests.support.weights_fixtures import Shelf
-from workers.weights.assembly import Assembly
-from workers.weights.checks import check_manifest
-from workers.weights.folder_names import FolderTensors
-from workers.weights.model_folder import folder_shapes
 
 Turn = tuple[list[int], list[float]]
 """Sampled tokens and their logprobs."""
@@ -120,8 +120,8 @@ def played(folder: Path, version: dict[str, Tensor]) -> tuple[Turn, Turn]:
 
 
 def _play(folder: Path, version: dict[str, Tensor]) -> list[Turn]:
-    from schemas.prompts import Sampling
-    from workers.executor.vllm.engine import Engine, EngineConfig
+    from rose.schemas.prompts import Sampling
+    from rose.workers.executor.vllm.engine import Engine, EngineConfig
 
     config = EngineConfig(
         model_folder=folder, max_model_len=128, max_running=8, step_tokens=128, kv_cache_bytes=16 << 20, seed=1

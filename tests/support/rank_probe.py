@@ -13,10 +13,10 @@ from torch import Tensor
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from rose.workers.executor.vllm import weights
+from rose.workers.lender.vllm.tp_worker import GROUP
 from tests.support.lender_server_fixtures import FAULT, NOTES
 from tests.support.lending_probe import process_state
-from workers.executor.vllm import weights
-from workers.lender.vllm.tp_worker import GROUP
 
 FAULTY = 1
 """The rank that has them."""

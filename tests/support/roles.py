@@ -18,10 +18,10 @@ from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import Any, cast
 
-from pipeline.local.fork_server import ForkedProcess, ForkServer
+from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
+from rose.topics.settings import BusSettings
 from tests.support.brokers import flags
 from tests.support.forked_processes import Fork
-from topics.settings import BusSettings
 
 STOP_SECONDS = 60.0
 """A role that was asked to stop and is not gone by then hangs."""
@@ -38,7 +38,7 @@ line = os.dup(0)
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 os.environ.clear()
 os.environ.update({environment!r})
-from pipeline.local.fork_server import serve
+from rose.pipeline.local.fork_server import serve
 serve(line)
 """
 
@@ -53,7 +53,7 @@ signal.alarm({seconds})
 os.environ.clear()
 os.environ.update({environment!r})
 sys.argv = {arguments!r}
-from pipeline.cli.main import main
+from rose.pipeline.cli.main import main
 main()
 """
 
@@ -81,7 +81,7 @@ def fork_server() -> ForkServer:
 def started(*arguments: str, folder: Path | None = None, **environment: str) -> CompletedProcess[str]:
     """A command that ends by itself, in a process that begins from nothing."""
     return subprocess.run(
-        [sys.executable, "-m", "pipeline.cli.main", *arguments],
+        [sys.executable, "-m", "rose.pipeline.cli.main", *arguments],
         cwd=folder,
         env=_inherited() | {"PYTHONPATH": str(Path(__file__).parents[2])} | environment,
         capture_output=True,

@@ -29,7 +29,7 @@ class Rose:
         self._environment |= {"COLUMNS": "200", "KAFKA_HOME": str(home or "")}
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-P", "-m", "pipeline.cli.main", *arguments]
+        command = [sys.executable, "-P", "-m", "rose.pipeline.cli.main", *arguments]
         return subprocess.Popen(
             command,
             cwd=self.folder,

@@ -9,17 +9,17 @@ from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING
 
-from pipeline.local.fork_server import ForkedProcess
-from schemas.record import Record
-from schemas.turns import TurnDispatch, TurnOutcome, TurnResult
+from rose.pipeline.local.fork_server import ForkedProcess
+from rose.schemas.record import Record
+from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnResult
+from rose.topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, Partitions, Topic
+from rose.topics.log_reader import read_whole_topics
+from rose.topics.reader import Reader
+from rose.topics.records import Envelope
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 from tests.support.roles import role_process
 from tests.support.routing_fixtures import heartbeat, packed, request, result
-from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, Partitions, Topic
-from topics.log_reader import read_whole_topics
-from topics.reader import Reader
-from topics.records import Envelope
-from topics.settings import BusSettings
-from topics.writer import Writer
 
 WAIT_SECONDS = 60.0
 PARTITIONS = Partitions(home=2, slots=3, samples=1, chunks=1)

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pipeline.routing.config import RouterConfig
-from pipeline.routing.liveness import ExecutorStatus
-from pipeline.routing.router import Decision, Router
-from pipeline.routing.turn_queue import ReceivedRequest, urgency
-from schemas.arrays import count
-from schemas.contexts import context_fields
-from schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
-from schemas.prompts import Sampling
-from schemas.record import Record
-from schemas.turns import (
+from rose.pipeline.routing.config import RouterConfig
+from rose.pipeline.routing.liveness import ExecutorStatus
+from rose.pipeline.routing.router import Decision, Router
+from rose.pipeline.routing.turn_queue import ReceivedRequest, urgency
+from rose.schemas.arrays import count
+from rose.schemas.contexts import context_fields
+from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
+from rose.schemas.prompts import Sampling
+from rose.schemas.record import Record
+from rose.schemas.turns import (
     PlacementCost,
     Refusal,
     TurnDispatch,
@@ -30,7 +30,7 @@ from schemas.turns import (
     VersionSpan,
     held_hash,
 )
-from schemas.wire import encode
+from rose.schemas.wire import encode
 
 TTL_SECONDS = 2.0
 INBOXES = 2

@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from schemas.heartbeats import ExecutorState
-from schemas.turns import Refusal, TurnOutcome
+from rose.schemas.heartbeats import ExecutorState
+from rose.schemas.turns import Refusal, TurnOutcome
 from tests.support.routing_fixtures import RoutingSimulation, request, result
 
 WORKERS = st.integers(0, 2)

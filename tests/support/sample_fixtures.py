@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from schemas.arrays import pack_logprobs, pack_tokens
-from schemas.prompts import Sampling, trajectory_id
-from schemas.samples import Ending, Sample, SampleTurn
-from schemas.turns import TurnTimes, VersionSpan
+from rose.schemas.arrays import pack_logprobs, pack_tokens
+from rose.schemas.prompts import Sampling, trajectory_id
+from rose.schemas.samples import Ending, Sample, SampleTurn
+from rose.schemas.turns import TurnTimes, VersionSpan
 
 
 def turns_of(mask: Sequence[int], sampling: Sampling | None = None) -> tuple[SampleTurn, ...]:

@@ -16,19 +16,17 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from schemas.arrays import pack_logprobs, pack_tokens
-from schemas.errors import RoseError
-from schemas.heartbeats import WorkerClass
-from schemas.turns import VersionSpan
-from tests.support.executor_fixtures import SLOT, Router
-from tests.support.waiting import until
-from topics.processes import signal_safe_setter
-from topics.settings import BusSettings
-from workers.executor import metrics
-from workers.executor.config import ExecutorConfig
-from workers.executor.grants import UNRESTRICTED, GrantFollower, IntakeGate, Lease, PermissionSource
-from workers.executor.ipc.engine_client import EngineClient
-from workers.executor.ipc.messages import (
+from rose.schemas.arrays import pack_logprobs, pack_tokens
+from rose.schemas.errors import RoseError
+from rose.schemas.heartbeats import WorkerClass
+from rose.schemas.turns import VersionSpan
+from rose.topics.processes import signal_safe_setter
+from rose.topics.settings import BusSettings
+from rose.workers.executor import metrics
+from rose.workers.executor.config import ExecutorConfig
+from rose.workers.executor.grants import UNRESTRICTED, GrantFollower, IntakeGate, Lease, PermissionSource
+from rose.workers.executor.ipc.engine_client import EngineClient
+from rose.workers.executor.ipc.messages import (
     ABORTED,
     COMMAND_DECODER,
     AbortTurn,
@@ -43,9 +41,11 @@ from workers.executor.ipc.messages import (
     WeightsStaged,
     aborted_before_start,
 )
-from workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
-from workers.executor.loop import Executor
-from workers.weights.receive import StagedVersion
+from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
+from rose.workers.executor.loop import Executor
+from rose.workers.weights.receive import StagedVersion
+from tests.support.executor_fixtures import SLOT, Router
+from tests.support.waiting import until
 
 NAME = f"executor-{SLOT}"
 TICK = EngineStatus(-1, "cpu", 0, 0, 10_000, 10_000, 1, 1.0, 1.0, 0, 0.0)

@@ -18,21 +18,21 @@ from typing import Any
 import msgspec
 from confluent_kafka import OFFSET_BEGINNING
 
-from pipeline.local.fork_server import ForkedProcess
-from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
-from schemas.contexts import assemble_context
-from schemas.partitioning import home_partition
-from schemas.prompts import Prompt
-from schemas.samples import Sample
-from schemas.turns import TurnOutcome, TurnRequest, TurnResult, VersionSpan
+from rose.pipeline.local.fork_server import ForkedProcess
+from rose.schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
+from rose.schemas.contexts import assemble_context
+from rose.schemas.partitioning import home_partition
+from rose.schemas.prompts import Prompt
+from rose.schemas.samples import Sample
+from rose.schemas.turns import TurnOutcome, TurnRequest, TurnResult, VersionSpan
+from rose.topics.admin import create_topics
+from rose.topics.catalog import COMPLETED, PROMPTS, REQUESTED, SAMPLES, Partitions
+from rose.topics.reader import Reader
+from rose.topics.records import Envelope
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 from tests.support.roles import role_process, stop
 from tests.support.settling import settle
-from topics.admin import create_topics
-from topics.catalog import COMPLETED, PROMPTS, REQUESTED, SAMPLES, Partitions
-from topics.reader import Reader
-from topics.records import Envelope
-from topics.settings import BusSettings
-from topics.writer import Writer
 
 WAIT_SECONDS = 120.0
 """A run of a few hundred turns that takes longer than this has stopped."""

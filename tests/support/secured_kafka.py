@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rose.topics.acl import ROLES, Acl, Operation, Resource, Role, acls
+from rose.topics.apache_kafka.secured import SecuredNode, start_secured
+from rose.topics.settings import BusSettings
 from tests.support.brokers import KAFKA, home_of
-from topics.acl import ROLES, Acl, Operation, Resource, Role, acls
-from topics.apache_kafka.secured import SecuredNode, start_secured
-from topics.settings import BusSettings
 
 _SAID = re.compile(
     r"Principal = User:(?P<user>\S+) is (?P<verdict>Allowed|Denied) operation = (?P<operation>\w+) "
@@ -107,6 +107,6 @@ def start_audited(folder: Path) -> SecuredNode:
 
 def rose(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The command, in a folder."""
-    command = [sys.executable, "-P", "-m", "pipeline.cli.main", *arguments]
+    command = [sys.executable, "-P", "-m", "rose.pipeline.cli.main", *arguments]
     wide = os.environ | {"COLUMNS": "300"}
     return subprocess.run(command, cwd=folder, env=wide, capture_output=True, text=True, timeout=300, check=False)

@@ -5,9 +5,9 @@ Keeps true: whatever has a reward is trained on, and what has none failed for th
 
 import time
 
-from schemas.samples import Outcome, Sample, SampleOutcome
-from topics.catalog import OUTCOMES
-from topics.writer import Writer
+from rose.schemas.samples import Outcome, Sample, SampleOutcome
+from rose.topics.catalog import OUTCOMES
+from rose.topics.writer import Writer
 
 
 def settle(writer: Writer, sample: Sample) -> None:

@@ -13,23 +13,23 @@ from typing import Any
 
 import torch
 
-from schemas.arrays import pack_logprobs, pack_tokens
-from schemas.prompts import Prompt, Sampling, trajectory_id
-from schemas.samples import Outcome, Sample, SampleOutcome
-from schemas.turns import VersionSpan
-from schemas.weights import WeightManifest
+from rose.schemas.arrays import pack_logprobs, pack_tokens
+from rose.schemas.prompts import Prompt, Sampling, trajectory_id
+from rose.schemas.samples import Outcome, Sample, SampleOutcome
+from rose.schemas.turns import VersionSpan
+from rose.schemas.weights import WeightManifest
+from rose.topics.admin import create_topics
+from rose.topics.catalog import MANIFESTS, OUTCOMES, PROMPTS, SAMPLES, Partitions
+from rose.topics.log_reader import read_whole_topics
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from rose.workers.trainer.config import TrainerConfig
+from rose.workers.trainer.groups import CompleteGroup
+from rose.workers.trainer.loop import Trainer
+from rose.workers.trainer.main import run_trainer
+from rose.workers.weights.config import WeightsConfig
 from tests.support.brokers import AnyBroker
 from tests.support.sample_fixtures import turns_of
-from topics.admin import create_topics
-from topics.catalog import MANIFESTS, OUTCOMES, PROMPTS, SAMPLES, Partitions
-from topics.log_reader import read_whole_topics
-from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.trainer.config import TrainerConfig
-from workers.trainer.groups import CompleteGroup
-from workers.trainer.loop import Trainer
-from workers.trainer.main import run_trainer
-from workers.weights.config import WeightsConfig
 
 VOCABULARY = 40
 GROUPS, GROUP_SIZE = 10, 4
@@ -37,7 +37,7 @@ GROUPS_PER_STEP = 3
 STEPS = 4  # three of three groups and one of the last
 FILTERED_GROUP, FAILED_GROUP = 2, 5
 PRELOADED = [
-    "workers.trainer.loop",
+    "rose.workers.trainer.loop",
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen3.modeling_qwen3",
     __name__,
@@ -181,7 +181,7 @@ def _die() -> None:
 
 def _arm(point: str, version: int) -> None:
     """Make this process die when the trainer comes to the point."""
-    from workers.trainer.checkpoint import Checkpoints, Progress
+    from rose.workers.trainer.checkpoint import Checkpoints, Progress
 
     current: list[Trainer] = []
     begin: Callable[..., None] = Trainer.__init__

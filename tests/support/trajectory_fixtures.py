@@ -1,10 +1,10 @@
 """A trajectory by hand: prompts, results and steps with few words."""
 
-from schemas.arrays import pack_logprobs, pack_tokens
-from schemas.prompts import Prompt, Sampling
-from schemas.turns import Refusal, TurnOutcome, TurnResult, TurnTimes, VersionSpan
-from workers.environments.trajectory import Trajectory, TrajectoryRules, begin, with_full_sampling
-from workers.environments.transitions import OutgoingRecords, StepResult, advance
+from rose.schemas.arrays import pack_logprobs, pack_tokens
+from rose.schemas.prompts import Prompt, Sampling
+from rose.schemas.turns import Refusal, TurnOutcome, TurnResult, TurnTimes, VersionSpan
+from rose.workers.environments.trajectory import Trajectory, TrajectoryRules, begin, with_full_sampling
+from rose.workers.environments.transitions import OutgoingRecords, StepResult, advance
 
 RULES = TrajectoryRules(
     model_id="policy",

@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightChunk, WeightManifest
-from workers.weights import codec
-from workers.weights.chunk_stores import StoredChunk
-from workers.weights.digests import NO_BASE, digest_of, whole_digest
-from workers.weights.layout import Box, matrix, slices_of, whole
-from workers.weights.publish import merge_manifests
-from workers.weights.tensors import INFINITY, bits_of, read_box, spec_of, write_box
+from rose.schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightChunk, WeightManifest
+from rose.workers.weights import codec
+from rose.workers.weights.chunk_stores import StoredChunk
+from rose.workers.weights.digests import NO_BASE, digest_of, whole_digest
+from rose.workers.weights.layout import Box, matrix, slices_of, whole
+from rose.workers.weights.publish import merge_manifests
+from rose.workers.weights.tensors import INFINITY, bits_of, read_box, spec_of, write_box
 
 Tensors = dict[str, Tensor]
 Place = tuple[int, int]

@@ -11,15 +11,26 @@ import yaml
 from confluent_kafka import KafkaError
 from typer.main import get_group
 
-from pipeline.cli.command_groups import topics as commands
-from schemas.errors import UsageError
-from topics.acl import CLUSTER_NAME, PRODUCER, ROLES, Acl, Operation, Resource, Role, acls, kafka_acls, strimzi_user
-from topics.catalog import MANIFESTS, OUTCOMES, PROMPTS
-from topics.errors import BusError, RightsMissing
-from topics.settings import BusSettings
-from workers.weights.config import WeightsConfig
-from workers.weights.receive import WeightReceiver
-from workers.weights.trust import make_keys, make_trust, require_signing_key
+from rose.pipeline.cli.command_groups import topics as commands
+from rose.schemas.errors import UsageError
+from rose.topics.acl import (
+    CLUSTER_NAME,
+    PRODUCER,
+    ROLES,
+    Acl,
+    Operation,
+    Resource,
+    Role,
+    acls,
+    kafka_acls,
+    strimzi_user,
+)
+from rose.topics.catalog import MANIFESTS, OUTCOMES, PROMPTS
+from rose.topics.errors import BusError, RightsMissing
+from rose.topics.settings import BusSettings
+from rose.workers.weights.config import WeightsConfig
+from rose.workers.weights.receive import WeightReceiver
+from rose.workers.weights.trust import make_keys, make_trust, require_signing_key
 
 EVERY_ROLE = pytest.mark.parametrize("role", ROLES.values(), ids=list(ROLES))
 

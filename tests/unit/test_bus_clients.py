@@ -15,17 +15,17 @@ import pytest
 import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
-from schemas.errors import RoseError, UsageError
+from rose.schemas.errors import RoseError, UsageError
+from rose.topics import admin, settings, transactions
+from rose.topics.catalog import HEARTBEATS, PROMPTS
+from rose.topics.errors import AuthenticationFailed, BrokerUnreachable, BusError, TopicMissing
+from rose.topics.queries import PROPAGATION_SECONDS, all_watermarks_of, noop, watermarks_of
+from rose.topics.reader import Reader
+from rose.topics.settings import BusSettings
+from rose.topics.transactions import CallWatchdog
+from rose.topics.writer import Writer
 from tests.support.waiting import until
 from tests.unit.test_health import Clock
-from topics import admin, settings, transactions
-from topics.catalog import HEARTBEATS, PROMPTS
-from topics.errors import AuthenticationFailed, BrokerUnreachable, BusError, TopicMissing
-from topics.queries import PROPAGATION_SECONDS, all_watermarks_of, noop, watermarks_of
-from topics.reader import Reader
-from topics.settings import BusSettings
-from topics.transactions import CallWatchdog
-from topics.writer import Writer
 
 NOBODY = BusSettings("127.0.0.1:9")
 
@@ -249,8 +249,8 @@ def test_whoever_drops_a_writer_that_was_closed_does_not_wait_for_the_end_of_its
 
 def test_nor_does_who_could_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     ended_on = list[str]()
-    monkeypatch.setattr("topics.writer.Producer", lambda _: Client(ended_on))
-    monkeypatch.setattr("topics.transactions.TRANSACTION_SECONDS", -1.0)
+    monkeypatch.setattr("rose.topics.writer.Producer", lambda _: Client(ended_on))
+    monkeypatch.setattr("rose.topics.transactions.TRANSACTION_SECONDS", -1.0)
     with pytest.raises(BusError):
         Writer(NOBODY, "test", transactional_id="test")
     until(lambda: bool(ended_on))
@@ -332,8 +332,8 @@ def test_a_commit_of_offsets_is_given_up_once_the_coordinator_answers_others_not
         if asked <= away_for:
             raise BusError("reaching the coordinator of a group", KafkaError(KafkaError._TIMED_OUT))
 
-    monkeypatch.setattr("topics.writer.connect", lambda _: None)
-    monkeypatch.setattr("topics.writer.CallWatchdog", partial(CallWatchdog, check_seconds=0.001, seconds=0.01))
+    monkeypatch.setattr("rose.topics.writer.connect", lambda _: None)
+    monkeypatch.setattr("rose.topics.writer.CallWatchdog", partial(CallWatchdog, check_seconds=0.001, seconds=0.01))
     writer = Writer(NOBODY, "test")
     client = Client([])
     client.send_offsets_to_transaction = lambda *_: never.wait()  # type: ignore[method-assign, assignment]

@@ -9,12 +9,12 @@ from contextlib import suppress
 import pytest
 from confluent_kafka import KafkaException, Producer
 
+from rose.topics.errors import BrokerUnreachable
+from rose.topics.health import HUNG_SECONDS, Health
+from rose.topics.transactions import CallWatchdog, HungCall, poll_until_done, run_guarded
 from tests.support.signals import signals_come
 from tests.support.waiting import until
 from tests.unit.test_health import Clock
-from topics.errors import BrokerUnreachable
-from topics.health import HUNG_SECONDS, Health
-from topics.transactions import CallWatchdog, HungCall, poll_until_done, run_guarded
 
 
 def soon(call: Callable[[], object], reach: Callable[[], object]) -> None:

@@ -5,14 +5,14 @@ import re
 import msgspec
 import pytest
 
-from schemas.grants import CapacityGrant, GrantSource, grant_key
-from schemas.turns import TurnDispatch, TurnRequest
-from schemas.weights import WeightManifest
+from rose.schemas.grants import CapacityGrant, GrantSource, grant_key
+from rose.schemas.turns import TurnDispatch, TurnRequest
+from rose.schemas.weights import WeightManifest
+from rose.topics.catalog import DEAD_LETTERS, GRANTS, MANIFESTS, RECORD_TOPICS, Topic
+from rose.topics.dead_letter_headers import HEADER_PREFIX, ORIGIN
+from rose.workers.weights.manifests import manifest_key
 from tests.golden.contract import keys_of
 from tests.golden.examples import EXAMPLES
-from topics.catalog import DEAD_LETTERS, GRANTS, MANIFESTS, RECORD_TOPICS, Topic
-from topics.dead_letter_headers import HEADER_PREFIX, ORIGIN
-from workers.weights.manifests import manifest_key
 
 
 def fields_of(topic: Topic) -> set[str]:

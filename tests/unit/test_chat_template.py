@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from rose.workers.environments.turn_format import TurnFormat, TurnFormatError
 from tests.support.tokenizer_fixtures import CHATML, HEADERS, byte_level, folder
-from workers.environments.turn_format import TurnFormat, TurnFormatError
 
 REASONING = """
 {%- set ns = namespace(last=-1) %}

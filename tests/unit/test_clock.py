@@ -5,7 +5,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.clock import format_utc, steady_clock
+from rose.pipeline.clock import format_utc, steady_clock
 
 
 def test_seconds_that_never_jump_are_unix_seconds() -> None:

@@ -16,24 +16,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.cli.roles import number_of
-from pipeline.config.load import load
-from pipeline.config.options import Common
-from pipeline.config.sections import TasksSection
-from pipeline.local.demo import training_prompts
-from pipeline.local.run import lending_server_roles, roles_of
-from pipeline.local.submit import BadPrompts, read_prompts
-from pipeline.local.supervisor import MOST_QUICK_CRASHES, QUICK_SECONDS, RestartPolicy
-from pipeline.monitor.run_state import RunState
-from pipeline.routing.liveness import FORGET_SECONDS
-from schemas.errors import UsageError
-from schemas.heartbeats import ExecutorState, SlackHeartbeat, Tenant
-from schemas.progress import Group, GroupState
-from schemas.prompts import Prompt
-from schemas.role_starts import RoleBegun
-from schemas.samples import Sample, SampleOutcome
+from rose.pipeline.cli.roles import number_of
+from rose.pipeline.config.load import load
+from rose.pipeline.config.options import Common
+from rose.pipeline.config.sections import TasksSection
+from rose.pipeline.local.demo import training_prompts
+from rose.pipeline.local.run import lending_server_roles, roles_of
+from rose.pipeline.local.submit import BadPrompts, read_prompts
+from rose.pipeline.local.supervisor import MOST_QUICK_CRASHES, QUICK_SECONDS, RestartPolicy
+from rose.pipeline.monitor.run_state import RunState
+from rose.pipeline.routing.liveness import FORGET_SECONDS
+from rose.schemas.errors import UsageError
+from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat, Tenant
+from rose.schemas.progress import Group, GroupState
+from rose.schemas.prompts import Prompt
+from rose.schemas.role_starts import RoleBegun
+from rose.schemas.samples import Sample, SampleOutcome
+from rose.workers.environments.registry import BUILT_IN
 from tests.golden.examples import EXAMPLES
-from workers.environments.registry import BUILT_IN
 
 OUTCOME = next(record for record in EXAMPLES if isinstance(record, SampleOutcome))
 
@@ -411,6 +411,8 @@ def test_a_refused_prompt_is_asked_for_no_more_until_a_mended_one_opens_its_grou
 
 
 def test_a_roles_collector_looks_past_what_was_there_when_it_began() -> None:
-    program = "import gc; from pipeline.cli.roles import freeze_imports; freeze_imports();print(len(gc.get_objects()))"
+    program = (
+        "import gc; from rose.pipeline.cli.roles import freeze_imports; freeze_imports();print(len(gc.get_objects()))"
+    )
     looked_at = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert int(looked_at) < 100, "tens of thousands were imported"

@@ -6,11 +6,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.cli import evaluate
-from pipeline.cli.evaluate import NotWritten, evaluate_folder
-from pipeline.config.options import Common
-from schemas.errors import UsageError
-from workers.evaluate import Evaluation
+from rose.pipeline.cli import evaluate
+from rose.pipeline.cli.evaluate import NotWritten, evaluate_folder
+from rose.pipeline.config.options import Common
+from rose.schemas.errors import UsageError
+from rose.workers.evaluate import Evaluation
 
 FOUND = Evaluation(tasks=4, solved=3, turns=8, seconds=1.0)
 

@@ -11,16 +11,24 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.cli.replay import print_why
-from pipeline.cli.run_commands import watch_run
-from pipeline.config.field_docs import field_docs
-from pipeline.config.load import SHARED, Config, load, resolved_toml, section_types, without_secrets, without_settings
-from pipeline.config.options import Common
-from pipeline.local.broker import DATA_FOLDER, RunBroker, readable_log, run_broker
-from pipeline.local.run import write_configuration
-from schemas.errors import UsageError
-from topics.errors import BrokerUnreachable
-from topics.settings import BusSettings
+from rose.pipeline.cli.replay import print_why
+from rose.pipeline.cli.run_commands import watch_run
+from rose.pipeline.config.field_docs import field_docs
+from rose.pipeline.config.load import (
+    SHARED,
+    Config,
+    load,
+    resolved_toml,
+    section_types,
+    without_secrets,
+    without_settings,
+)
+from rose.pipeline.config.options import Common
+from rose.pipeline.local.broker import DATA_FOLDER, RunBroker, readable_log, run_broker
+from rose.pipeline.local.run import write_configuration
+from rose.schemas.errors import UsageError
+from rose.topics.errors import BrokerUnreachable
+from rose.topics.settings import BusSettings
 
 
 @pytest.fixture(autouse=True)

@@ -10,17 +10,17 @@ from confluent_kafka import KafkaError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.arrays import pack_tokens
-from schemas.contexts import ContextMissing, assemble_context, context_fields
-from schemas.limits import MAX_CHAIN
-from schemas.turns import TurnDispatch, TurnRequest
-from schemas.wire import decode, encode
+from rose.schemas.arrays import pack_tokens
+from rose.schemas.contexts import ContextMissing, assemble_context, context_fields
+from rose.schemas.limits import MAX_CHAIN
+from rose.schemas.turns import TurnDispatch, TurnRequest
+from rose.schemas.wire import decode, encode
+from rose.topics.errors import BusError
+from rose.topics.records import Envelope, Place
+from rose.topics.settings import BusSettings
+from rose.workers.executor.contexts import ENTRY_BYTES, ContextCache, ContextReadBack, ContextStore
 from tests.support.routing_fixtures import dispatched, request
 from tests.support.waiting import until
-from topics.errors import BusError
-from topics.records import Envelope, Place
-from topics.settings import BusSettings
-from workers.executor.contexts import ENTRY_BYTES, ContextCache, ContextReadBack, ContextStore
 
 APPENDED = st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5), min_size=1, max_size=8)
 
@@ -197,9 +197,9 @@ def test_a_home_that_cannot_be_read_holds_up_no_other(monkeypatch: pytest.Monkey
                 raise BusError("reading the ends", KafkaError(KafkaError._TIMED_OUT))
             return iter(())
 
-    monkeypatch.setattr("workers.executor.contexts.Reader", Mock())
-    monkeypatch.setattr("workers.executor.contexts.RecordFetch", Log)
-    monkeypatch.setattr("workers.executor.contexts.AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr("rose.workers.executor.contexts.Reader", Mock())
+    monkeypatch.setattr("rose.workers.executor.contexts.RecordFetch", Log)
+    monkeypatch.setattr("rose.workers.executor.contexts.AGAIN_SECONDS", 0.01)
     contexts = ContextStore(BusSettings("nowhere"), "executor")
     answered: list[int] = []
 

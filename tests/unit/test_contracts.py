@@ -15,17 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.load import load
-from pipeline.config.options import Common
-from pipeline.contracts.asyncapi import asyncapi, prompt_schema, render_document
-from schemas.errors import RecordError
-from schemas.prompts import Prompt
-from schemas.record import Record
-from schemas.weights import WeightChunk, WeightIndex
-from schemas.wire import RECORDS, decode, encode
+from rose.pipeline.config.load import load
+from rose.pipeline.config.options import Common
+from rose.pipeline.contracts.asyncapi import asyncapi, prompt_schema, render_document
+from rose.schemas.errors import RecordError
+from rose.schemas.prompts import Prompt
+from rose.schemas.record import Record
+from rose.schemas.weights import WeightChunk, WeightIndex
+from rose.schemas.wire import RECORDS, decode, encode
+from rose.topics.catalog import CATALOG, Partitions
 from tests.golden.examples import EXAMPLES, PROMPT
 from tests.golden.payloads import INDEX
-from topics.catalog import CATALOG, Partitions
 
 DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENT = json.loads((DOCS / "asyncapi.json").read_text())

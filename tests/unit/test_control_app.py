@@ -13,12 +13,12 @@ from cryptography.x509.oid import NameOID
 from faust.auth import SASLCredentials, SSLCredentials
 from prometheus_client import REGISTRY
 
-from pipeline.control.aiokafka_auth import credentials
-from pipeline.control.elasticity import ElasticityCore
-from pipeline.control.metrics import export_metrics
-from pipeline.control.page import page_of, state_of
-from schemas.errors import UsageError
-from schemas.grants import CapacityGrant, GrantSource
+from rose.pipeline.control.aiokafka_auth import credentials
+from rose.pipeline.control.elasticity import ElasticityCore
+from rose.pipeline.control.metrics import export_metrics
+from rose.pipeline.control.page import page_of, state_of
+from rose.schemas.errors import UsageError
+from rose.schemas.grants import CapacityGrant, GrantSource
 from tests.support.control_fixtures import CONFIG, DEDICATED, JOB, fleet, line, summary
 
 

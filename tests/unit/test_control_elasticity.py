@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.control.elasticity import GRACE_SECONDS, SETTLE_SECONDS, STALE_SECONDS, ElasticityCore
-from pipeline.control.rebalancing import FORGET_SECONDS
-from schemas.cells import CellSummary, ExecutorLine
-from schemas.grants import CapacityGrant, GrantSource
-from schemas.heartbeats import ExecutorState
+from rose.pipeline.control.elasticity import GRACE_SECONDS, SETTLE_SECONDS, STALE_SECONDS, ElasticityCore
+from rose.pipeline.control.rebalancing import FORGET_SECONDS
+from rose.schemas.cells import CellSummary, ExecutorLine
+from rose.schemas.grants import CapacityGrant, GrantSource
+from rose.schemas.heartbeats import ExecutorState
 from tests.support.control_fixtures import (
     CONFIG,
     DEDICATED,

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.control.forecast import CompletionForecast, WorkerEstimates, WorkShare, finish_seconds
+from rose.pipeline.control.forecast import CompletionForecast, WorkerEstimates, WorkShare, finish_seconds
 
 SHARES = st.lists(st.builds(WorkShare, st.floats(0, 100), st.floats(0.01, 100)), max_size=8)
 TURNS = st.just(0.0) | st.floats(0.01, 10_000)

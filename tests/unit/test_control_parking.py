@@ -6,10 +6,10 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.control.config import ControlConfig
-from pipeline.control.elasticity import ElasticityCore
-from schemas.cells import ExecutorLine
-from schemas.grants import CapacityGrant
+from rose.pipeline.control.config import ControlConfig
+from rose.pipeline.control.elasticity import ElasticityCore
+from rose.schemas.cells import ExecutorLine
+from rose.schemas.grants import CapacityGrant
 from tests.support.control_fixtures import CONFIG, JOB, at_work, changed, line, summary
 
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.control.config import ControlConfig
-from pipeline.control.elasticity import SETTLE_SECONDS, STALE_SECONDS, ElasticityCore
-from pipeline.control.rebalancing import MAX_MOVE_SECONDS, REPEAT_SECONDS, UNNAMED_SECONDS, UNSERVED_SECONDS
-from schemas.cells import CellSummary, ExecutorLine
-from schemas.grants import CapacityGrant, GrantSource
-from schemas.wire import encode
+from rose.pipeline.control.config import ControlConfig
+from rose.pipeline.control.elasticity import SETTLE_SECONDS, STALE_SECONDS, ElasticityCore
+from rose.pipeline.control.rebalancing import MAX_MOVE_SECONDS, REPEAT_SECONDS, UNNAMED_SECONDS, UNSERVED_SECONDS
+from rose.schemas.cells import CellSummary, ExecutorLine
+from rose.schemas.grants import CapacityGrant, GrantSource
+from rose.schemas.wire import encode
 from tests.support.control_fixtures import JOB, at_work, line, summary
 
 CONFIG = ControlConfig(lease_seconds=12.0, margin_seconds=2.0, dwell_seconds=5.0, idle_seconds=4.0)

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import topics.dead_letters
-from pipeline.cli.dead_letters import edited_message, show_value
-from schemas.errors import UsageError
-from topics.catalog import PROMPTS, SAMPLES, Topic
-from topics.dead_letter_headers import KEY, OFFSET, PARTITION, REASON, SENT_BACK, from_dead_letter, to_dead_letter
-from topics.dead_letters import DeadLetter, DeadLetterIndex, read_dead_letter_infos, read_dead_letters
-from topics.records import InvalidMessage, RawMessage
-from topics.settings import BusSettings
+import rose.topics.dead_letters
+from rose.pipeline.cli.dead_letters import edited_message, show_value
+from rose.schemas.errors import UsageError
+from rose.topics.catalog import PROMPTS, SAMPLES, Topic
+from rose.topics.dead_letter_headers import KEY, OFFSET, PARTITION, REASON, SENT_BACK, from_dead_letter, to_dead_letter
+from rose.topics.dead_letters import DeadLetter, DeadLetterIndex, read_dead_letter_infos, read_dead_letters
+from rose.topics.records import InvalidMessage, RawMessage
+from rose.topics.settings import BusSettings
 
 SETTINGS = BusSettings("")
 Copy = tuple[Topic, int, bool]
@@ -65,7 +65,7 @@ class Dead:
 def test_places_counts_and_reasons_are_told_without_a_value_in_memory(before: list[Copy], after: list[Copy]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         dead = Dead(before)
-        patch.setattr(topics.dead_letters, "read_messages", dead.messages)
+        patch.setattr(rose.topics.dead_letters, "read_messages", dead.messages)
         here = DeadLetterIndex(SETTINGS, PROMPTS, SAMPLES)
         here.read()
         dead.add(after)
@@ -87,7 +87,7 @@ def test_places_counts_and_reasons_are_told_without_a_value_in_memory(before: li
 
 def test_of_the_letters_only_what_is_wanted_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     dead = Dead([(PROMPTS, offset, False) for offset in range(50)])
-    monkeypatch.setattr(topics.dead_letters, "read_messages", dead.messages)
+    monkeypatch.setattr(rose.topics.dead_letters, "read_messages", dead.messages)
     [letter] = read_dead_letters(SETTINGS, PROMPTS, selects=lambda letter: letter.offset == 7)
     assert (letter.offset, letter.raw.value) == (7, b"v" * 100) and dead.most_held <= 3
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.monitor.diagnosis import STALLED_SECONDS, STANDSTILL_SECONDS, Finding, Severity, diagnose, headline
-from pipeline.monitor.facts import ExecutorFacts, Facts, Patience, RoleFacts
-from schemas.heartbeats import ExecutorState
+from rose.pipeline.monitor.diagnosis import STALLED_SECONDS, STANDSTILL_SECONDS, Finding, Severity, diagnose, headline
+from rose.pipeline.monitor.facts import ExecutorFacts, Facts, Patience, RoleFacts
+from rose.schemas.heartbeats import ExecutorState
 
 READY, STARTING = ExecutorState.READY, ExecutorState.STARTING
 

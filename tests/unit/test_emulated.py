@@ -10,7 +10,7 @@ from bench.emulated import EmulatedExecutor, Engine, Finished, Machine, Work
 from bench.policies import CACHE_THRESHOLD, RadixTree, Sticky
 from bench.routing import Rose, figures
 from bench.sessions import Session, Turn, Workload, reusable
-from schemas.turns import Refusal, TurnKey, TurnOutcome, TurnTimes
+from rose.schemas.turns import Refusal, TurnKey, TurnOutcome, TurnTimes
 from tests.support.routing_fixtures import dispatched, request
 
 MACHINE = Machine(

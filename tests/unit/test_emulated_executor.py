@@ -9,13 +9,13 @@ from bench.fleet.engine import Engine, Lengths, Rates, sampled_of
 from bench.fleet.executor import BEAT_SECONDS, USERS, Back, FleetExecutor, Note, Said, Terms, Wanted, What
 from bench.fleet.fleet import Serving, memory_of
 from bench.fleet.users import Pace, Step
-from schemas.arrays import count
-from schemas.grants import CapacityGrant, GrantSource
-from schemas.heartbeats import ExecutorState, SlackHeartbeat
-from schemas.prompts import Sampling
-from schemas.turns import Part, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, VersionSpan, held_hash
+from rose.schemas.arrays import count
+from rose.schemas.grants import CapacityGrant, GrantSource
+from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat
+from rose.schemas.prompts import Sampling
+from rose.schemas.turns import Part, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, VersionSpan, held_hash
+from rose.workers.executor.grants import MAX_BLOCKED_SECONDS, Lease
 from tests.support.routing_fixtures import dispatched, request
-from workers.executor.grants import MAX_BLOCKED_SECONDS, Lease
 
 RATES = Rates(prefill_tokens_per_second=500.0, decode_tokens_per_second=10.0, max_turns=2, kv_tokens=1024)
 LENGTHS = Lengths(median_tokens=14.0, trajectory_sigma=0.35, turn_sigma=0.5, token=21)

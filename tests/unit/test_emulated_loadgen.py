@@ -11,8 +11,8 @@ from bench.fleet.executor import GRANT, USERS, What
 from bench.fleet.figures import Waiting, first_turns, from_grants, last_lent, last_turns_off, spread_of
 from bench.fleet.fleet import Act, Deed, Line
 from bench.fleet.users import BUSY, UTILISED, Load, Pace, Users, short_seconds, users_of, whole_workers
-from workers.loadgen.config import TRACE_FILE
-from workers.loadgen.traces import Arrival, read_trace
+from rose.workers.loadgen.config import TRACE_FILE
+from rose.workers.loadgen.traces import Arrival, read_trace
 
 PACE = Pace(prefill_tokens_per_second=1000.0, tpot_seconds=0.1)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.lender.endpoint.concurrency_limit import AimdLimit, LatencyWindow, TokenRates, exceeds_budget
+from rose.workers.lender.endpoint.concurrency_limit import AimdLimit, LatencyWindow, TokenRates, exceeds_budget
 
 TTFT, TPOT, MOST = 1.0, 0.1, 64
 

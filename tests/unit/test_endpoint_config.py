@@ -2,8 +2,8 @@
 
 import pytest
 
-from schemas.errors import UsageError
-from workers.lender.endpoint.config import EndpointConfig
+from rose.schemas.errors import UsageError
+from rose.workers.lender.endpoint.config import EndpointConfig
 
 
 @pytest.mark.parametrize("url", ["server:8000", "file:///etc/passwd", "http://", "http://me:secret@server:8000"])

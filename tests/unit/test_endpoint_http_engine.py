@@ -11,18 +11,18 @@ import aiohttp
 import msgspec
 import pytest
 
-from schemas.arrays import pack_tokens, unpack_tokens
-from schemas.prompts import Sampling
-from workers.executor.config import ExecutorConfig
-from workers.executor.ipc.messages import ABORTED, REPORT_DECODER, SubmitTurn, TurnFinished, TurnRejected
-from workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
-from workers.executor.vllm.types import EngineBroken, EngineRefusal
-from workers.lender.endpoint import http_engine as room
-from workers.lender.endpoint.api import VllmConfig, VllmEndpoint
-from workers.lender.endpoint.concurrency_limit import TokenRates
-from workers.lender.endpoint.config import EndpointConfig
-from workers.lender.endpoint.http_engine import HttpEngine, KvAllowance
-from workers.lender.endpoint.turn import BUSY_STATUSES, FATAL_STATUSES, TurnLost, error_for_status
+from rose.schemas.arrays import pack_tokens, unpack_tokens
+from rose.schemas.prompts import Sampling
+from rose.workers.executor.config import ExecutorConfig
+from rose.workers.executor.ipc.messages import ABORTED, REPORT_DECODER, SubmitTurn, TurnFinished, TurnRejected
+from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
+from rose.workers.executor.vllm.types import EngineBroken, EngineRefusal
+from rose.workers.lender.endpoint import http_engine as room
+from rose.workers.lender.endpoint.api import VllmConfig, VllmEndpoint
+from rose.workers.lender.endpoint.concurrency_limit import TokenRates
+from rose.workers.lender.endpoint.config import EndpointConfig
+from rose.workers.lender.endpoint.http_engine import HttpEngine, KvAllowance
+from rose.workers.lender.endpoint.turn import BUSY_STATUSES, FATAL_STATUSES, TurnLost, error_for_status
 
 SAMPLING = Sampling(max_tokens=8)
 CONFIG = ExecutorConfig(model_folder=Path(), name="lender", max_turns=8, max_model_len=256)

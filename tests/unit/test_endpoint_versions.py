@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from workers.executor.vllm.types import SwapRefused
-from workers.lender.endpoint import versions as room
-from workers.lender.endpoint.versions import EndpointVersions
+from rose.workers.executor.vllm.types import SwapRefused
+from rose.workers.lender.endpoint import versions as room
+from rose.workers.lender.endpoint.versions import EndpointVersions
 
 TENSORS = {"model.norm.weight": torch.zeros(4)}
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from tests.support.model_families import tiny_policy
-from workers.lender.endpoint.weights_proof import (
+from rose.workers.lender.endpoint.weights_proof import (
     ANSWER_TOKENS,
     ProbeAnswer,
     ReferenceModel,
@@ -18,6 +17,7 @@ from workers.lender.endpoint.weights_proof import (
     probe_error,
     proof_error,
 )
+from tests.support.model_families import tiny_policy
 
 TOLERANCE = 1e-3
 SIZES = st.integers(1, 200)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from vllm.model_executor.layers import utils as layer_utils
 
-from workers.executor.vllm import weights as engine_weights
+from rose.workers.executor.vllm import weights as engine_weights
 
 
 @given(st.lists(st.integers(1, 9), max_size=3), st.integers(1, 40))

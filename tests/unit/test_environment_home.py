@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.partitioning import home_partition
-from schemas.progress import GroupState, SettleRequest
-from schemas.prompts import Prompt, trajectory_id
-from topics.catalog import MAX_MESSAGE_BYTES, PROMPTS
-from topics.reader import Reader
-from topics.records import Envelope, InvalidMessage, RawMessage
-from topics.settings import BusSettings
-from workers.environments.home import OLD_BATCH, DecisionKind, Home, OffsetTracker, PromptDecision
-from workers.environments.outbox import AGAIN_SECONDS, Outbox, group_record
-from workers.environments.recovery import Recovery
-from workers.environments.trajectory import TrajectoryRules, begin
+from rose.schemas.partitioning import home_partition
+from rose.schemas.progress import GroupState, SettleRequest
+from rose.schemas.prompts import Prompt, trajectory_id
+from rose.topics.catalog import MAX_MESSAGE_BYTES, PROMPTS
+from rose.topics.reader import Reader
+from rose.topics.records import Envelope, InvalidMessage, RawMessage
+from rose.topics.settings import BusSettings
+from rose.workers.environments.home import OLD_BATCH, DecisionKind, Home, OffsetTracker, PromptDecision
+from rose.workers.environments.outbox import AGAIN_SECONDS, Outbox, group_record
+from rose.workers.environments.recovery import Recovery
+from rose.workers.environments.trajectory import TrajectoryRules, begin
 
 HOMES = 4
 HERE = [f"g{number}" for number in range(40) if home_partition(f"g{number}", HOMES) == 1]

@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 
+from rose.topics.errors import BrokerUnreachable
+from rose.topics.settings import BusSettings
+from rose.workers.environments import runner_group
+from rose.workers.environments import runner_pool as stage_module
+from rose.workers.environments.config import EnvironmentConfig
+from rose.workers.environments.home import ResetResult
+from rose.workers.environments.jobs import EnvironmentFailure, JobResult, ResetJob, RunnerLimits, StepJob
+from rose.workers.environments.main import run_environment_worker
+from rose.workers.environments.process_runner import ProcessRunner
+from rose.workers.environments.registry import UnknownEnvironment
+from rose.workers.environments.runner_pool import RunnerPool
+from rose.workers.environments.runner_server import ProcessSetup
+from rose.workers.environments.transitions import StepResult
 from tests.support.environment_fixtures import WAIT_SECONDS, act, answers, answers_of
 from tests.support.misbehaving_environment import CHANGES, FOLDER, NAME
 from tests.support.scripted_executors import model_folder
 from tests.support.waiting import until
-from topics.errors import BrokerUnreachable
-from topics.settings import BusSettings
-from workers.environments import runner_group
-from workers.environments import runner_pool as stage_module
-from workers.environments.config import EnvironmentConfig
-from workers.environments.home import ResetResult
-from workers.environments.jobs import EnvironmentFailure, JobResult, ResetJob, RunnerLimits, StepJob
-from workers.environments.main import run_environment_worker
-from workers.environments.process_runner import ProcessRunner
-from workers.environments.registry import UnknownEnvironment
-from workers.environments.runner_pool import RunnerPool
-from workers.environments.runner_server import ProcessSetup
-from workers.environments.transitions import StepResult
 
 ENDINGS = {
     "end": "ended with status 3",
@@ -424,9 +424,9 @@ ENDS = """
 import sys, threading, time
 from pathlib import Path
 sys.path[:] = {path}
-from workers.environments import main
-from workers.environments.config import EnvironmentConfig
-from topics.settings import BusSettings
+from rose.workers.environments import main
+from rose.workers.environments.config import EnvironmentConfig
+from rose.topics.settings import BusSettings
 main.EXIT_SECONDS = 0.1
 config = EnvironmentConfig(
     model_folder=Path({folder!r}), environments=("leaves_a_thread:Wild", "nowhere:Nothing"), isolation="thread"

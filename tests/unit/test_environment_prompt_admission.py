@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.errors import RecordError, UsageError
-from schemas.limits import MAX_GROUP_ID_CHARACTERS, MAX_RECORD_BYTES, MAX_STOP_TOKENS, RECORD_OVERHEAD_BYTES
-from schemas.progress import Group, GroupState
-from schemas.prompts import Prompt, PromptSampling, Sampling
-from schemas.samples import Sample
-from schemas.wire import decode, encode
+from rose.schemas.errors import RecordError, UsageError
+from rose.schemas.limits import MAX_GROUP_ID_CHARACTERS, MAX_RECORD_BYTES, MAX_STOP_TOKENS, RECORD_OVERHEAD_BYTES
+from rose.schemas.progress import Group, GroupState
+from rose.schemas.prompts import Prompt, PromptSampling, Sampling
+from rose.schemas.samples import Sample
+from rose.schemas.wire import decode, encode
+from rose.workers.environments.outbox import group_record
+from rose.workers.environments.prompt_admission import refusal_reason
+from rose.workers.environments.trajectory import with_full_sampling
+from rose.workers.environments.transitions import fail_at_opening
 from tests.support.trajectory_fixtures import RULES, prompt_of
-from workers.environments.outbox import group_record
-from workers.environments.prompt_admission import refusal_reason
-from workers.environments.trajectory import with_full_sampling
-from workers.environments.transitions import fail_at_opening
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats(allow_nan=False) | st.text(max_size=5),

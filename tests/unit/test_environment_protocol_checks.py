@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from schemas.limits import MAX_INFO_BYTES
-from workers.environments.protocol import Step
-from workers.environments.protocol_checks import ProtocolViolation, check_observation, check_snapshot, check_step
+from rose.schemas.limits import MAX_INFO_BYTES
+from rose.workers.environments.protocol import Step
+from rose.workers.environments.protocol_checks import ProtocolViolation, check_observation, check_snapshot, check_step
 
 
 def step(**fields: Any) -> Step:

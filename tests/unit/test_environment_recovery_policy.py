@@ -5,11 +5,11 @@ import heapq
 import pytest
 from confluent_kafka import KafkaError
 
-from topics.errors import BusError, TopicMissing
-from topics.settings import BusSettings
-from workers.environments.log_cleaner import EVERY_SECONDS, SOON_SECONDS, LogCleaner
-from workers.environments.membership import WorkerFenced
-from workers.environments.recovery_policy import (
+from rose.topics.errors import BusError, TopicMissing
+from rose.topics.settings import BusSettings
+from rose.workers.environments.log_cleaner import EVERY_SECONDS, SOON_SECONDS, LogCleaner
+from rose.workers.environments.membership import WorkerFenced
+from rose.workers.environments.recovery_policy import (
     CALM_SECONDS,
     FENCED_SECONDS,
     FENCED_TIMES,

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from itertools import count
 
+from rose.workers.environments.jobs import NO_JOB, EnvironmentFailure, Job, RunnerLimits
+from rose.workers.environments.runner_group import MAX_SHARED_EXITS, InFlight, JobResults, RunnerGroup, RunnerSlot
 from tests.support.environment_fixtures import act
-from workers.environments.jobs import NO_JOB, EnvironmentFailure, Job, RunnerLimits
-from workers.environments.runner_group import MAX_SHARED_EXITS, InFlight, JobResults, RunnerGroup, RunnerSlot
 
 LIMITS = RunnerLimits(max_live=8, timeout_seconds=60.0, max_context_tokens=1024)
 

@@ -8,7 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from schemas.arrays import count, unpack_tokens
+from rose.schemas.arrays import count, unpack_tokens
+from rose.workers.environments import runner_group
+from rose.workers.environments import runner_pool as stage_module
+from rose.workers.environments import thread_runner as runner_module
+from rose.workers.environments.home import ResetResult
+from rose.workers.environments.jobs import EnvironmentFailure, ResetRefused, ResultCallback, RunnerLimits
+from rose.workers.environments.protocol import Environment
+from rose.workers.environments.runner_pool import RunnerPool
+from rose.workers.environments.thread_runner import ThreadRunner
+from rose.workers.environments.transitions import StepResult
+from rose.workers.environments.turn_format import TurnFormat
 from tests.support.environment_fixtures import (
     WAIT_SECONDS,
     Blocking,
@@ -25,16 +35,6 @@ from tests.support.environment_fixtures import (
 from tests.support.scripted_executors import ACT, END, model_folder
 from tests.support.signals import signals_come
 from tests.support.waiting import until
-from workers.environments import runner_group
-from workers.environments import runner_pool as stage_module
-from workers.environments import thread_runner as runner_module
-from workers.environments.home import ResetResult
-from workers.environments.jobs import EnvironmentFailure, ResetRefused, ResultCallback, RunnerLimits
-from workers.environments.protocol import Environment
-from workers.environments.runner_pool import RunnerPool
-from workers.environments.thread_runner import ThreadRunner
-from workers.environments.transitions import StepResult
-from workers.environments.turn_format import TurnFormat
 
 END_BYTES = END.to_bytes(4, "little")
 

@@ -9,11 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.errors import UsageError
-from workers.environments import registry
-from workers.environments.calculator import CALL, MALFORMED, SPARE_TURNS, Calculator
-from workers.environments.protocol import Environment, EnvironmentArgumentError, LifeCycleError, SnapshotError, Step
-from workers.environments.registry import BUILT_IN, UnknownEnvironment, load_environment
+from rose.schemas.errors import UsageError
+from rose.workers.environments import registry
+from rose.workers.environments.calculator import CALL, MALFORMED, SPARE_TURNS, Calculator
+from rose.workers.environments.protocol import (
+    Environment,
+    EnvironmentArgumentError,
+    LifeCycleError,
+    SnapshotError,
+    Step,
+)
+from rose.workers.environments.registry import BUILT_IN, UnknownEnvironment, load_environment
 
 SEEDS = st.integers(min_value=0, max_value=2**63 - 1)
 CALCULATOR_ACTIONS = st.one_of(
@@ -183,7 +189,7 @@ def test_a_module_that_does_not_let_itself_be_imported_is_one_sentence(
 
 
 @pytest.mark.parametrize(
-    "code", ["from topics import SUBJECTS", "import topics.cats", "import topics; topics.SUBJECTS"]
+    "code", ["from rose.topics import SUBJECTS", "import topics.cats", "import topics; topics.SUBJECTS"]
 )
 def test_a_module_that_is_called_like_a_package_of_rose_is_told_as_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
@@ -239,7 +245,7 @@ def test_a_method_that_a_decorator_hides_and_a_class_with_defaults_are_taken(
 
 
 def test_a_users_own_environment_is_found() -> None:
-    assert load_environment("workers.environments.calculator:Calculator") is Calculator
+    assert load_environment("rose.workers.environments.calculator:Calculator") is Calculator
     assert isinstance(load_environment("calculator")(), Environment)
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from schemas.errors import UsageError
-from schemas.prompts import Sampling
-from workers.environments.protocol import Environment, EnvironmentArgumentError
-from workers.evaluate import EnvironmentFailed, evaluate_policy
-from workers.executor.vllm.types import EngineConfig
+from rose.schemas.errors import UsageError
+from rose.schemas.prompts import Sampling
+from rose.workers.environments.protocol import Environment, EnvironmentArgumentError
+from rose.workers.evaluate import EnvironmentFailed, evaluate_policy
+from rose.workers.executor.vllm.types import EngineConfig
 
 SHIPPED = Path(__file__).parents[2] / "workers" / "models" / "calculator"
 
@@ -107,7 +107,7 @@ def test_an_environment_that_fails_ends_the_evaluation_in_one_sentence(
 
 
 def test_one_that_blocks_all_of_them_does_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.environments.thread_runner.CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("rose.workers.environments.thread_runner.CLOSE_SECONDS", 0.1)
     try:
         with pytest.raises(EnvironmentFailed, match=r"Blocks blocks the thread .*step_timeout_seconds \(0\.4\)"):
             evaluated(Blocks)

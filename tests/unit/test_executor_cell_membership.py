@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.errors import UsageError
-from schemas.partitioning import inbox_slot
-from topics.catalog import DISPATCHED, HEARTBEATS, Topic
-from topics.reader import Reader
-from topics.records import Place
-from topics.writer import Writer
-from workers.executor.cell_membership import INCARNATION_RANDOM_BITS, CellMembership, inbox_of
-from workers.executor.config import ExecutorConfig
+from rose.schemas.errors import UsageError
+from rose.schemas.partitioning import inbox_slot
+from rose.topics.catalog import DISPATCHED, HEARTBEATS, Topic
+from rose.topics.reader import Reader
+from rose.topics.records import Place
+from rose.topics.writer import Writer
+from rose.workers.executor.cell_membership import INCARNATION_RANDOM_BITS, CellMembership, inbox_of
+from rose.workers.executor.config import ExecutorConfig
 
 NAMES = st.from_regex(r"[a-z0-9-]{1,30}", fullmatch=True)
 

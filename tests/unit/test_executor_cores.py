@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.arrays import pack_tokens
-from schemas.contexts import context_fields
-from schemas.heartbeats import MAX_HELD_TURNS, ExecutorState, SlackHeartbeat, WorkerClass
-from schemas.prompts import Sampling
-from schemas.turns import PlacementCost, Refusal, TurnDispatch, TurnKey, TurnRequest, held_hash
-from schemas.wire import decode, encode
-from workers.executor.heartbeats import Heartbeats
-from workers.executor.inbox import Inbox, InboxAction, kv_tokens_needed, packed_hashes
-from workers.executor.ipc.messages import EngineStatus, LendingStats
-from workers.executor.results import ExecutorIncarnation
-from workers.executor.step_cost import StepCost
+from rose.schemas.arrays import pack_tokens
+from rose.schemas.contexts import context_fields
+from rose.schemas.heartbeats import MAX_HELD_TURNS, ExecutorState, SlackHeartbeat, WorkerClass
+from rose.schemas.prompts import Sampling
+from rose.schemas.turns import PlacementCost, Refusal, TurnDispatch, TurnKey, TurnRequest, held_hash
+from rose.schemas.wire import decode, encode
+from rose.workers.executor.heartbeats import Heartbeats
+from rose.workers.executor.inbox import Inbox, InboxAction, kv_tokens_needed, packed_hashes
+from rose.workers.executor.ipc.messages import EngineStatus, LendingStats
+from rose.workers.executor.results import ExecutorIncarnation
+from rose.workers.executor.step_cost import StepCost
 
 
 def dispatch(

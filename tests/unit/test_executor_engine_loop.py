@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from schemas.arrays import pack_tokens
-from schemas.prompts import Sampling
-from workers.executor.engine_loop import EngineLoop
-from workers.executor.ipc.messages import (
+from rose.schemas.arrays import pack_tokens
+from rose.schemas.prompts import Sampling
+from rose.workers.executor.engine_loop import EngineLoop
+from rose.workers.executor.ipc.messages import (
     ABORTED,
     REPORT_DECODER,
     AbortTurn,
@@ -23,9 +23,9 @@ from workers.executor.ipc.messages import (
     TurnFinished,
     WorkKind,
 )
-from workers.executor.ipc.shared_memory import ChannelFds, RingBuffer, RingBufferFull
-from workers.executor.step_cost import INITIAL_COST, StepCost
-from workers.executor.vllm.types import FinishedTurn
+from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer, RingBufferFull
+from rose.workers.executor.step_cost import INITIAL_COST, StepCost
+from rose.workers.executor.vllm.types import FinishedTurn
 
 SLOW_SECONDS = 0.05
 """Of a piece of preparing that met something."""
@@ -231,7 +231,7 @@ def test_a_step_that_stands_still_beats_and_ends_for_a_turn_that_is_to_go_back(
 
     def step(_: int | None) -> Any:
         nonlocal later
-        monkeypatch.setattr("workers.executor.engine_loop.time.monotonic", lambda: later)
+        monkeypatch.setattr("rose.workers.executor.engine_loop.time.monotonic", lambda: later)
         for order in (
             None,
             SubmitTurn("later", pack_tokens([1, 2]), Sampling(max_tokens=4), 0),
@@ -261,7 +261,7 @@ def test_a_step_that_stands_still_is_held_from_when_it_might_last_go_on(
     dispatch(channel, 1)
     host.tick()
     later = time.monotonic() + 4.0  # it was held for so long before
-    monkeypatch.setattr("workers.executor.engine_loop.time.monotonic", lambda: later)
+    monkeypatch.setattr("rose.workers.executor.engine_loop.time.monotonic", lambda: later)
     list(reports.read())
 
     def step(_: int | None) -> Any:

@@ -4,11 +4,11 @@ from threading import Event, Thread
 
 import pytest
 
+from rose.topics import health, reader
+from rose.topics.settings import BusSettings
+from rose.workers.executor import grants
+from rose.workers.executor.grants import GrantFollower, Lease
 from tests.support.waiting import until
-from topics import health, reader
-from topics.settings import BusSettings
-from workers.executor import grants
-from workers.executor.grants import GrantFollower, Lease
 
 
 def test_who_waits_for_its_grants_turns_over_and_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:

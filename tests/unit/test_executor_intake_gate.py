@@ -6,9 +6,9 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.prompts import Sampling
-from workers.executor.grants import MAX_BLOCKED_SECONDS, UNRESTRICTED, IntakeGate, Permission, allowed_tokens
-from workers.executor.ipc.messages import (
+from rose.schemas.prompts import Sampling
+from rose.workers.executor.grants import MAX_BLOCKED_SECONDS, UNRESTRICTED, IntakeGate, Permission, allowed_tokens
+from rose.workers.executor.ipc.messages import (
     ABORTED,
     NO_LIMIT,
     REPORT_DECODER,
@@ -23,8 +23,8 @@ from workers.executor.ipc.messages import (
     Suspend,
     TurnFinished,
 )
-from workers.executor.ipc.shared_memory import RingBuffer, create_ring_memory
-from workers.lender.lifecycle import SuspendedEngine
+from rose.workers.executor.ipc.shared_memory import RingBuffer, create_ring_memory
+from rose.workers.lender.lifecycle import SuspendedEngine
 
 TICK = EngineStatus(0, "cpu", 0, 0, 1000, 1000, 10, 1.0, 1.0, 0, 0.0)
 

@@ -6,8 +6,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.grants import CapacityGrant, GrantSource, grant_key, parse_grant_key
-from workers.executor.grants import UNRESTRICTED, Lease
+from rose.schemas.grants import CapacityGrant, GrantSource, grant_key, parse_grant_key
+from rose.workers.executor.grants import UNRESTRICTED, Lease
 
 JOB = "ns.:run"
 

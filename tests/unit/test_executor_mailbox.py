@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.routing.cell_session import valid_dispatches
-from schemas.turns import FENCING_KEY, TurnDispatch
+from rose.pipeline.routing.cell_session import valid_dispatches
+from rose.schemas.turns import FENCING_KEY, TurnDispatch
+from rose.topics.catalog import DISPATCHED
+from rose.topics.records import Envelope, RawMessage
+from rose.workers.executor.inbox import Inbox, InboxAction
 from tests.support.routing_fixtures import dispatched, request
-from topics.catalog import DISPATCHED
-from topics.records import Envelope, RawMessage
-from workers.executor.inbox import Inbox, InboxAction
 
 WORKERS = 3
 MUCH = 2**40

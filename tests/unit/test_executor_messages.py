@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from schemas.prompts import Sampling
-from schemas.turns import VersionSpan
-from workers.executor.ipc.messages import (
+from rose.schemas.prompts import Sampling
+from rose.schemas.turns import VersionSpan
+from rose.workers.executor.ipc.messages import (
     COMMAND_DECODER,
     REPORT_DECODER,
     ActivateWeights,
@@ -21,7 +21,7 @@ from workers.executor.ipc.messages import (
     TurnFinished,
     WeightsActivated,
 )
-from workers.executor.ipc.shared_memory import RingBuffer, TensorLayout, create_ring_memory
+from rose.workers.executor.ipc.shared_memory import RingBuffer, TensorLayout, create_ring_memory
 
 
 def test_every_word_is_read_as_it_was_said() -> None:

@@ -2,8 +2,8 @@
 
 from prometheus_client import REGISTRY
 
-from workers.executor import metrics
-from workers.executor.ipc.messages import EngineStatus, LendingStats, ServingStats
+from rose.workers.executor import metrics
+from rose.workers.executor.ipc.messages import EngineStatus, LendingStats, ServingStats
 
 TICK = EngineStatus(
     7, "cpu", 0, 0, 200, 100, 1, 1.0, 1.0, 0, 0.0, lending=LendingStats(budget_bytes=64, frozen=True, cuts=2)

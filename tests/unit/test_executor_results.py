@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.arrays import count, pack_logprobs, pack_tokens
-from schemas.limits import MAX_SPANS
-from schemas.turns import MAX_DEVICE_SECONDS, MAX_WORKER_CLASSES, Part, TurnDispatch, VersionSpan
-from schemas.wire import decode, encode
+from rose.schemas.arrays import count, pack_logprobs, pack_tokens
+from rose.schemas.limits import MAX_SPANS
+from rose.schemas.turns import MAX_DEVICE_SECONDS, MAX_WORKER_CLASSES, Part, TurnDispatch, VersionSpan
+from rose.schemas.wire import decode, encode
+from rose.workers.executor.results import concatenate_parts, dispatch_error, remaining_sampling, resumed_context
 from tests.support.routing_fixtures import dispatched, request
-from workers.executor.results import concatenate_parts, dispatch_error, remaining_sampling, resumed_context
 
 TOKENS = st.lists(st.tuples(st.integers(0, 2**32 - 1), st.floats(-20, 0, width=32), st.integers(0, 5)), max_size=40)
 """Each with its logprob and, sorted, the version that sampled it."""

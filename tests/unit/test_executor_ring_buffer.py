@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.executor.ipc.shared_memory import (
+from rose.workers.executor.ipc.shared_memory import (
     HEADER_BYTES,
     LENGTH,
     RingBuffer,

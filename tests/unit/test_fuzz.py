@@ -9,52 +9,49 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from pipeline.accounting.ledger import Ledger
-from pipeline.control.config import ControlConfig
-from pipeline.control.elasticity import ElasticityCore
-from pipeline.control.page import page_of, state_of
-from pipeline.monitor.run_state import RunState
-from pipeline.process.process_setup import serve_metrics
-from pipeline.replay.description import describe_trajectory
-from pipeline.replay.episodes import TrajectoryRecords, fold_trajectory, sort_records
-from pipeline.report.history import fold_history
-from pipeline.report.lending import LatencyBudgets, summarise_lending
-from pipeline.report.lending_seconds import seconds_of_lending
-from pipeline.report.page import report_html
-from pipeline.report.summary import Success, describe_machine, summarise
-from pipeline.routing.cell_summary import summarize_cell
-from pipeline.routing.liveness import ClockSkews
-from pipeline.routing.router import Router
-from pipeline.routing.turn_queue import ReceivedRequest
-from schemas.arrays import pack_tokens
-from schemas.cells import CellSummary
-from schemas.errors import RecordError, UsageError
-from schemas.grants import CapacityGrant, GrantSource
-from schemas.heartbeats import SlackHeartbeat, WorkerClass
-from schemas.progress import EnvSnapshot, Group, GroupState, TrajectoryProgress
-from schemas.prompts import Prompt
-from schemas.record import Record
-from schemas.samples import Sample, SampleOutcome
-from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult
-from schemas.weights import WeightChunk, WeightManifest
-from schemas.wire import decode, encode
-from tests.golden.examples import EXAMPLES, PROMPT
-from tests.support.fuzz import FuzzGenerator, send_garbage
-from tests.support.trajectory_fixtures import RULES, stepped
-from topics.catalog import RECORD_TOPICS, Topic
-from topics.local_broker.process import free_ports
-from topics.records import Envelope, InvalidMessage
-from workers.environments.home import DecisionKind, Home
-from workers.environments.outbox import group_record
-from workers.environments.prompt_admission import refusal_reason
-from workers.environments.trajectory import ResultVerdict, begin, result_error, with_full_sampling
-from workers.environments.transitions import advance, fail_trajectory
-from workers.executor.contexts import ContextCache
-from workers.executor.grants import Lease
-from workers.executor.inbox import Inbox
-from workers.executor.inbox import InboxAction as InboxVerdict
-from workers.executor.ipc.messages import TurnFinished
-from workers.executor.results import (
+from rose.pipeline.accounting.ledger import Ledger
+from rose.pipeline.control.config import ControlConfig
+from rose.pipeline.control.elasticity import ElasticityCore
+from rose.pipeline.control.page import page_of, state_of
+from rose.pipeline.monitor.run_state import RunState
+from rose.pipeline.process.process_setup import serve_metrics
+from rose.pipeline.replay.description import describe_trajectory
+from rose.pipeline.replay.episodes import TrajectoryRecords, fold_trajectory, sort_records
+from rose.pipeline.report.history import fold_history
+from rose.pipeline.report.lending import LatencyBudgets, summarise_lending
+from rose.pipeline.report.lending_seconds import seconds_of_lending
+from rose.pipeline.report.page import report_html
+from rose.pipeline.report.summary import Success, describe_machine, summarise
+from rose.pipeline.routing.cell_summary import summarize_cell
+from rose.pipeline.routing.liveness import ClockSkews
+from rose.pipeline.routing.router import Router
+from rose.pipeline.routing.turn_queue import ReceivedRequest
+from rose.schemas.arrays import pack_tokens
+from rose.schemas.cells import CellSummary
+from rose.schemas.errors import RecordError, UsageError
+from rose.schemas.grants import CapacityGrant, GrantSource
+from rose.schemas.heartbeats import SlackHeartbeat, WorkerClass
+from rose.schemas.progress import EnvSnapshot, Group, GroupState, TrajectoryProgress
+from rose.schemas.prompts import Prompt
+from rose.schemas.record import Record
+from rose.schemas.samples import Sample, SampleOutcome
+from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult
+from rose.schemas.weights import WeightChunk, WeightManifest
+from rose.schemas.wire import decode, encode
+from rose.topics.catalog import RECORD_TOPICS, Topic
+from rose.topics.local_broker.process import free_ports
+from rose.topics.records import Envelope, InvalidMessage
+from rose.workers.environments.home import DecisionKind, Home
+from rose.workers.environments.outbox import group_record
+from rose.workers.environments.prompt_admission import refusal_reason
+from rose.workers.environments.trajectory import ResultVerdict, begin, result_error, with_full_sampling
+from rose.workers.environments.transitions import advance, fail_trajectory
+from rose.workers.executor.contexts import ContextCache
+from rose.workers.executor.grants import Lease
+from rose.workers.executor.inbox import Inbox
+from rose.workers.executor.inbox import InboxAction as InboxVerdict
+from rose.workers.executor.ipc.messages import TurnFinished
+from rose.workers.executor.results import (
     ExecutorIncarnation,
     dispatch_error,
     finished_result,
@@ -62,11 +59,14 @@ from workers.executor.results import (
     remaining_sampling,
     resumed_context,
 )
-from workers.trainer.groups import GroupAssembly, ResumePoint
-from workers.trainer.selection import SelectionRules, outcomes_of, select_samples
-from workers.weights.checks import VersionRefused, check_manifest
-from workers.weights.lineage import Lineage
-from workers.weights.trust import Trust
+from rose.workers.trainer.groups import GroupAssembly, ResumePoint
+from rose.workers.trainer.selection import SelectionRules, outcomes_of, select_samples
+from rose.workers.weights.checks import VersionRefused, check_manifest
+from rose.workers.weights.lineage import Lineage
+from rose.workers.weights.trust import Trust
+from tests.golden.examples import EXAMPLES, PROMPT
+from tests.support.fuzz import FuzzGenerator, send_garbage
+from tests.support.trajectory_fixtures import RULES, stepped
 
 MESSAGES = 180
 """Of each topic; there are 14."""

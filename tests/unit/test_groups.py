@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.samples import Sample
+from rose.schemas.samples import Sample
+from rose.workers.trainer.groups import CompleteGroup, GroupAssembly, ResumePoint, SampleStatus
 from tests.support.sample_fixtures import sample
-from workers.trainer.groups import CompleteGroup, GroupAssembly, ResumePoint, SampleStatus
 
 Log = list[list[Sample]]
 """Partitions of samples."""
@@ -243,7 +243,7 @@ def names(groups: Sequence[CompleteGroup]) -> list[str]:
 
 
 def test_no_settled_group_is_forgotten_whose_samples_may_still_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.trainer.groups.REMEMBERED_GROUPS", 2)
+    monkeypatch.setattr("rose.workers.trainer.groups.REMEMBERED_GROUPS", 2)
     assembly = new_assembly(["a", "b", "c"], old=3)
     offer(assembly, sample("d", 0, size=1), offset=0)
     assert names(assembly.take(1)) == ["d"]

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.options import Common
-from pipeline.process import health_server as health_over_http
-from pipeline.process.health_server import MOST_LINES, ProcessUnhealthy, print_health, serve_health
-from schemas.errors import UsageError
-from topics.health import (
+from rose.pipeline.config.options import Common
+from rose.pipeline.process import health_server as health_over_http
+from rose.pipeline.process.health_server import MOST_LINES, ProcessUnhealthy, print_health, serve_health
+from rose.schemas.errors import UsageError
+from rose.topics.health import (
     HUNG_SECONDS,
     RESTART_LIMIT,
     RESTART_WINDOW_SECONDS,
@@ -23,7 +23,7 @@ from topics.health import (
     LoopReport,
     status_of,
 )
-from workers.executor.heartbeats import health_summary
+from rose.workers.executor.heartbeats import health_summary
 
 
 class Clock:

@@ -118,7 +118,13 @@ def test_vllm_is_imported_in_two_packages() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["pipeline.cli.main", "pipeline.routing.service", "workers.trainer.groups", "workers.trainer.stream"]
+    "module",
+    [
+        "rose.pipeline.cli.main",
+        "rose.pipeline.routing.service",
+        "rose.workers.trainer.groups",
+        "rose.workers.trainer.stream",
+    ],
 )
 def test_what_has_to_start_quickly_loads_nothing_heavy(module: str) -> None:
     """The command with its help, the router, and who only reads groups."""

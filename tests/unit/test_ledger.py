@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.accounting.ledger import Audit, Ledger
-from schemas.progress import Group, GroupState
-from schemas.prompts import trajectory_id
-from schemas.samples import Outcome, SampleOutcome
+from rose.pipeline.accounting.ledger import Audit, Ledger
+from rose.schemas.progress import Group, GroupState
+from rose.schemas.prompts import trajectory_id
+from rose.schemas.samples import Outcome, SampleOutcome
 
 Event = Callable[[Ledger], None]
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.errors import UsageError
-from workers.executor.ipc.messages import NextWork, WorkKind
-from workers.lender.admission import (
+from rose.schemas.errors import UsageError
+from rose.workers.executor.ipc.messages import NextWork, WorkKind
+from rose.workers.lender.admission import (
     MIN_USEFUL_SHARE,
     SLO,
     STRICT,

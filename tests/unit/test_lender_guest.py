@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
+from rose.workers.executor.ipc.messages import NO_LIMIT, REPORT_DECODER, EngineLost, EngineStatus, ServingStats
+from rose.workers.executor.ipc.shared_memory import RingBuffer
+from rose.workers.executor.step_cost import INITIAL_COST, StepCost
+from rose.workers.lender.config import LendConfig
+from rose.workers.lender.lifecycle import GuestState
+from rose.workers.lender.sidecar_link import Connection, SidecarListener, accept, connect, listen
+from rose.workers.lender.vllm import guest as room
+from rose.workers.lender.vllm import guest_build
+from rose.workers.lender.vllm.guest import FREE_SECONDS, Guest
+from rose.workers.lender.watchdog_page import StatusPage
 from tests.support.file_descriptors import no_descriptor_left
 from tests.support.waiting import WAIT_SECONDS, until
-from workers.executor.ipc.messages import NO_LIMIT, REPORT_DECODER, EngineLost, EngineStatus, ServingStats
-from workers.executor.ipc.shared_memory import RingBuffer
-from workers.executor.step_cost import INITIAL_COST, StepCost
-from workers.lender.config import LendConfig
-from workers.lender.lifecycle import GuestState
-from workers.lender.sidecar_link import Connection, SidecarListener, accept, connect, listen
-from workers.lender.vllm import guest as room
-from workers.lender.vllm import guest_build
-from workers.lender.vllm.guest import FREE_SECONDS, Guest
-from workers.lender.watchdog_page import StatusPage
 
 MODEL = Path(__file__).parents[2] / "workers/models/calculator"
 
@@ -351,7 +351,7 @@ def test_a_guest_whose_building_fails_at_its_end_leaves_no_model_behind(
         shutdown=lambda: None,
     )
     core = SimpleNamespace(scheduler=scheduler, structured_output_manager=SimpleNamespace(clear_backend=lambda: None))
-    monkeypatch.setattr("workers.executor.vllm.engine.start_core", lambda *_: core)
+    monkeypatch.setattr("rose.workers.executor.vllm.engine.start_core", lambda *_: core)
     place: Any = NoRoom(fails_at)
     monkeypatch.setattr(guest_build, "InProcessBackend", lambda: place)
     with pytest.raises(MemoryError, match=fails_at):

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.executor.step_cost import INITIAL_COST, StepCost
-from workers.executor.vllm.types import StepResult
-from workers.lender.vllm.guest_build import MAX_PROFILE_TOKENS, StepProfile, profile_sizes
+from rose.workers.executor.step_cost import INITIAL_COST, StepCost
+from rose.workers.executor.vllm.types import StepResult
+from rose.workers.lender.vllm.guest_build import MAX_PROFILE_TOKENS, StepProfile, profile_sizes
 
 BASE, TOKEN = 0.004, 0.0002
 """Seconds of a step, and of each token in it; the first one of all takes ten times as long."""

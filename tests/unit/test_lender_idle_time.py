@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
-from workers.executor.ipc.messages import ObservationReport, Report
-from workers.executor.vllm.types import EngineBroken
-from workers.lender.idle_time import STRETCH_BOUNDS, IdleTime
-from workers.lender.observe import ObservationCollector, log_fields, observe
+from rose.workers.executor.ipc.messages import ObservationReport, Report
+from rose.workers.executor.vllm.types import EngineBroken
+from rose.workers.lender.idle_time import STRETCH_BOUNDS, IdleTime
+from rose.workers.lender.observe import ObservationCollector, log_fields, observe
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 500.0)), max_size=60))

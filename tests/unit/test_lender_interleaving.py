@@ -12,12 +12,12 @@ import pytest
 from prometheus_client import REGISTRY
 from vllm.v1.core.block_pool import BlockPool
 
-from workers.executor import metrics
-from workers.executor.ipc.messages import NextWork, WorkKind
-from workers.lender.admission import Admission, AdmissionDecision, HoldReason, Promise, ServingState
-from workers.lender.config import LendConfig
-from workers.lender.vllm.interleaving import StepInterleaver
-from workers.lender.watchdog_page import StatusPage
+from rose.workers.executor import metrics
+from rose.workers.executor.ipc.messages import NextWork, WorkKind
+from rose.workers.lender.admission import Admission, AdmissionDecision, HoldReason, Promise, ServingState
+from rose.workers.lender.config import LendConfig
+from rose.workers.lender.vllm.interleaving import StepInterleaver
+from rose.workers.lender.watchdog_page import StatusPage
 
 
 def serving() -> Any:
@@ -257,7 +257,7 @@ def test_a_step_stands_still_for_as_long_as_serving_is_busy(
 ) -> None:
     """None of it is computed amid serving's work, whatever time that takes; and why it waits is told meanwhile."""
     now = iter(range(0, 10**6, 100))
-    monkeypatch.setattr("workers.lender.vllm.interleaving.time.monotonic", lambda: float(next(now)))
+    monkeypatch.setattr("rose.workers.lender.vllm.interleaving.time.monotonic", lambda: float(next(now)))
     done: list[str] = []
     guest = layered(turns, core, done, comes={1: "a"}, steps=50)
     assert done == ["layer 0", "layer 1", *["a"] * 50, "layer 2", "layer 3"]
@@ -347,7 +347,7 @@ def test_a_step_planned_while_serving_was_idle_goes_on_amid_it_though_there_is_n
     """Else a guest beside a server that is not idle again stands for ever, and nothing says why."""
     now = 100.0
     monkeypatch.setattr(
-        "workers.lender.vllm.interleaving.time", SimpleNamespace(monotonic=lambda: now, thread_time=int)
+        "rose.workers.lender.vllm.interleaving.time", SimpleNamespace(monotonic=lambda: now, thread_time=int)
     )
     promise = Promise(dial=0.5, ttft_seconds=0.5, tpot_seconds=0.05, yield_seconds=0.02)
     learned = turns._admission = Admission(promise, serving_step_tokens=64)
@@ -385,7 +385,7 @@ def test_what_serving_takes_within_a_step_is_not_the_guest_s(core: Any, turns: S
     turns._admission.on_guest_run = lambda *, held, seconds: told.append(seconds)  # type: ignore[method-assign]
     now = iter(range(10**6))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workers.lender.vllm.interleaving.time.monotonic", lambda: float(next(now)))
+        patch.setattr("rose.workers.lender.vllm.interleaving.time.monotonic", lambda: float(next(now)))
         layered(turns, core, [], comes={1: "a"}, steps=50)
         between = float(next(now))
     assert between > 100 and sum(told) < 20 and turns._longest < 5

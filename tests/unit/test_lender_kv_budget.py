@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from schemas.errors import UsageError
-from workers.lender.kv_budget import HIGH_WATERMARK, KvBudget, KvLimits, KvShares, KvUsage
+from rose.schemas.errors import UsageError
+from rose.workers.lender.kv_budget import HIGH_WATERMARK, KvBudget, KvLimits, KvShares, KvUsage
 
 QUIET = 10.0
 

@@ -6,11 +6,11 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
-from workers.executor.ipc.messages import NO_LIMIT
-from workers.executor.vllm.types import HeldTurn
-from workers.lender.config import LendConfig, MemoryConfig
-from workers.lender.vllm.kv_pool import KvPool
-from workers.lender.vllm.kv_sharing import KvSharing
+from rose.workers.executor.ipc.messages import NO_LIMIT
+from rose.workers.executor.vllm.types import HeldTurn
+from rose.workers.lender.config import LendConfig, MemoryConfig
+from rose.workers.lender.vllm.kv_pool import KvPool
+from rose.workers.lender.vllm.kv_sharing import KvSharing
 
 SERVING_BYTES, GUEST_BYTES = 300, 100
 """Of a block."""

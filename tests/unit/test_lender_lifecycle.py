@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from workers.lender.backoff import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, RESET_SECONDS, Backoff
-from workers.lender.lifecycle import Action, GuestLifecycle, GuestState
+from rose.workers.lender.backoff import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, RESET_SECONDS, Backoff
+from rose.workers.lender.lifecycle import Action, GuestLifecycle, GuestState
 
 
 class Lives(RuleBasedStateMachine):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from workers.lender.admission import Admission, Promise
-from workers.lender.vllm.serving import ServingView
+from rose.workers.lender.admission import Admission, Promise
+from rose.workers.lender.vllm.serving import ServingView
 
 
 class Server:

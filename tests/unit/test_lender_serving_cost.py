@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.executor.step_cost import StepCost
-from workers.lender.admission import ArrivalRate, ServingCost
+from rose.workers.executor.step_cost import StepCost
+from rose.workers.lender.admission import ArrivalRate, ServingCost
 
 STEP_TOKENS = 512
 NOW = 1000.0

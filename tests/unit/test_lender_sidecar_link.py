@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from schemas.errors import UsageError
+from rose.schemas.errors import UsageError
+from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
+from rose.workers.lender import sidecar_link
+from rose.workers.lender.config import LendConfig, read_config
+from rose.workers.lender.sidecar_link import PROTOCOL, Connection, Hello, SidecarListener, connect, listen
 from tests.support.file_descriptors import no_descriptor_left
 from tests.support.waiting import WAIT_SECONDS, until
-from workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
-from workers.lender import sidecar_link
-from workers.lender.config import LendConfig, read_config
-from workers.lender.sidecar_link import PROTOCOL, Connection, Hello, SidecarListener, connect, listen
 
 BEAT_SECONDS = 0.05
 

@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 
+from rose.workers.lender.admission import STRICT
 from tests.support.lender_fixtures import LenderSimulation, Seen, run
-from workers.lender.admission import STRICT
 
 LIGHT = LenderSimulation()
 HEAVY = LenderSimulation(prompt=8, token=0.0006)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.lender.vllm.time_sliced import TimeSlicedCall
+from rose.workers.lender.vllm.time_sliced import TimeSlicedCall
 
 PIECE_SECONDS = 0.001
 WAIT_SECONDS = 30.0

@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rose.workers.lender import shared_folder
+from rose.workers.lender.config import LendConfig
+from rose.workers.lender.shared_folder import PREFIX, make_folder
+from rose.workers.lender.vllm import SETTING
+from rose.workers.lender.vllm_server import CORE_LOST_STATUS
+from rose.workers.lender.watchdog_page import StatusPage
 from tests.support.waiting import until
-from workers.lender import shared_folder
-from workers.lender.config import LendConfig
-from workers.lender.shared_folder import PREFIX, make_folder
-from workers.lender.vllm import SETTING
-from workers.lender.vllm_server import CORE_LOST_STATUS
-from workers.lender.watchdog_page import StatusPage
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +24,7 @@ SERVER = """
 import multiprocessing, os, signal, sys, time
 from multiprocessing import connection
 from pathlib import Path
-from workers.lender.watchdog_page import StatusPage
+from rose.workers.lender.watchdog_page import StatusPage
 
 def core(page, does):
     pulse = StatusPage.for_core(page)
@@ -80,7 +80,7 @@ def test_a_server_whose_core_was_lost_says_so_and_any_other_leaves_as_vllm_does(
         [
             sys.executable,
             "-c",
-            "from workers.lender.vllm_server import main; main('played')",
+            "from rose.workers.lender.vllm_server import main; main('played')",
             str(page),
             does,
             str(status),
@@ -98,7 +98,7 @@ def test_a_server_whose_core_was_lost_says_so_and_any_other_leaves_as_vllm_does(
 def test_a_server_begins_though_its_keeper_has_taken_everything_along(tmp_path: Path) -> None:
     (tmp_path / "played.py").write_text("print('serves')")
     ran = subprocess.run(
-        [sys.executable, "-c", "from workers.lender.vllm_server import main; main('played')"],
+        [sys.executable, "-c", "from rose.workers.lender.vllm_server import main; main('played')"],
         cwd=ROOT,
         env=os.environ | {SETTING: str(tmp_path / "lend.json"), "PYTHONPATH": f"{tmp_path}:{ROOT}"},
         capture_output=True,
@@ -128,7 +128,7 @@ def test_a_server_that_is_asked_to_stop_while_it_loads_stops(tmp_path: Path) -> 
     """As vLLM's does: its handler's exception is caught where it waits for its engine core."""
     (tmp_path / "played.py").write_text(LOADS)
     with subprocess.Popen(
-        [sys.executable, "-c", "from workers.lender.vllm_server import main; main('played')"],
+        [sys.executable, "-c", "from rose.workers.lender.vllm_server import main; main('played')"],
         cwd=ROOT,
         env=os.environ | {SETTING: str(tmp_path / "lend.json"), "PYTHONPATH": f"{tmp_path}:{ROOT}"},
         stdout=subprocess.PIPE,
@@ -148,7 +148,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 HOLDER = """
 import os, sys, tempfile, time
 tempfile.tempdir = sys.argv[1]
-from workers.lender.shared_folder import make_folder
+from rose.workers.lender.shared_folder import make_folder
 print(make_folder(), flush=True)
 child = os.fork()
 if child:

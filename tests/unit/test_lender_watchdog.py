@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rose.workers.lender import watchdog as watchdogs
+from rose.workers.lender import watchdog_page as pulses
+from rose.workers.lender.process_id import ProcessId, current_process_id, open_pidfd, process_id_of, process_state
+from rose.workers.lender.watchdog import MAX_GAP_SECONDS, HangDetector, Watchdog, is_halted, stop_file_exists
+from rose.workers.lender.watchdog_page import StatusPage
 from tests.support.waiting import until
-from workers.lender import watchdog as watchdogs
-from workers.lender import watchdog_page as pulses
-from workers.lender.process_id import ProcessId, current_process_id, open_pidfd, process_id_of, process_state
-from workers.lender.watchdog import MAX_GAP_SECONDS, HangDetector, Watchdog, is_halted, stop_file_exists
-from workers.lender.watchdog_page import StatusPage
 
 pytestmark = pytest.mark.slow
 
@@ -29,8 +29,8 @@ STOP_SECONDS = 1.0
 
 CORE = """
 import sys, time
-from workers.lender.process_id import ProcessId
-from workers.lender.watchdog_page import StatusPage
+from rose.workers.lender.process_id import ProcessId
+from rose.workers.lender.watchdog_page import StatusPage
 pulse = StatusPage.for_core(sys.argv[1])
 pulse.set_ranks([ProcessId.unpack(int(rank)) for rank in sys.argv[3:]])
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from schemas.errors import UsageError
-from workers.loadgen import main
-from workers.loadgen.config import TRACE_FILE, LoadgenConfig
-from workers.loadgen.main import PAUSE_SECONDS, paced_requests, run_loadgen
-from workers.loadgen.request_log import REQUEST_LOG, read_request_log
-from workers.loadgen.trace_requests import Request, TraceWindow
-from workers.loadgen.traces import read_trace
+from rose.schemas.errors import UsageError
+from rose.workers.loadgen import main
+from rose.workers.loadgen.config import TRACE_FILE, LoadgenConfig
+from rose.workers.loadgen.main import PAUSE_SECONDS, paced_requests, run_loadgen
+from rose.workers.loadgen.request_log import REQUEST_LOG, read_request_log
+from rose.workers.loadgen.trace_requests import Request, TraceWindow
+from rose.workers.loadgen.traces import read_trace
 
 TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.0000000,64,4

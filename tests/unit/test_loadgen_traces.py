@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.loadgen.trace_requests import TraceScaling, scale_requests
-from workers.loadgen.traces import BLOCK_TOKENS, Arrival, TraceError, read_trace
+from rose.workers.loadgen.trace_requests import TraceScaling, scale_requests
+from rose.workers.loadgen.traces import BLOCK_TOKENS, Arrival, TraceError, read_trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10

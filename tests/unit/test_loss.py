@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.trainer.loss import LossBounds, group_advantages, grpo_loss
+from rose.workers.trainer.loss import LossBounds, group_advantages, grpo_loss
 
 REWARDS = st.lists(st.sampled_from([0.0, 0.25, 1.0, -1.0]), min_size=1, max_size=16)
 LOGPROBS = st.floats(min_value=-8, max_value=0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from workers.environments.misspelling import misspelt
+from rose.workers.environments.misspelling import misspelt
 
 TAGS = ["<table>", "<td>", "<b>", "<i>", "<s>", "<h1>", "<code>", "<br>", "<sup>", "<start_of_turn>", "[INST]"]
 """As Gemma's tokenizers have beside the tokens that mark turns."""

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from schemas.errors import UsageError
-from workers.executor.config import ExecutorConfig
-from workers.executor.engine_process import EngineProcess
-from workers.executor.vllm.folder import check_folder
-from workers.model_config import check_agreement, check_context_length, max_context_tokens
-from workers.trainer.policy import load_policy
+from rose.schemas.errors import UsageError
+from rose.workers.executor.config import ExecutorConfig
+from rose.workers.executor.engine_process import EngineProcess
+from rose.workers.executor.vllm.folder import check_folder
+from rose.workers.model_config import check_agreement, check_context_length, max_context_tokens
+from rose.workers.trainer.policy import load_policy
 
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from workers.executor.vllm.folder import check_folder
-from workers.executor.vllm.types import ModelFolderError
+from rose.workers.executor.vllm.folder import check_folder
+from rose.workers.executor.vllm.types import ModelFolderError
 
 VOCABULARY = 12
 

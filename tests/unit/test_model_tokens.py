@@ -9,10 +9,10 @@ import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
+from rose.workers.environments.turn_format import TurnFormat, TurnFormatError
+from rose.workers.executor.vllm.folder import check_folder
+from rose.workers.executor.vllm.types import ModelFolderError
 from tests.support.tokenizer_fixtures import CHATML, byte_level, folder, special_tokens, word_marking
-from workers.environments.turn_format import TurnFormat, TurnFormatError
-from workers.executor.vllm.folder import check_folder
-from workers.executor.vllm.types import ModelFolderError
 
 MARKS = ("<|im_start|>", "<|im_end|>")
 FRAME = {"first_prefix": "<|im_start|>user\n", "prefix": "\n<|im_start|>user\n", "suffix": "<|im_end|>\n<|im_start|>"}

@@ -6,18 +6,18 @@ import msgspec
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeline.monitor.backlog import Backlog
-from pipeline.monitor.broker_probe import BrokerSnapshot, WorkerMember
-from pipeline.monitor.diagnosis import STALLED_SECONDS, STANDSTILL_SECONDS, Finding, Severity, diagnose
-from pipeline.monitor.facts import Facts, Patience
-from pipeline.monitor.run_state import RunState
-from schemas.heartbeats import ExecutorState, SlackHeartbeat, Tenant
-from schemas.partitioning import home_partition
-from schemas.progress import Group, GroupState
-from schemas.turns import TurnResult
+from rose.pipeline.monitor.backlog import Backlog
+from rose.pipeline.monitor.broker_probe import BrokerSnapshot, WorkerMember
+from rose.pipeline.monitor.diagnosis import STALLED_SECONDS, STANDSTILL_SECONDS, Finding, Severity, diagnose
+from rose.pipeline.monitor.facts import Facts, Patience
+from rose.pipeline.monitor.run_state import RunState
+from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat, Tenant
+from rose.schemas.partitioning import home_partition
+from rose.schemas.progress import Group, GroupState
+from rose.schemas.turns import TurnResult
+from rose.topics.catalog import DISPATCHED
+from rose.topics.records import Place
 from tests.golden.examples import EXAMPLES
-from topics.catalog import DISPATCHED
-from topics.records import Place
 
 BEAT = next(record for record in EXAMPLES if isinstance(record, SlackHeartbeat))
 RESULT = next(record for record in EXAMPLES if isinstance(record, TurnResult))

@@ -9,28 +9,28 @@ import msgpack
 import msgspec
 import pytest
 
-from pipeline.cli.dead_letters import edited_message, show_value
-from pipeline.routing.router import Router
-from pipeline.routing.turn_queue import ReceivedRequest
-from schemas.errors import RecordError
-from schemas.heartbeats import ExecutorState
-from schemas.prompts import Prompt
-from schemas.record import Record
-from schemas.turns import TurnDispatch, TurnRequest
-from schemas.wire import RECORDS, decode, encode
+from rose.pipeline.cli.dead_letters import edited_message, show_value
+from rose.pipeline.routing.router import Router
+from rose.pipeline.routing.turn_queue import ReceivedRequest
+from rose.schemas.errors import RecordError
+from rose.schemas.heartbeats import ExecutorState
+from rose.schemas.prompts import Prompt
+from rose.schemas.record import Record
+from rose.schemas.turns import TurnDispatch, TurnRequest
+from rose.schemas.wire import RECORDS, decode, encode
+from rose.topics.catalog import RECORD_TOPICS
+from rose.topics.dead_letters import DeadLetter
+from rose.topics.records import RawMessage
 from tests.golden.examples import EXAMPLES
 from tests.support.routing_fixtures import CONFIG, heartbeat
 from tests.upgrade.next_version import FIELD, VALUE, make_next
-from topics.catalog import RECORD_TOPICS
-from topics.dead_letters import DeadLetter
-from topics.records import RawMessage
 
 EXAMPLES_OF = ("tests/__init__.py", "tests/golden/examples.py")
 
 WRITE = """
 import sys
 from pathlib import Path
-from schemas.wire import encode
+from rose.schemas.wire import encode
 from tests.golden.examples import EXAMPLES
 for example in EXAMPLES:
     (Path(sys.argv[1]) / type(example).__name__).write_bytes(encode(example))
@@ -38,7 +38,7 @@ for example in EXAMPLES:
 READ = """
 import sys
 from pathlib import Path
-from schemas.wire import RECORDS, decode
+from rose.schemas.wire import RECORDS, decode
 for record in RECORDS:
     assert decode(record, (Path(sys.argv[1]) / record.__name__).read_bytes()).{field} == ""
 """

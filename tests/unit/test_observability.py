@@ -12,14 +12,14 @@ import pytest
 import yaml
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from pipeline.observability.generated_files import FOLDER, generated_files
-from pipeline.observability.grafana import UnknownMetric, filter_by_job, names_in
-from pipeline.observability.metrics_table import SOURCES, UNITS, Metric, metrics, servers
-from pipeline.observability.pages import DASHBOARDS
-from pipeline.routing.metrics import COUNTS
-from pipeline.routing.router import Counters
-from workers.executor.metrics import HELD_BACK
-from workers.lender.admission import HoldReason
+from rose.pipeline.observability.generated_files import FOLDER, generated_files
+from rose.pipeline.observability.grafana import UnknownMetric, filter_by_job, names_in
+from rose.pipeline.observability.metrics_table import SOURCES, UNITS, Metric, metrics, servers
+from rose.pipeline.observability.pages import DASHBOARDS
+from rose.pipeline.routing.metrics import COUNTS
+from rose.pipeline.routing.router import Counters
+from rose.workers.executor.metrics import HELD_BACK
+from rose.workers.lender.admission import HoldReason
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy" / "alerts" / "rose.yaml"
@@ -44,7 +44,7 @@ def rules() -> list[dict[str, Any]]:
 def test_the_page_and_the_dashboards_are_what_the_code_says() -> None:
     written = generated_files()
     stale = [path for path, content in written.items() if (ROOT / path).read_text() != content]
-    assert stale == [], "run `python -m pipeline.observability`"
+    assert stale == [], "run `python -m rose.pipeline.observability`"
     assert {path.name for path in (ROOT / FOLDER).iterdir()} == {f"{each.name}.json" for each in DASHBOARDS}
 
 

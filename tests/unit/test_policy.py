@@ -15,13 +15,20 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from bench.plain_engine import Task, sample_trajectories
-from schemas.arrays import MIN_LOGPROB
-from workers.environments.calculator import Calculator
-from workers.environments.turn_format import TurnFormat
-from workers.trainer.config import TrainerConfig
-from workers.trainer.loop import step_settings
-from workers.trainer.policy import ModelFolderError, load_policy, microbatches, pad_rows, token_logprobs
-from workers.trainer.step import StepSettings, TrainingSample, dry_run_group, dry_run_policy, make_optimizer, train_step
+from rose.schemas.arrays import MIN_LOGPROB
+from rose.workers.environments.calculator import Calculator
+from rose.workers.environments.turn_format import TurnFormat
+from rose.workers.trainer.config import TrainerConfig
+from rose.workers.trainer.loop import step_settings
+from rose.workers.trainer.policy import ModelFolderError, load_policy, microbatches, pad_rows, token_logprobs
+from rose.workers.trainer.step import (
+    StepSettings,
+    TrainingSample,
+    dry_run_group,
+    dry_run_policy,
+    make_optimizer,
+    train_step,
+)
 
 SHIPPED = Path(__file__).parents[2] / "workers" / "models" / "calculator"
 STANDARD = step_settings(TrainerConfig(model_folder=SHIPPED, run_folder=Path("run")))

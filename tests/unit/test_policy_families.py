@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from workers.lender.endpoint.weights_proof import ProbeAnswer, ReferenceModel
-from workers.model_config import ConfigRefused, max_context_tokens
-from workers.trainer.policy import ModelFolderError, load_policy, token_logprobs
+from rose.workers.lender.endpoint.weights_proof import ProbeAnswer, ReferenceModel
+from rose.workers.model_config import ConfigRefused, max_context_tokens
+from rose.workers.trainer.policy import ModelFolderError, load_policy, token_logprobs
 
 SIZES = {
     "vocab_size": 64,

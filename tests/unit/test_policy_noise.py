@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from workers.trainer.config import TrainerConfig
-from workers.trainer.loop import step_settings
-from workers.trainer.policy import load_policy, token_logprobs
-from workers.trainer.step import TrainingSample, make_optimizer, train_step
+from rose.workers.trainer.config import TrainerConfig
+from rose.workers.trainer.loop import step_settings
+from rose.workers.trainer.policy import load_policy, token_logprobs
+from rose.workers.trainer.step import TrainingSample, make_optimizer, train_step
 
 pytestmark = pytest.mark.slow
 

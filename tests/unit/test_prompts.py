@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 
-from schemas.limits import MAX_GROUP_ID_CHARACTERS
-from schemas.prompts import Prompt, Sampling, trajectory_id
-from schemas.turns import TurnRequest
+from rose.schemas.limits import MAX_GROUP_ID_CHARACTERS
+from rose.schemas.prompts import Prompt, Sampling, trajectory_id
+from rose.schemas.turns import TurnRequest
+from rose.workers.environments.trajectory import with_full_sampling
 from tests.golden.examples import EXAMPLES
-from workers.environments.trajectory import with_full_sampling
 
 CONFIGURED = Sampling(temperature=0.7, max_tokens=4096, stop_token_ids=(2,))
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics.records import RECORD_FRAMING_BYTES, RawMessage
+from rose.topics.records import RECORD_FRAMING_BYTES, RawMessage
 
 LENGTHS = st.sampled_from([0, 1, 63, 64, 65, 8191, 8192, 8193]) | st.integers(0, 20_000)
 

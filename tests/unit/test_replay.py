@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.clock import format_utc as moment
-from pipeline.replay.description import describe_trajectory
-from pipeline.replay.episodes import TrajectoryRecords, fold_trajectory, sort_records
-from pipeline.replay.turn_latency import latency_stages
-from pipeline.replay.why import GroupFacts, PromptAt, TrajectoryFacts, why_group, why_trajectory
-from schemas.progress import Group, GroupState, TrajectoryProgress
-from schemas.prompts import Prompt
-from schemas.record import Record
-from schemas.samples import TRUNCATED, Ending, Outcome, Sample, SampleOutcome
-from schemas.turns import TurnDispatch, TurnOutcome, TurnResult, TurnTimes
-from schemas.wire import encode
+from rose.pipeline.clock import format_utc as moment
+from rose.pipeline.replay.description import describe_trajectory
+from rose.pipeline.replay.episodes import TrajectoryRecords, fold_trajectory, sort_records
+from rose.pipeline.replay.turn_latency import latency_stages
+from rose.pipeline.replay.why import GroupFacts, PromptAt, TrajectoryFacts, why_group, why_trajectory
+from rose.schemas.progress import Group, GroupState, TrajectoryProgress
+from rose.schemas.prompts import Prompt
+from rose.schemas.record import Record
+from rose.schemas.samples import TRUNCATED, Ending, Outcome, Sample, SampleOutcome
+from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnResult, TurnTimes
+from rose.schemas.wire import encode
 from tests.golden.examples import EXAMPLES, PROMPT, REQUEST
 
 R = TypeVar("R", bound=Record)

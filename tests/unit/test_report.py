@@ -6,17 +6,17 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from pipeline.accounting.ledger import Ledger
-from pipeline.report import charts
-from pipeline.report.history import RunHistory, fold_history
-from pipeline.report.page import report_html
-from pipeline.report.summary import Success, Summary, describe_machine, summarise
-from schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
-from schemas.prompts import Sampling
-from schemas.record import Record
-from schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
-from schemas.turns import TurnTimes, VersionSpan
-from schemas.weights import WeightManifest
+from rose.pipeline.accounting.ledger import Ledger
+from rose.pipeline.report import charts
+from rose.pipeline.report.history import RunHistory, fold_history
+from rose.pipeline.report.page import report_html
+from rose.pipeline.report.summary import Success, Summary, describe_machine, summarise
+from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
+from rose.schemas.prompts import Sampling
+from rose.schemas.record import Record
+from rose.schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
+from rose.schemas.turns import TurnTimes, VersionSpan
+from rose.schemas.weights import WeightManifest
 
 DIGEST = b"0123456789abcdef"
 START = 1_700_000_000.0

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipeline.routing.router import Router
-from schemas.heartbeats import ExecutorState, Tenant
-from schemas.turns import TurnDispatch, TurnOutcome
+from rose.pipeline.routing.router import Router
+from rose.schemas.heartbeats import ExecutorState, Tenant
+from rose.schemas.turns import TurnDispatch, TurnOutcome
 from tests.support.routing_fixtures import CONFIG, RoutingSimulation, heartbeat, request
 from tests.support.routing_machine import started, step
 

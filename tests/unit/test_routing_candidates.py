@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.routing.candidates import MIN_HEAP_ENTRIES, Candidate, PlacementQuery
-from pipeline.routing.placement import Placement
-from schemas.heartbeats import Hardware
+from rose.pipeline.routing.candidates import MIN_HEAP_ENTRIES, Candidate, PlacementQuery
+from rose.pipeline.routing.placement import Placement
+from rose.schemas.heartbeats import Hardware
 from tests.support.routing_fixtures import heartbeat
 
 

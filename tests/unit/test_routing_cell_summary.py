@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.routing.cell_summary import MAX_COUNTED_TURNS, SILENT_SECONDS, summarize_cell
-from pipeline.routing.rates import rate_bucket
-from pipeline.routing.router import Router
-from pipeline.routing.turn_queue import ReceivedRequest
-from schemas.cells import MAX_EXECUTORS, CellSummary
-from schemas.heartbeats import ExecutorState, Hardware, Tenant, WorkerClass
-from schemas.wire import decode, encode
+from rose.pipeline.routing.cell_summary import MAX_COUNTED_TURNS, SILENT_SECONDS, summarize_cell
+from rose.pipeline.routing.rates import rate_bucket
+from rose.pipeline.routing.router import Router
+from rose.pipeline.routing.turn_queue import ReceivedRequest
+from rose.schemas.cells import MAX_EXECUTORS, CellSummary
+from rose.schemas.heartbeats import ExecutorState, Hardware, Tenant, WorkerClass
+from rose.schemas.wire import decode, encode
 from tests.support.routing_fixtures import RoutingSimulation, heartbeat, request
 from tests.support.routing_machine import STEPS, step
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.routing.liveness import (
+from rose.pipeline.routing.liveness import (
     MAX_SKEW_SECONDS,
     SKEW_FORGET_SECONDS,
     SKEW_WARNING_SECONDS,

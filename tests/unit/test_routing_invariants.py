@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.routing.router import Router
-from schemas.record import Record
-from schemas.turns import TurnDispatch
-from schemas.wire import encode
+from rose.pipeline.routing.router import Router
+from rose.schemas.record import Record
+from rose.schemas.turns import TurnDispatch
+from rose.schemas.wire import encode
 from tests.support.routing_fixtures import CONFIG, request
 from tests.support.routing_machine import STEPS, WORKERS, settle, started, step
 
@@ -103,8 +103,8 @@ def test_who_was_silent_alone_keeps_what_it_holds_and_no_turn_is_failed_for_it(
 
 def test_decisions_do_not_depend_on_the_hash_seed() -> None:
     program = (
-        "import hashlib; from bench.history import Fleet, Recorder; from pipeline.routing.router import Router;"
-        "from schemas.wire import encode; recorder = Recorder(Fleet(20, 200, 0.5)); recorder.record(2.0);"
+        "import hashlib; from bench.history import Fleet, Recorder; from rose.pipeline.routing.router import Router;"
+        "from rose.schemas.wire import encode; recorder = Recorder(Fleet(20, 200, 0.5)); recorder.record(2.0);"
         "router = Router(); digest = hashlib.blake2b();"
         "[digest.update(encode(each)) for now, event in recorder.history for each in router.on(event, now)];"
         "print(router.counters.dispatched, digest.hexdigest())"

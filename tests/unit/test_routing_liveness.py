@@ -5,13 +5,13 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.routing.assignments import LISTING_SECONDS
-from pipeline.routing.liveness import FORGET_SECONDS, MAX_CLOCK_STEP_SECONDS, ExecutorStatus, Liveness
-from pipeline.routing.router import Router
-from pipeline.routing.turn import OutputLengths, TrajectoryState, Turn
-from pipeline.routing.turn_queue import ReceivedRequest
-from schemas.heartbeats import ExecutorState
-from schemas.turns import TurnDispatch
+from rose.pipeline.routing.assignments import LISTING_SECONDS
+from rose.pipeline.routing.liveness import FORGET_SECONDS, MAX_CLOCK_STEP_SECONDS, ExecutorStatus, Liveness
+from rose.pipeline.routing.router import Router
+from rose.pipeline.routing.turn import OutputLengths, TrajectoryState, Turn
+from rose.pipeline.routing.turn_queue import ReceivedRequest
+from rose.schemas.heartbeats import ExecutorState
+from rose.schemas.turns import TurnDispatch
 from tests.support.routing_fixtures import (
     CONFIG,
     TTL_SECONDS,

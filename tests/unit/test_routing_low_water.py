@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.routing.cell_session import LowWater
-from topics.catalog import REQUESTED
-from topics.records import Place
+from rose.pipeline.routing.cell_session import LowWater
+from rose.topics.catalog import REQUESTED
+from rose.topics.records import Place
 
 HOME: Place = (REQUESTED, 0)
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 from prometheus_client import REGISTRY
 
-from pipeline.routing.liveness import ClockSkews
-from pipeline.routing.membership import CellOwnership
-from pipeline.routing.metrics import export_metrics
-from pipeline.routing.router import Router
-from schemas.heartbeats import ExecutorState
+from rose.pipeline.routing.liveness import ClockSkews
+from rose.pipeline.routing.membership import CellOwnership
+from rose.pipeline.routing.metrics import export_metrics
+from rose.pipeline.routing.router import Router
+from rose.schemas.heartbeats import ExecutorState
 from tests.support.routing_fixtures import RoutingSimulation, request
 
 

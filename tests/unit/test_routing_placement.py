@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.routing.candidates import PlacementQuery
-from pipeline.routing.placement import (
+from rose.pipeline.routing.candidates import PlacementQuery
+from rose.pipeline.routing.placement import (
     DISPLACEMENT,
     FROZEN_DISPLACEMENT,
     RECOMPUTED_DECAY,
@@ -21,10 +21,10 @@ from pipeline.routing.placement import (
     TIE_SECONDS,
     Placement,
 )
-from pipeline.routing.rates import RateBucket, engine_step_rate, rate_bucket, turn_bucket
-from pipeline.routing.rendezvous import COMPARED_WINDOW, MIN_COMPARED, compared_count
-from schemas.heartbeats import MAX_HELD_TURNS, Hardware, SlackHeartbeat, Tenant
-from schemas.turns import PlacementCost
+from rose.pipeline.routing.rates import RateBucket, engine_step_rate, rate_bucket, turn_bucket
+from rose.pipeline.routing.rendezvous import COMPARED_WINDOW, MIN_COMPARED, compared_count
+from rose.schemas.heartbeats import MAX_HELD_TURNS, Hardware, SlackHeartbeat, Tenant
+from rose.schemas.turns import PlacementCost
 from tests.support.routing_fixtures import heartbeat
 
 MASK = 2**64 - 1

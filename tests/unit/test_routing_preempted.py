@@ -3,12 +3,12 @@
 import msgspec
 import pytest
 
-from pipeline.routing.router import Router
-from pipeline.routing.turn_queue import ReceivedRequest
-from schemas.arrays import pack_logprobs
-from schemas.heartbeats import ExecutorState
-from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
-from schemas.wire import decode, encode
+from rose.pipeline.routing.router import Router
+from rose.pipeline.routing.turn_queue import ReceivedRequest
+from rose.schemas.arrays import pack_logprobs
+from rose.schemas.heartbeats import ExecutorState
+from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
+from rose.schemas.wire import decode, encode
 from tests.support.routing_fixtures import (
     CONFIG,
     TTL_SECONDS,

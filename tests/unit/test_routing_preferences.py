@@ -2,11 +2,11 @@
 
 import msgspec
 
-from pipeline.routing.candidates import PlacementQuery
-from pipeline.routing.placement import Placement
-from schemas.heartbeats import MAX_HELD_TURNS, Hardware, Tenant
-from schemas.limits import MAX_CONTEXT_TOKENS
-from schemas.wire import encode
+from rose.pipeline.routing.candidates import PlacementQuery
+from rose.pipeline.routing.placement import Placement
+from rose.schemas.heartbeats import MAX_HELD_TURNS, Hardware, Tenant
+from rose.schemas.limits import MAX_CONTEXT_TOKENS
+from rose.schemas.wire import encode
 from tests.support.routing_fixtures import dispatched, heartbeat, request
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.routing.rates import (
+from rose.pipeline.routing.rates import (
     BUCKETS_PER_OCTAVE,
     TURN_BUCKETS_PER_OCTAVE,
     RateBucket,
@@ -12,8 +12,8 @@ from pipeline.routing.rates import (
     rate_bucket,
     turn_bucket,
 )
-from pipeline.routing.turn import TRACKED_ENVIRONMENTS, LengthsByEnvironment, OutputLengths
-from schemas.heartbeats import Hardware, Tenant
+from rose.pipeline.routing.turn import TRACKED_ENVIRONMENTS, LengthsByEnvironment, OutputLengths
+from rose.schemas.heartbeats import Hardware, Tenant
 from tests.support.routing_fixtures import heartbeat
 
 RATES = st.floats(1e-3, 1e12)

@@ -4,15 +4,15 @@ import msgpack
 import msgspec
 import pytest
 
-from pipeline.routing.assignments import LISTING_SECONDS
-from pipeline.routing.router import ATTEMPT_LIMIT, Router
-from pipeline.routing.turn_queue import ReceivedRequest
-from schemas.contexts import context_fields
-from schemas.heartbeats import ExecutorState, Hardware
-from schemas.prompts import Sampling
-from schemas.record import Record
-from schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnResult
-from schemas.wire import decode, encode
+from rose.pipeline.routing.assignments import LISTING_SECONDS
+from rose.pipeline.routing.router import ATTEMPT_LIMIT, Router
+from rose.pipeline.routing.turn_queue import ReceivedRequest
+from rose.schemas.contexts import context_fields
+from rose.schemas.heartbeats import ExecutorState, Hardware
+from rose.schemas.prompts import Sampling
+from rose.schemas.record import Record
+from rose.schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnResult
+from rose.schemas.wire import decode, encode
 from tests.support.routing_fixtures import CONFIG, RoutingSimulation, dispatched, heartbeat, packed, request, result
 from tests.support.routing_machine import settle, started, step
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from schemas.prompts import Sampling, untrainable_reason
+from rose.schemas.prompts import Sampling, untrainable_reason
 
 
 @pytest.mark.parametrize(

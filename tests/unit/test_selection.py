@@ -8,16 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.arrays import pack_logprobs, pack_tokens
-from schemas.limits import MAX_REWARD
-from schemas.prompts import Sampling
-from schemas.samples import TRUNCATED, Ending, Outcome, Sample, SampleTurn
-from schemas.turns import VersionSpan
-from schemas.wire import encode
-from tests.support.sample_fixtures import sample, turns_of
-from workers.trainer.groups import CompleteGroup
-from workers.trainer.loss import group_advantages
-from workers.trainer.selection import (
+from rose.schemas.arrays import pack_logprobs, pack_tokens
+from rose.schemas.limits import MAX_REWARD
+from rose.schemas.prompts import Sampling
+from rose.schemas.samples import TRUNCATED, Ending, Outcome, Sample, SampleTurn
+from rose.schemas.turns import VersionSpan
+from rose.schemas.wire import encode
+from rose.workers.trainer.groups import CompleteGroup
+from rose.workers.trainer.loss import group_advantages
+from rose.workers.trainer.selection import (
     SelectedGroup,
     SelectionRules,
     mark_failed,
@@ -27,6 +26,7 @@ from workers.trainer.selection import (
     staleness,
     still_relevant,
 )
+from tests.support.sample_fixtures import sample, turns_of
 
 RULES = SelectionRules(max_staleness=2, vocabulary=50, context_tokens=6)
 

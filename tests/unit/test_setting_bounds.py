@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from schemas.arrays import pack_logprobs, pack_tokens
-from schemas.contexts import context_fields
-from schemas.errors import RecordError
-from schemas.limits import (
+from rose.schemas.arrays import pack_logprobs, pack_tokens
+from rose.schemas.contexts import context_fields
+from rose.schemas.errors import RecordError
+from rose.schemas.limits import (
     MAX_CONTEXT_TOKENS,
     MAX_GROUP_ID_CHARACTERS,
     MAX_GROUP_SIZE,
@@ -25,12 +25,12 @@ from schemas.limits import (
     MAX_STOP_TOKENS,
     MAX_TURNS,
 )
-from schemas.progress import Group
-from schemas.prompts import Prompt, Sampling, trajectory_id
-from schemas.record import Record
-from schemas.samples import Sample, SampleTurn
-from schemas.turns import PlacementCost, TurnDispatch, TurnKey, TurnRequest, TurnResult, TurnTimes, VersionSpan
-from schemas.wire import RECORDS, decode, encode
+from rose.schemas.progress import Group
+from rose.schemas.prompts import Prompt, Sampling, trajectory_id
+from rose.schemas.record import Record
+from rose.schemas.samples import Sample, SampleTurn
+from rose.schemas.turns import PlacementCost, TurnDispatch, TurnKey, TurnRequest, TurnResult, TurnTimes, VersionSpan
+from rose.schemas.wire import RECORDS, decode, encode
 from tests.golden.examples import EXAMPLES, PROMPT
 
 MOST_ELEMENTS = 3

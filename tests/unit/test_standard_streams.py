@@ -10,13 +10,13 @@ import pytest
 
 from tests.unit.test_imports import ROOT
 
-ROSE = f"{sys.executable} -m pipeline.cli.main"
+ROSE = f"{sys.executable} -m rose.pipeline.cli.main"
 
 
 def ran(words: str, *, cwd: Path = ROOT, python: str = "", **variables: str) -> subprocess.CompletedProcess[bytes]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ROSE_", "PYTHON", "LC_"))}
     environment = inherited | {"PYTHONPATH": str(ROOT)} | variables
-    command = f"{sys.executable} {python} -m pipeline.cli.main {words}"
+    command = f"{sys.executable} {python} -m rose.pipeline.cli.main {words}"
     return subprocess.run(["/bin/sh", "-c", command], cwd=cwd, env=environment, capture_output=True, check=False)
 
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pipeline.monitor.diagnosis import Finding, Severity
-from pipeline.monitor.screen import Screen, finding_lines
-from pipeline.process.process_setup import configure_logging
-from pipeline.process.terminal import escape_control_chars, file_error, print_line
+from rose.pipeline.monitor.diagnosis import Finding, Severity
+from rose.pipeline.monitor.screen import Screen, finding_lines
+from rose.pipeline.process.process_setup import configure_logging
+from rose.pipeline.process.terminal import escape_control_chars, file_error, print_line
 
 NASTY = "\x1b]0;mine\x07 [/opt/model] is none \x9b2J [bold]\u202etxt"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, processors
 
+from rose.workers.environments.turn_format import TurnFormat
+from rose.workers.tokenizer import TokenizerError, load_tokenizer
 from tests.support.tokenizer_fixtures import CHATML, byte_level, folder
-from workers.environments.turn_format import TurnFormat
-from workers.tokenizer import TokenizerError, load_tokenizer
 
 TEXT = "words and lines, see? " * 300
 

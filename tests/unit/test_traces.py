@@ -10,15 +10,15 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from schemas.record import Record
-from schemas.samples import Sample, SampleOutcome
-from schemas.trace_context import TRAJECTORY, span_id, span_of, trace_id, traceparent
-from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes
-from schemas.wire import TRACE_HEADER, encode, headers_of
+from rose.schemas.record import Record
+from rose.schemas.samples import Sample, SampleOutcome
+from rose.schemas.trace_context import TRAJECTORY, span_id, span_of, trace_id, traceparent
+from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes
+from rose.schemas.wire import TRACE_HEADER, encode, headers_of
+from rose.topics import tracing
+from rose.topics.tracing import SpanKind, span_of_applied, spans_of_written
 from tests.golden.examples import EXAMPLES
 from tests.support.otlp_collector import collector
-from topics import tracing
-from topics.tracing import SpanKind, span_of_applied, spans_of_written
 
 ROOT = Path(__file__).parents[2]
 TOPIC = "rose.turns.completed.v1"
@@ -145,6 +145,6 @@ def test_of_a_share_of_the_trajectories_every_hop_is_told() -> None:
 
 
 def test_what_exports_no_traces_imports_nothing_for_them() -> None:
-    found = "import sys, pipeline.cli.roles, topics.writer; print('opentelemetry' in sys.modules)"
+    found = "import sys, rose.pipeline.cli.roles, rose.topics.writer; print('opentelemetry' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", found], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from workers.executor.config import ExecutorConfig
-from workers.trainer.config import TrainerConfig
-from workers.weights.config import WeightsConfig
+from rose.workers.executor.config import ExecutorConfig
+from rose.workers.trainer.config import TrainerConfig
+from rose.workers.weights.config import WeightsConfig
 
 
 def config(**change: Any) -> TrainerConfig:

@@ -9,20 +9,19 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.arrays import count, pack_tokens, unpack_logprobs
-from schemas.contexts import assemble_context, context_fields
-from schemas.limits import MAX_CHAIN
-from schemas.progress import EnvSnapshot, Group, GroupState, TrajectoryProgress
-from schemas.prompts import PromptSampling
-from schemas.samples import Sample
-from schemas.turns import Refusal, TurnOutcome, TurnRequest, TurnResult
-from schemas.wire import decode, encode
-from tests.support.trajectory_fixtures import RULES, opened, prompt_of, result_of, stepped
-from workers.environments.home import Home, OffsetTracker
-from workers.environments.outbox import group_record
-from workers.environments.recovery import Recovery
-from workers.environments.trajectory import ResultVerdict, Trajectory
-from workers.environments.transitions import (
+from rose.schemas.arrays import count, pack_tokens, unpack_logprobs
+from rose.schemas.contexts import assemble_context, context_fields
+from rose.schemas.limits import MAX_CHAIN
+from rose.schemas.progress import EnvSnapshot, Group, GroupState, TrajectoryProgress
+from rose.schemas.prompts import PromptSampling
+from rose.schemas.samples import Sample
+from rose.schemas.turns import Refusal, TurnOutcome, TurnRequest, TurnResult
+from rose.schemas.wire import decode, encode
+from rose.workers.environments.home import Home, OffsetTracker
+from rose.workers.environments.outbox import group_record
+from rose.workers.environments.recovery import Recovery
+from rose.workers.environments.trajectory import ResultVerdict, Trajectory
+from rose.workers.environments.transitions import (
     OutgoingRecords,
     StepResult,
     advance,
@@ -31,6 +30,7 @@ from workers.environments.transitions import (
     first_request,
     request_again,
 )
+from tests.support.trajectory_fixtures import RULES, opened, prompt_of, result_of, stepped
 
 
 @dataclass

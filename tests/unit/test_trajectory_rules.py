@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.arrays import pack_logprobs, pack_tokens
-from schemas.limits import MAX_CONTEXT_TOKENS, MAX_INFO_BYTES, MAX_RECORD_BYTES, MAX_SPANS
-from schemas.progress import EnvSnapshot
-from schemas.prompts import PromptSampling, Sampling
-from schemas.samples import Ending
-from schemas.turns import VersionSpan
-from schemas.wire import decode, encode
+from rose.schemas.arrays import pack_logprobs, pack_tokens
+from rose.schemas.limits import MAX_CONTEXT_TOKENS, MAX_INFO_BYTES, MAX_RECORD_BYTES, MAX_SPANS
+from rose.schemas.progress import EnvSnapshot
+from rose.schemas.prompts import PromptSampling, Sampling
+from rose.schemas.samples import Ending
+from rose.schemas.turns import VersionSpan
+from rose.schemas.wire import decode, encode
+from rose.workers.environments.trajectory import result_error, turn_sampling, with_full_sampling
+from rose.workers.environments.transitions import first_request
 from tests.support.trajectory_fixtures import RULES, live, opened, prompt_of, result_of, stepped
-from workers.environments.trajectory import result_error, turn_sampling, with_full_sampling
-from workers.environments.transitions import first_request
 
 MALFORMED = {
     "no tokens": {"tokens": b"", "logprobs": b"", "spans": ()},

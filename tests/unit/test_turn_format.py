@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
+from rose.workers.environments.turn_format import TurnFormat, TurnFormatError
 from tests.support.scripted_executors import END, model_folder
 from tests.support.tokenizer_fixtures import (
     CHATML,
@@ -25,7 +26,6 @@ from tests.support.tokenizer_fixtures import (
     special_tokens,
     word_marking,
 )
-from workers.environments.turn_format import TurnFormat, TurnFormatError
 
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
 ROLE_TOKENS = [*special_tokens(USER, ASSISTANT, special=False), *special_tokens("<tool_call>", special=False)]
@@ -269,7 +269,7 @@ def test_a_context_has_no_more_marks_of_words_than_the_text_written_out(tmp_path
 def test_a_template_is_read_as_utf8_wherever_it_is_read(tmp_path: Path) -> None:
     """Where nobody has said which locale it is, Python takes ASCII."""
     made = folder(tmp_path, byte_level(), "{# 起 #}" + CHATML)
-    program = "import sys; from pathlib import Path; from workers.environments.turn_format import TurnFormat; "
+    program = "import sys; from pathlib import Path; from rose.workers.environments.turn_format import TurnFormat; "
     program += "print(*TurnFormat(Path(sys.argv[1])).observation_tokens('7', first=True))"
     command = [sys.executable, "-X", "utf8=0", "-c", program, str(made)]
     plain = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}

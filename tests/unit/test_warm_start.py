@@ -22,9 +22,9 @@ from bench.warm_start import (
     held_out_success,
     save,
 )
-from workers.environments.calculator import Calculator
-from workers.environments.turn_format import TurnFormat, TurnFormatError
-from workers.trainer.policy import load_policy
+from rose.workers.environments.calculator import Calculator
+from rose.workers.environments.turn_format import TurnFormat, TurnFormatError
+from rose.workers.trainer.policy import load_policy
 
 SHIPPED = Path(__file__).parents[2] / "workers" / "models" / "calculator"
 TEXT = st.text(alphabet=CHARACTERS, max_size=40)

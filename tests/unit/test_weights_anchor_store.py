@@ -14,14 +14,14 @@ from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.errors import RecordError, UsageError
-from schemas.weights import ChunkRef, WeightChunk, WeightManifest
-from schemas.wire import decode, encode
+from rose.schemas.errors import RecordError, UsageError
+from rose.schemas.weights import ChunkRef, WeightChunk, WeightManifest
+from rose.schemas.wire import decode, encode
+from rose.workers.weights.checks import check_manifest
+from rose.workers.weights.chunk_stores import AnchorStore, StoreError
+from rose.workers.weights.layout import LayoutError
+from rose.workers.weights.publish import merge_manifests
 from tests.support.weights_fixtures import RUN, Shelf, Tensors, random_tensors
-from workers.weights.checks import check_manifest
-from workers.weights.chunk_stores import AnchorStore, StoreError
-from workers.weights.layout import LayoutError
-from workers.weights.publish import merge_manifests
 
 OPEN = Event()
 

@@ -9,7 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.weights import ChunkRef, WeightChunk, WeightManifest
+from rose.schemas.weights import ChunkRef, WeightChunk, WeightManifest
+from rose.workers.weights import layout
+from rose.workers.weights.assembly import Assembled, Assembly
+from rose.workers.weights.checks import Refusal, VersionRefused, check_manifest
+from rose.workers.weights.digests import digest_of
+from rose.workers.weights.layout import Box, box_of, matrix
+from rose.workers.weights.tensors import TORCH_DTYPES
 from tests.support.weights_fixtures import (
     Shelf,
     Tensors,
@@ -19,12 +25,6 @@ from tests.support.weights_fixtures import (
     same_bits,
     with_slice,
 )
-from workers.weights import layout
-from workers.weights.assembly import Assembled, Assembly
-from workers.weights.checks import Refusal, VersionRefused, check_manifest
-from workers.weights.digests import digest_of
-from workers.weights.layout import Box, box_of, matrix
-from workers.weights.tensors import TORCH_DTYPES
 
 SHAPES = st.dictionaries(
     st.sampled_from("abcd"), st.lists(st.integers(0, 12), max_size=3).map(tuple), min_size=1, max_size=3

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.errors import RecordError
-from schemas.limits import MAX_RECORD_BYTES
-from schemas.weights import (
+from rose.schemas.errors import RecordError
+from rose.schemas.limits import MAX_RECORD_BYTES
+from rose.schemas.weights import (
     MAX_CHUNK_PARTITIONS,
     MAX_INDEX_CHUNKS,
     MAX_TENSORS,
@@ -20,14 +20,14 @@ from schemas.weights import (
     WeightChunk,
     WeightManifest,
 )
-from schemas.wire import decode, encode
+from rose.schemas.wire import decode, encode
+from rose.workers.weights import layout
+from rose.workers.weights.checks import Refusal, VersionRefused, check_chunk, check_manifest
+from rose.workers.weights.chunk_stores import CHUNK_BYTES
+from rose.workers.weights.digests import NO_BASE, digest_of, whole_digest
+from rose.workers.weights.layout import DTYPE_BYTES, box_of
+from rose.workers.weights.tensors import TORCH_DTYPES
 from tests.support.weights_fixtures import Shelf, Tensors, bare, changed, covered, random_tensors, with_slice
-from workers.weights import layout
-from workers.weights.checks import Refusal, VersionRefused, check_chunk, check_manifest
-from workers.weights.chunk_stores import CHUNK_BYTES
-from workers.weights.digests import NO_BASE, digest_of, whole_digest
-from workers.weights.layout import DTYPE_BYTES, box_of
-from workers.weights.tensors import TORCH_DTYPES
 
 SMALL_SLICE_ELEMENTS = 16
 SHAPE = st.lists(st.integers(0, 12), max_size=3).map(tuple)

@@ -5,17 +5,17 @@ from typing import Any, cast
 
 import pytest
 
-from schemas.weights import MAX_CHUNK_PARTITIONS, ChunkRef
-from topics.writer import Writer
-from workers.weights.chunk_stores import LogChunkSink, lowest_offsets, put_payload
-from workers.weights.digests import NO_BASE
+from rose.schemas.weights import MAX_CHUNK_PARTITIONS, ChunkRef
+from rose.topics.writer import Writer
+from rose.workers.weights.chunk_stores import LogChunkSink, lowest_offsets, put_payload
+from rose.workers.weights.digests import NO_BASE
 
 
 @pytest.mark.parametrize(("there", "used"), [(3, 3), (MAX_CHUNK_PARTITIONS + 5, MAX_CHUNK_PARTITIONS)])
 def test_chunks_take_turns_over_as_many_partitions_as_a_manifest_can_name(
     there: int, used: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.weights.chunk_stores.CHUNK_BYTES", 1)
+    monkeypatch.setattr("rose.workers.weights.chunk_stores.CHUNK_BYTES", 1)
     places: list[int] = []
 
     def write(*_: Any, partition: int, **__: Any) -> None:

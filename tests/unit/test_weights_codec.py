@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from workers.weights import codec
-from workers.weights.codec import BYTES_AN_ELEMENT, FORMATS, CodecError, decode, dense, encode, hazard
-from workers.weights.codec import range_coder as coder
-from workers.weights.codec.kernels import STEP_BITS, STEPS
+from rose.workers.weights import codec
+from rose.workers.weights.codec import BYTES_AN_ELEMENT, FORMATS, CodecError, decode, dense, encode, hazard
+from rose.workers.weights.codec import range_coder as coder
+from rose.workers.weights.codec.kernels import STEP_BITS, STEPS
 
 Words = NDArray[Any]
 DTYPES = sorted(FORMATS)

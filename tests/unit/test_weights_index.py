@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.limits import MAX_RECORD_BYTES
-from schemas.weights import (
+from rose.schemas.limits import MAX_RECORD_BYTES
+from rose.schemas.weights import (
     MAX_SLICES,
     MAX_TENSORS,
     ChunkRef,
@@ -20,13 +20,13 @@ from schemas.weights import (
     WeightChunk,
     WeightManifest,
 )
-from schemas.wire import decode, encode
+from rose.schemas.wire import decode, encode
+from rose.workers.weights import chunk_stores, manifests
+from rose.workers.weights.checks import Refusal, VersionRefused
+from rose.workers.weights.digests import NO_BASE, digest_of
+from rose.workers.weights.layout import LayoutError
+from rose.workers.weights.manifests import INLINE_BYTES, check_layout, read_index, write_index
 from tests.support.weights_fixtures import RUN, Shelf, random_tensors
-from workers.weights import chunk_stores, manifests
-from workers.weights.checks import Refusal, VersionRefused
-from workers.weights.digests import NO_BASE, digest_of
-from workers.weights.layout import LayoutError
-from workers.weights.manifests import INLINE_BYTES, check_layout, read_index, write_index
 
 SHAPES = {"embed": (70, 30), "norm": (16,), "scale": ()}
 DIGEST = bytes(16)

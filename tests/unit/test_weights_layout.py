@@ -10,13 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from rose.workers.weights import layout
+from rose.workers.weights.checks import check_manifest
+from rose.workers.weights.digests import digest_of
+from rose.workers.weights.layout import DTYPE_BYTES, SLICE_ELEMENTS, Box, LayoutError, matrix, slices_of, whole
+from rose.workers.weights.model_folder import FolderError, folder_shapes
+from rose.workers.weights.tensors import (
+    TORCH_DTYPES,
+    bits_of,
+    empty_tensor,
+    read_box,
+    spec_of,
+    to_wire_dtype,
+    write_box,
+)
 from tests.support.weights_fixtures import Shelf, covered, part, random_tensors, same_bits
-from workers.weights import layout
-from workers.weights.checks import check_manifest
-from workers.weights.digests import digest_of
-from workers.weights.layout import DTYPE_BYTES, SLICE_ELEMENTS, Box, LayoutError, matrix, slices_of, whole
-from workers.weights.model_folder import FolderError, folder_shapes
-from workers.weights.tensors import TORCH_DTYPES, bits_of, empty_tensor, read_box, spec_of, to_wire_dtype, write_box
 
 SMALL_SLICE_ELEMENTS = 16
 SHAPE = st.lists(st.integers(0, 12), max_size=3).map(tuple)

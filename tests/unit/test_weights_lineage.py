@@ -6,10 +6,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from schemas.weights import Order, WeightManifest
+from rose.schemas.weights import Order, WeightManifest
+from rose.workers.weights.checks import BASE_REFUSALS, Refusal, VersionRefused
+from rose.workers.weights.lineage import Lineage, Path, Placed
 from tests.support.weights_fixtures import bare
-from workers.weights.checks import BASE_REFUSALS, Refusal, VersionRefused
-from workers.weights.lineage import Lineage, Path, Placed
 
 ANCHOR_BYTES, DELTA_BYTES = 1000, 1
 

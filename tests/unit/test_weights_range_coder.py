@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from workers.weights.codec import range_coder as coder
+from rose.workers.weights.codec import range_coder as coder
 
 CONTEXTS = 3
 BIT = st.tuples(st.just(0), st.integers(0, CONTEXTS - 1), st.integers(0, 1))

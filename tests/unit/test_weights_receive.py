@@ -5,14 +5,14 @@ from typing import cast
 
 import pytest
 
+from rose.topics.reader import Reader
+from rose.topics.settings import BusSettings
+from rose.workers.weights import receive
+from rose.workers.weights.checks import Refusal
+from rose.workers.weights.config import WeightsConfig
+from rose.workers.weights.receive import WeightReceiver
+from rose.workers.weights.trust import make_trust
 from tests.support.weights_fixtures import bare
-from topics.reader import Reader
-from topics.settings import BusSettings
-from workers.weights import receive
-from workers.weights.checks import Refusal
-from workers.weights.config import WeightsConfig
-from workers.weights.receive import WeightReceiver
-from workers.weights.trust import make_trust
 
 NO_READER = cast(Reader, None)
 """Of chunks: what is refused for its words is not fetched."""

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.weights import FirstChunk, WeightManifest
+from rose.schemas.weights import FirstChunk, WeightManifest
+from rose.topics.catalog import MANIFESTS
+from rose.topics.records import Envelope, RawMessage
+from rose.workers.weights.chunk_stores import lowest_offsets
+from rose.workers.weights.config import WeightsConfig
+from rose.workers.weights.lineage import Placed
+from rose.workers.weights.manifests import manifest_key, sign_manifest
+from rose.workers.weights.retention import QUIET_SECONDS, live_manifests, what_is_released
 from tests.support.weights_fixtures import bare
 from tests.unit.test_weights_trust import KEY, OTHER_KEY, TRUST, as_read
-from topics.catalog import MANIFESTS
-from topics.records import Envelope, RawMessage
-from workers.weights.chunk_stores import lowest_offsets
-from workers.weights.config import WeightsConfig
-from workers.weights.lineage import Placed
-from workers.weights.manifests import manifest_key, sign_manifest
-from workers.weights.retention import QUIET_SECONDS, live_manifests, what_is_released
 
 OTHER = "other.:run"
 

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rose.workers.weights.assembly import Assembly
+from rose.workers.weights.checks import check_manifest
+from rose.workers.weights.layout import ShardRank, matrix, shard_of
 from tests.support.weights_fixtures import Shelf, changed, covered, part, random_tensors
-from workers.weights.assembly import Assembly
-from workers.weights.checks import check_manifest
-from workers.weights.layout import ShardRank, matrix, shard_of
 
 HEAD = 4
 """Elements of an attention head."""

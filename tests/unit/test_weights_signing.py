@@ -14,10 +14,10 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
-from schemas.errors import UsageError
-from topics.settings import BusSettings
-from workers.weights.config import WeightsConfig
-from workers.weights.trust import Trust, load_signing_key, make_keys, make_trust, private_key, public_key
+from rose.schemas.errors import UsageError
+from rose.topics.settings import BusSettings
+from rose.workers.weights.config import WeightsConfig
+from rose.workers.weights.trust import Trust, load_signing_key, make_keys, make_trust, private_key, public_key
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 

@@ -6,16 +6,16 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.errors import UsageError
-from schemas.record import Record
-from schemas.weights import SIGNATURE_HEADER, WeightChunk, WeightManifest
-from schemas.wire import decode, encode, headers_of
+from rose.schemas.errors import UsageError
+from rose.schemas.record import Record
+from rose.schemas.weights import SIGNATURE_HEADER, WeightChunk, WeightManifest
+from rose.schemas.wire import decode, encode, headers_of
+from rose.topics.catalog import MANIFESTS
+from rose.topics.records import Envelope, RawMessage
+from rose.workers.weights.manifests import SignedManifest, manifest_key, sign_manifest
+from rose.workers.weights.trust import Trust, UntrustedReason, run_id
 from tests.support.weights_fixtures import RUN
 from tests.unit.test_weights_version_numbers import manifest
-from topics.catalog import MANIFESTS
-from topics.records import Envelope, RawMessage
-from workers.weights.manifests import SignedManifest, manifest_key, sign_manifest
-from workers.weights.trust import Trust, UntrustedReason, run_id
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 OTHER_KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.limits import Count
-from schemas.weights import WeightManifest
+from rose.schemas.limits import Count
+from rose.schemas.weights import WeightManifest
+from rose.workers.weights.version_numbers import MAX_VERSION, VersionNumbers, VersionTaken
 from tests.support.weights_fixtures import RUN, bare
-from workers.weights.version_numbers import MAX_VERSION, VersionNumbers, VersionTaken
 
 OTHER = "other.:run"
 MOST = 2**53

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.arrays import count, pack_logprobs, pack_tokens, unpack_logprobs, unpack_tokens
-from schemas.errors import RecordError
-from schemas.limits import MAX_RECORD_BYTES, RECORD_OVERHEAD_BYTES
-from schemas.prompts import Prompt
-from schemas.record import Record
-from schemas.turns import TurnDispatch, TurnRequest
-from schemas.weights import WeightChunk
-from schemas.wire import RECORDS, SCHEMA_HEADER, decode, encode, headers_of
+from rose.schemas.arrays import count, pack_logprobs, pack_tokens, unpack_logprobs, unpack_tokens
+from rose.schemas.errors import RecordError
+from rose.schemas.limits import MAX_RECORD_BYTES, RECORD_OVERHEAD_BYTES
+from rose.schemas.prompts import Prompt
+from rose.schemas.record import Record
+from rose.schemas.turns import TurnDispatch, TurnRequest
+from rose.schemas.weights import WeightChunk
+from rose.schemas.wire import RECORDS, SCHEMA_HEADER, decode, encode, headers_of
 from tests.golden.examples import EXAMPLES, PROMPT, REQUEST
 
 

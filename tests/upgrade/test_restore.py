@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.local.submit import settled_groups
+from rose.pipeline.local.submit import settled_groups
 from tests.support.brokers import KAFKA
 from tests.support.rose_command import Rose
 from tests.support.waiting import until

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from rose.topics.catalog import DISPATCHED, GRANTS, PROMPTS, RECORD_TOPICS, REQUESTED
+from rose.topics.settings import BusSettings
 from tests.support.brokers import KAFKA, start
 from tests.support.installed_versions import build, install
 from tests.support.storm.log_checks import read_all
@@ -22,8 +24,6 @@ from tests.support.storm.run import NAMESPACE, Report, blow
 from tests.support.storm.shape import Shape
 from tests.upgrade.next_version import FIELD, ROOT, VALUE, make_next
 from tests.upgrade.rolling import FLEET, rolling
-from topics.catalog import DISPATCHED, GRANTS, PROMPTS, RECORD_TOPICS, REQUESTED
-from topics.settings import BusSettings
 
 SEED = int(os.environ.get("ROSE_CHAOS_SEED", random.randrange(2**20)))
 
@@ -36,10 +36,10 @@ pytestmark = [
 READ = """
 import sys
 from confluent_kafka import OFFSET_BEGINNING
-from topics.catalog import RECORD_TOPICS
-from topics.log_reader import read_back
-from topics.reader import Reader
-from topics.settings import BusSettings
+from rose.topics.catalog import RECORD_TOPICS
+from rose.topics.log_reader import read_back
+from rose.topics.reader import Reader
+from rose.topics.settings import BusSettings
 settings, spoiled = BusSettings(*sys.argv[1:]), []
 reader = Reader(settings, "test")
 places = {(topic, part): OFFSET_BEGINNING for topic in RECORD_TOPICS for part in range(reader.partitions(topic))}

@@ -30,8 +30,8 @@ from typing import Self
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
-from topics.local_broker.process import HOST, QUIET, Broker, BrokerFailed, BrokerKind, free_ports
-from topics.settings import BusSettings
+from rose.topics.local_broker.process import HOST, QUIET, Broker, BrokerFailed, BrokerKind, free_ports
+from rose.topics.settings import BusSettings
 
 _SPARING = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 LONE_JAVA = ("-Xmx512m", *_SPARING)
@@ -185,7 +185,7 @@ def _kinds(
 
 
 def _write_configuration(place: _Place, places: list[_Place], addition: Addition) -> None:
-    templates = files("topics.apache_kafka")
+    templates = files("rose.topics.apache_kafka")
     filled = {
         "@NODE@": str(place.node),
         "@PORT@": str(place.port),

@@ -42,11 +42,11 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from topics.acl import Acl, Operation, Resource
-from topics.admin import ADMIN_SECONDS
-from topics.apache_kafka import LONE_JAVA, Addition, lone_node
-from topics.local_broker.process import HOST, Broker, BrokerFailed, free_ports
-from topics.settings import BusSettings
+from rose.topics.acl import Acl, Operation, Resource
+from rose.topics.admin import ADMIN_SECONDS
+from rose.topics.apache_kafka import LONE_JAVA, Addition, lone_node
+from rose.topics.local_broker.process import HOST, Broker, BrokerFailed, free_ports
+from rose.topics.settings import BusSettings
 
 ADMIN_USER = "admin"
 """The node's own user."""
@@ -159,7 +159,7 @@ def start_secured(
     data_folder.chmod(0o700)  # its user's password is in the node's settings
     _make_certificates(keys)
     password = secrets.token_hex(16)
-    settings = (files("topics.apache_kafka") / "secured.properties.in").read_text(encoding="utf-8")
+    settings = (files("rose.topics.apache_kafka") / "secured.properties.in").read_text(encoding="utf-8")
     words = {"KEYS": str(keys), "ADMIN": ADMIN_USER, "PASSWORD": password, "NODE_NAME": NODE_NAME}
     for word, value in words.items():
         settings = settings.replace(f"@{word}@", value)

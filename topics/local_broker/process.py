@@ -26,9 +26,9 @@ from typing import Self
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
 
-from schemas.errors import RoseError
-from topics.processes import die_with_parent
-from topics.settings import BusSettings
+from rose.schemas.errors import RoseError
+from rose.topics.processes import die_with_parent
+from rose.topics.settings import BusSettings
 
 HOST = "127.0.0.1"
 """Brokers started here listen on loopback only: but for `topics/apache_kafka/secured.py` they have neither

@@ -15,8 +15,8 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from topics.apache_kafka import LONE_JAVA, lone_node
-from topics.local_broker.process import HOST, Broker, BrokerFailed, BrokerKind, free_ports
+from rose.topics.apache_kafka import LONE_JAVA, lone_node
+from rose.topics.local_broker.process import HOST, Broker, BrokerFailed, BrokerKind, free_ports
 
 
 def start_broker(

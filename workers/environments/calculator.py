@@ -22,7 +22,7 @@ from typing import Annotated
 
 import msgspec
 
-from workers.environments.protocol import EnvironmentArgumentError, JsonValue, LifeCycleError, SnapshotError, Step
+from rose.workers.environments.protocol import EnvironmentArgumentError, JsonValue, LifeCycleError, SnapshotError, Step
 
 SPARE_TURNS = 3
 """Turns beyond those that a faultless life needs: room for three mistakes and their repair."""

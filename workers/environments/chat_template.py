@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from schemas.errors import UsageError
-from workers.token_files import CONFIG_FILE, NAMES, TokenizerError, read_object
+from rose.schemas.errors import UsageError
+from rose.workers.token_files import CONFIG_FILE, NAMES, TokenizerError, read_object
 
 TEMPLATE_FILE = "chat_template.jinja"
 """Where a folder keeps its template, if that is no field of the tokenizer's configuration."""
@@ -183,7 +183,7 @@ def _changes(folder: Path, action: str, second: str) -> TurnFormatError:
 
 
 def _renderer(template: str, folder: Path, named: Mapping[str, str | None]) -> Render:
-    from workers.environments.template_rendering import names_used, rendering
+    from rose.workers.environments.template_rendering import names_used, rendering
 
     known = {name: token for name, token in named.items() if token is not None}
 

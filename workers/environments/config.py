@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from schemas.limits import MAX_CONTEXT_TOKENS
-from schemas.prompts import MIN_TEMPERATURE
+from rose.schemas.limits import MAX_CONTEXT_TOKENS
+from rose.schemas.prompts import MIN_TEMPERATURE
 
 ISOLATIONS = ("auto", "process", "thread")
 

@@ -19,8 +19,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from schemas.errors import UsageError
-from workers.environments.protocol import EnvironmentArgumentError, JsonValue, LifeCycleError, SnapshotError, Step
+from rose.schemas.errors import UsageError
+from rose.workers.environments.protocol import EnvironmentArgumentError, JsonValue, LifeCycleError, SnapshotError, Step
 
 MALFORMED = "?"
 """What a policy reads after an action that is none of the words."""

@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from schemas.limits import MAX_GROUP_SIZE
-from schemas.partitioning import home_partition
-from schemas.progress import Group, GroupState, SettleRequest
-from schemas.prompts import Prompt, trajectory_id
-from topics.catalog import MAX_MESSAGE_BYTES, Topic
-from topics.records import Envelope, InvalidMessage
-from workers.environments.trajectory import Trajectory
+from rose.schemas.limits import MAX_GROUP_SIZE
+from rose.schemas.partitioning import home_partition
+from rose.schemas.progress import Group, GroupState, SettleRequest
+from rose.schemas.prompts import Prompt, trajectory_id
+from rose.topics.catalog import MAX_MESSAGE_BYTES, Topic
+from rose.topics.records import Envelope, InvalidMessage
+from rose.workers.environments.trajectory import Trajectory
 
 OLD_BATCH = 500
 """Groups that are forgotten in one transaction at most."""

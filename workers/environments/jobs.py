@@ -9,8 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from workers.environments.home import ResetResult
-from workers.environments.transitions import StepResult
+from rose.workers.environments.home import ResetResult
+from rose.workers.environments.transitions import StepResult
 
 T = TypeVar("T")
 

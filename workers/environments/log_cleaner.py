@@ -8,11 +8,11 @@ from threading import Thread
 
 import structlog
 
-from schemas.errors import RoseError
-from topics.catalog import RETENTION_SECONDS
-from topics.records import Place
-from topics.retention import delete_before
-from topics.settings import BusSettings
+from rose.schemas.errors import RoseError
+from rose.topics.catalog import RETENTION_SECONDS
+from rose.topics.records import Place
+from rose.topics.retention import delete_before
+from rose.topics.settings import BusSettings
 
 EVERY_SECONDS = 600.0
 """Between two sweeps."""

@@ -9,21 +9,21 @@ from collections.abc import Callable
 
 import structlog
 
-from schemas.errors import UsageError, describe_error
-from schemas.prompts import Sampling
-from topics.admin import connect
-from topics.settings import BusSettings
-from workers.environments.config import EnvironmentConfig
-from workers.environments.jobs import ResultCallback, Runner, RunnerLimits
-from workers.environments.process_runner import ProcessRunner
-from workers.environments.registry import BUILT_IN, UnknownEnvironment, load_environment
-from workers.environments.runner_group import BEGIN_SECONDS
-from workers.environments.runner_pool import LOOK_SECONDS, NewRunner, RunnerPool
-from workers.environments.runner_server import ProcessSetup
-from workers.environments.thread_runner import ThreadRunner
-from workers.environments.trajectory import TrajectoryRules
-from workers.environments.turn_format import TurnFormat
-from workers.environments.worker import EnvironmentWorker
+from rose.schemas.errors import UsageError, describe_error
+from rose.schemas.prompts import Sampling
+from rose.topics.admin import connect
+from rose.topics.settings import BusSettings
+from rose.workers.environments.config import EnvironmentConfig
+from rose.workers.environments.jobs import ResultCallback, Runner, RunnerLimits
+from rose.workers.environments.process_runner import ProcessRunner
+from rose.workers.environments.registry import BUILT_IN, UnknownEnvironment, load_environment
+from rose.workers.environments.runner_group import BEGIN_SECONDS
+from rose.workers.environments.runner_pool import LOOK_SECONDS, NewRunner, RunnerPool
+from rose.workers.environments.runner_server import ProcessSetup
+from rose.workers.environments.thread_runner import ThreadRunner
+from rose.workers.environments.trajectory import TrajectoryRules
+from rose.workers.environments.turn_format import TurnFormat
+from rose.workers.environments.worker import EnvironmentWorker
 
 EXIT_SECONDS = 5.0
 """How long the process may take to end once this worker has."""

@@ -9,12 +9,12 @@ from typing import Any
 
 from confluent_kafka import KafkaError
 
-from schemas.errors import RoseError
-from topics.catalog import COMPLETED, PROMPTS
-from topics.errors import BusError
-from topics.reader import Reader
-from topics.records import Item, Place
-from topics.settings import BusSettings
+from rose.schemas.errors import RoseError
+from rose.topics.catalog import COMPLETED, PROMPTS
+from rose.topics.errors import BusError
+from rose.topics.reader import Reader
+from rose.topics.records import Item, Place
+from rose.topics.settings import BusSettings
 
 SESSION_MILLISECONDS = "10000"
 """After so long a silence a worker's homes go to the others. Kafka's default of 45 s would stall its trajectories."""

@@ -2,8 +2,8 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from schemas.samples import Ending
-from workers.environments.trajectory import ResultVerdict
+from rose.schemas.samples import Ending
+from rose.workers.environments.trajectory import ResultVerdict
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Buckets from a calculator's step to a test suite's."""

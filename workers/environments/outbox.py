@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import structlog
 from prometheus_client import Counter
 
-from schemas.progress import Group, GroupState
-from schemas.prompts import Prompt, trajectory_id
-from schemas.samples import Ending
-from topics.catalog import (
+from rose.schemas.progress import Group, GroupState
+from rose.schemas.prompts import Prompt, trajectory_id
+from rose.schemas.samples import Ending
+from rose.topics.catalog import (
     COMPLETED,
     ENVIRONMENT_TRANSACTIONAL_PREFIX,
     GROUPS,
@@ -30,17 +30,17 @@ from topics.catalog import (
     SAMPLES,
     SNAPSHOTS,
 )
-from topics.errors import BusError, TopicMissing
-from topics.held_offsets import committed_offsets
-from topics.queries import noop
-from topics.reader import Reader
-from topics.records import Place
-from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.environments import metrics
-from workers.environments.home import OLD_BATCH, DecisionKind, Home, PromptDecision, ResetResult
-from workers.environments.trajectory import Trajectory, TrajectoryRules, begin, with_full_sampling
-from workers.environments.transitions import OutgoingRecords, fail_at_opening, first_request
+from rose.topics.errors import BusError, TopicMissing
+from rose.topics.held_offsets import committed_offsets
+from rose.topics.queries import noop
+from rose.topics.reader import Reader
+from rose.topics.records import Place
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from rose.workers.environments import metrics
+from rose.workers.environments.home import OLD_BATCH, DecisionKind, Home, PromptDecision, ResetResult
+from rose.workers.environments.trajectory import Trajectory, TrajectoryRules, begin, with_full_sampling
+from rose.workers.environments.transitions import OutgoingRecords, fail_at_opening, first_request
 
 OFFSETS_SECONDS = 1.0
 """What is in no hurry (offsets of late results, groups that have settled) is committed after this long."""

@@ -20,9 +20,9 @@ from typing import Any
 
 import msgspec
 
-from workers.environments.jobs import NO_JOB, RESULTS, Job, ResultCallback, decode_as, job_fields
-from workers.environments.runner_server import MAX_MESSAGE_BYTES, ProcessSetup
-from workers.environments.runner_status import BEATS, COUNTERS_BYTES, LIVE, RUNNING, STUCK, map_counters
+from rose.workers.environments.jobs import NO_JOB, RESULTS, Job, ResultCallback, decode_as, job_fields
+from rose.workers.environments.runner_server import MAX_MESSAGE_BYTES, ProcessSetup
+from rose.workers.environments.runner_status import BEATS, COUNTERS_BYTES, LIVE, RUNNING, STUCK, map_counters
 
 SPARE_SECONDS = 2.0
 """That a process may take to end once it is killed."""
@@ -51,7 +51,12 @@ class ProcessRunner:
         handed = remote.fileno(), shared
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", f"from workers.environments.runner_process import main; main{handed}"],
+                [
+                    sys.executable,
+                    "-P",
+                    "-c",
+                    f"from rose.workers.environments.runner_process import main; main{handed}",
+                ],
                 stdin=subprocess.PIPE,
                 pass_fds=handed,
                 start_new_session=True,  # Ctrl-C is for the command

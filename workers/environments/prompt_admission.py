@@ -7,14 +7,14 @@ its sampling can be trained on, and its environment is one that this worker runs
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from schemas.errors import UsageError
-from schemas.progress import GroupState
-from schemas.prompts import Prompt, trajectory_id, untrainable_reason
-from workers.environments.home import Home, PromptDecision
-from workers.environments.jobs import ResetJob
-from workers.environments.outbox import group_record
-from workers.environments.trajectory import TrajectoryRules, with_full_sampling
-from workers.environments.transitions import encoding_error
+from rose.schemas.errors import UsageError
+from rose.schemas.progress import GroupState
+from rose.schemas.prompts import Prompt, trajectory_id, untrainable_reason
+from rose.workers.environments.home import Home, PromptDecision
+from rose.workers.environments.jobs import ResetJob
+from rose.workers.environments.outbox import group_record
+from rose.workers.environments.trajectory import TrajectoryRules, with_full_sampling
+from rose.workers.environments.transitions import encoding_error
 
 FURTHEST = 2**53
 """The offset whose encoding is longest."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from schemas.errors import message_of
-from schemas.limits import MAX_INFO_BYTES
-from workers.environments.protocol import Step
+from rose.schemas.errors import message_of
+from rose.schemas.limits import MAX_INFO_BYTES
+from rose.workers.environments.protocol import Step
 
 
 class ProtocolViolation(Exception):

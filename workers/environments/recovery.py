@@ -14,20 +14,20 @@ from dataclasses import dataclass, field
 
 from confluent_kafka import OFFSET_BEGINNING
 
-from schemas.arrays import ITEM_BYTES, count
-from schemas.contexts import ContextMissing, assemble_context
-from schemas.progress import EnvSnapshot, Group, TrajectoryProgress
-from schemas.prompts import Prompt
-from schemas.turns import TurnOutcome, TurnRequest, TurnResult
-from topics.catalog import COMPLETED, GROUPS, PROGRESS, PROMPTS, REQUESTED, SNAPSHOTS
-from topics.dead_letters import dead_lettered_places
-from topics.fetch import JUMP_RECORDS, RecordFetch, RecordSearch
-from topics.log_reader import await_transactions, read_to_end
-from topics.reader import Reader
-from topics.records import Envelope, Place
-from topics.settings import BusSettings
-from workers.environments.home import Home
-from workers.environments.trajectory import Trajectory, TrajectoryRules, digest_of, result_error
+from rose.schemas.arrays import ITEM_BYTES, count
+from rose.schemas.contexts import ContextMissing, assemble_context
+from rose.schemas.progress import EnvSnapshot, Group, TrajectoryProgress
+from rose.schemas.prompts import Prompt
+from rose.schemas.turns import TurnOutcome, TurnRequest, TurnResult
+from rose.topics.catalog import COMPLETED, GROUPS, PROGRESS, PROMPTS, REQUESTED, SNAPSHOTS
+from rose.topics.dead_letters import dead_lettered_places
+from rose.topics.fetch import JUMP_RECORDS, RecordFetch, RecordSearch
+from rose.topics.log_reader import await_transactions, read_to_end
+from rose.topics.reader import Reader
+from rose.topics.records import Envelope, Place
+from rose.topics.settings import BusSettings
+from rose.workers.environments.home import Home
+from rose.workers.environments.trajectory import Trajectory, TrajectoryRules, digest_of, result_error
 
 Turn = tuple[str, int]
 """A trajectory and one of its turns."""

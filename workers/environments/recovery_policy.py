@@ -7,10 +7,10 @@ Keeps true
 
 from confluent_kafka import KafkaError
 
-from topics.errors import BusError, TopicMissing
-from topics.fetch import FetchStalled
-from topics.settings import TRANSACTION_MILLISECONDS
-from workers.environments.membership import WorkerFenced
+from rose.topics.errors import BusError, TopicMissing
+from rose.topics.fetch import FetchStalled
+from rose.topics.settings import TRANSACTION_MILLISECONDS
+from rose.workers.environments.membership import WorkerFenced
 
 RECOVERABLE = (BusError, TopicMissing, FetchStalled)
 """What `RecoveryPolicy.met` is asked about."""

@@ -9,12 +9,12 @@ import inspect
 import signal
 from collections.abc import Callable
 
-from schemas.errors import UsageError, describe_error
-from workers.environments.protocol import Environment
+from rose.schemas.errors import UsageError, describe_error
+from rose.workers.environments.protocol import Environment
 
 BUILT_IN = {
-    "calculator": "workers.environments.calculator:Calculator",
-    "frozenlake": "workers.environments.gymnasium_adapter:FrozenLake",
+    "calculator": "rose.workers.environments.calculator:Calculator",
+    "frozenlake": "rose.workers.environments.gymnasium_adapter:FrozenLake",
 }
 """Name to `module:class`."""
 

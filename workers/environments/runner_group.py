@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from schemas.errors import describe_error
-from workers.environments import metrics
-from workers.environments.jobs import EnvironmentFailure, Job, JobResult, Runner, RunnerLimits
-from workers.environments.thread_runner import CLOSE_SECONDS
-from workers.environments.transitions import FAILURE_CHARACTERS
+from rose.schemas.errors import describe_error
+from rose.workers.environments import metrics
+from rose.workers.environments.jobs import EnvironmentFailure, Job, JobResult, Runner, RunnerLimits
+from rose.workers.environments.thread_runner import CLOSE_SECONDS
+from rose.workers.environments.transitions import FAILURE_CHARACTERS
 
 LOOKS = 8
 """So many looks at least make a silence."""

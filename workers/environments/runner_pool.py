@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
-from workers.environments.jobs import Job, JobResult, ResultCallback, Runner, RunnerLimits
-from workers.environments.runner_group import LOOKS, InFlight, JobResults, RunnerGroup, RunnerSlot
-from workers.environments.thread_runner import CLOSE_SECONDS
+from rose.workers.environments.jobs import Job, JobResult, ResultCallback, Runner, RunnerLimits
+from rose.workers.environments.runner_group import LOOKS, InFlight, JobResults, RunnerGroup, RunnerSlot
+from rose.workers.environments.thread_runner import CLOSE_SECONDS
 
 LOOK_SECONDS = 0.1
 """The longest wait between two looks at whether a runner is silent. Each counts for the time since the one before, but

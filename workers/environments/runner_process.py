@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from topics.processes import adopt_orphans, die_with_parent, set_process_name
+from rose.topics.processes import adopt_orphans, die_with_parent, set_process_name
 
 
 def main(line: int, signs: int) -> NoReturn:
@@ -44,7 +44,7 @@ def main(line: int, signs: int) -> NoReturn:
         os.close(woken)
         with suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
-        from workers.environments.runner_server import serve
+        from rose.workers.environments.runner_server import serve
 
         serve(line, signs)
     os.close(line)

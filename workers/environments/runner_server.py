@@ -21,14 +21,14 @@ import msgspec
 import numpy  # noqa: F401  tokens are unpacked with it, and a user's folder may have a file of that name
 import structlog
 
-from schemas.errors import UsageError, describe_error
-from topics.processes import set_process_name
-from workers.environments.jobs import JOBS, EnvironmentFailure, Job, JobResult, RunnerLimits, decode_as
-from workers.environments.process_integrity import ProcessIntegrity, restore_child_handling
-from workers.environments.registry import load_environment
-from workers.environments.runner_status import StatusCounters, map_counters
-from workers.environments.thread_runner import CLOSE_SECONDS, ThreadRunner
-from workers.environments.turn_format import TurnFormat
+from rose.schemas.errors import UsageError, describe_error
+from rose.topics.processes import set_process_name
+from rose.workers.environments.jobs import JOBS, EnvironmentFailure, Job, JobResult, RunnerLimits, decode_as
+from rose.workers.environments.process_integrity import ProcessIntegrity, restore_child_handling
+from rose.workers.environments.registry import load_environment
+from rose.workers.environments.runner_status import StatusCounters, map_counters
+from rose.workers.environments.thread_runner import CLOSE_SECONDS, ThreadRunner
+from rose.workers.environments.turn_format import TurnFormat
 
 _exit = os._exit
 """As it is now: an environment may take it away."""

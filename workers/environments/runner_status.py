@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Coroutine, Generator, MutableSequence
 from typing import Any, TypeVar, cast
 
-from workers.environments.jobs import Job
+from rose.workers.environments.jobs import Job
 
 T = TypeVar("T")
 

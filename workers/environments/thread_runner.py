@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 
 import structlog
 
-from schemas.arrays import pack_tokens, unpack_tokens
-from schemas.errors import UsageError, describe_error, message_of
-from workers.environments.home import ResetResult
-from workers.environments.jobs import (
+from rose.schemas.arrays import pack_tokens, unpack_tokens
+from rose.schemas.errors import UsageError, describe_error, message_of
+from rose.workers.environments.home import ResetResult
+from rose.workers.environments.jobs import (
     NO_JOB,
     EnvironmentFailure,
     Job,
@@ -38,13 +38,13 @@ from workers.environments.jobs import (
     RunnerLimits,
     StepJob,
 )
-from workers.environments.process_integrity import LoopRepair, ProcessIntegrity
-from workers.environments.protocol import Environment
-from workers.environments.protocol_checks import ProtocolViolation, check_observation, check_snapshot, check_step
-from workers.environments.runner_status import BEATS, COUNTERS, LIVE, STUCK, StatusCounters, TrackedCall
-from workers.environments.thread_pool import EnvironmentThreadPool
-from workers.environments.transitions import FAILURE_CHARACTERS, StepResult
-from workers.environments.turn_format import TurnFormat
+from rose.workers.environments.process_integrity import LoopRepair, ProcessIntegrity
+from rose.workers.environments.protocol import Environment
+from rose.workers.environments.protocol_checks import ProtocolViolation, check_observation, check_snapshot, check_step
+from rose.workers.environments.runner_status import BEATS, COUNTERS, LIVE, STUCK, StatusCounters, TrackedCall
+from rose.workers.environments.thread_pool import EnvironmentThreadPool
+from rose.workers.environments.transitions import FAILURE_CHARACTERS, StepResult
+from rose.workers.environments.turn_format import TurnFormat
 
 CLOSE_SECONDS = 10.0
 """How long environments may take to close before the worker goes on without them."""

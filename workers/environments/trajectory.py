@@ -21,12 +21,12 @@ from enum import Enum
 
 import msgspec
 
-from schemas.arrays import count
-from schemas.limits import MAX_CHAIN, MAX_CONTEXT_TOKENS
-from schemas.progress import Applied, TrajectoryProgress
-from schemas.prompts import Prompt, PromptSampling, Sampling, trajectory_id
-from schemas.samples import SampleTurn
-from schemas.turns import Refusal, TurnOutcome, TurnResult, VersionSpan
+from rose.schemas.arrays import count
+from rose.schemas.limits import MAX_CHAIN, MAX_CONTEXT_TOKENS
+from rose.schemas.progress import Applied, TrajectoryProgress
+from rose.schemas.prompts import Prompt, PromptSampling, Sampling, trajectory_id
+from rose.schemas.samples import SampleTurn
+from rose.schemas.turns import Refusal, TurnOutcome, TurnResult, VersionSpan
 
 
 class ResultVerdict(Enum):

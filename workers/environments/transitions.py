@@ -11,17 +11,17 @@ from typing import Any
 
 import msgspec
 
-from schemas.arrays import count
-from schemas.contexts import context_fields
-from schemas.errors import RecordError
-from schemas.limits import MAX_INFO_BYTES, MAX_REWARD
-from schemas.progress import Applied, EnvSnapshot
-from schemas.prompts import Prompt, trajectory_id
-from schemas.record import Record
-from schemas.samples import Ending, Sample
-from schemas.turns import TurnRequest, TurnResult
-from schemas.wire import encode
-from workers.environments.trajectory import Trajectory, TrajectoryRules, digest_of
+from rose.schemas.arrays import count
+from rose.schemas.contexts import context_fields
+from rose.schemas.errors import RecordError
+from rose.schemas.limits import MAX_INFO_BYTES, MAX_REWARD
+from rose.schemas.progress import Applied, EnvSnapshot
+from rose.schemas.prompts import Prompt, trajectory_id
+from rose.schemas.record import Record
+from rose.schemas.samples import Ending, Sample
+from rose.schemas.turns import TurnRequest, TurnResult
+from rose.schemas.wire import encode
+from rose.workers.environments.trajectory import Trajectory, TrajectoryRules, digest_of
 
 FAILURE_CHARACTERS = 1_000
 """Longest failure text of a sample; what an exception says beyond it is cut off."""

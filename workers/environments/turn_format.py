@@ -29,9 +29,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from schemas.limits import MAX_STOP_TOKENS
-from schemas.prompts import TokenId
-from workers.environments.chat_template import (
+from rose.schemas.limits import MAX_STOP_TOKENS
+from rose.schemas.prompts import TokenId
+from rose.workers.environments.chat_template import (
     FIX,
     OBSERVATIONS,
     TEMPLATE_FILE,
@@ -45,10 +45,10 @@ from workers.environments.chat_template import (
     read_template,
     reading,
 )
-from workers.environments.chat_template import TurnFormatError as TurnFormatError
-from workers.environments.misspelling import misspelt
-from workers.token_files import MODEL_FILE, model_stops, read_object, read_tokens, vocabulary_of
-from workers.tokenizer import TOKENIZER_FILE, check_vocabulary, load_tokenizer
+from rose.workers.environments.chat_template import TurnFormatError as TurnFormatError
+from rose.workers.environments.misspelling import misspelt
+from rose.workers.token_files import MODEL_FILE, model_stops, read_object, read_tokens, vocabulary_of
+from rose.workers.tokenizer import TOKENIZER_FILE, check_vocabulary, load_tokenizer
 
 FORMAT_FILE, GENERATION_FILE = "turn_format.json", "generation_config.json"
 """Files of a model folder."""

@@ -15,30 +15,30 @@ from dataclasses import dataclass
 
 import structlog
 
-from schemas.arrays import count
-from schemas.progress import SettleRequest
-from schemas.samples import Ending, SampleOutcome
-from schemas.turns import TurnResult
-from topics import tracing
-from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, OUTCOMES, PROMPTS, SETTLES
-from topics.health import HEALTH
-from topics.log_reader import read_to_end
-from topics.metrics import register
-from topics.reader import Reader
-from topics.records import EndOfPartition, Envelope, InvalidMessage, Item, Place
-from topics.settings import BusSettings
-from workers.environments import metrics
-from workers.environments.home import DecisionKind, Home, ResetResult
-from workers.environments.jobs import EnvironmentFailure, Job, JobResult, ResetRefused, StepJob
-from workers.environments.log_cleaner import LogCleaner
-from workers.environments.membership import Membership, RecoveryAbandoned
-from workers.environments.outbox import Outbox, PendingTransition
-from workers.environments.prompt_admission import PendingReset, refusal_reason, reset_jobs
-from workers.environments.recovery import outcomes_from, recover_homes
-from workers.environments.recovery_policy import RECOVERABLE, RecoveryPolicy
-from workers.environments.runner_pool import RunnerPool
-from workers.environments.trajectory import ResultVerdict, Trajectory, TrajectoryRules, result_error
-from workers.environments.transitions import (
+from rose.schemas.arrays import count
+from rose.schemas.progress import SettleRequest
+from rose.schemas.samples import Ending, SampleOutcome
+from rose.schemas.turns import TurnResult
+from rose.topics import tracing
+from rose.topics.catalog import COMPLETED, ENVIRONMENT_GROUP, OUTCOMES, PROMPTS, SETTLES
+from rose.topics.health import HEALTH
+from rose.topics.log_reader import read_to_end
+from rose.topics.metrics import register
+from rose.topics.reader import Reader
+from rose.topics.records import EndOfPartition, Envelope, InvalidMessage, Item, Place
+from rose.topics.settings import BusSettings
+from rose.workers.environments import metrics
+from rose.workers.environments.home import DecisionKind, Home, ResetResult
+from rose.workers.environments.jobs import EnvironmentFailure, Job, JobResult, ResetRefused, StepJob
+from rose.workers.environments.log_cleaner import LogCleaner
+from rose.workers.environments.membership import Membership, RecoveryAbandoned
+from rose.workers.environments.outbox import Outbox, PendingTransition
+from rose.workers.environments.prompt_admission import PendingReset, refusal_reason, reset_jobs
+from rose.workers.environments.recovery import outcomes_from, recover_homes
+from rose.workers.environments.recovery_policy import RECOVERABLE, RecoveryPolicy
+from rose.workers.environments.runner_pool import RunnerPool
+from rose.workers.environments.trajectory import ResultVerdict, Trajectory, TrajectoryRules, result_error
+from rose.workers.environments.transitions import (
     OutgoingRecords,
     advance,
     fail_at_opening,

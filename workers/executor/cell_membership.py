@@ -19,14 +19,14 @@ Example, told of cell 1 in cell 0
 
 import secrets
 
-from schemas.errors import UsageError
-from schemas.heartbeats import MOVING_REASON
-from schemas.partitioning import inbox_slot
-from topics.catalog import DISPATCHED, HEARTBEATS, partitions_of_cell
-from topics.reader import Reader
-from topics.records import Place
-from topics.writer import Writer
-from workers.executor.config import ExecutorConfig
+from rose.schemas.errors import UsageError
+from rose.schemas.heartbeats import MOVING_REASON
+from rose.schemas.partitioning import inbox_slot
+from rose.topics.catalog import DISPATCHED, HEARTBEATS, partitions_of_cell
+from rose.topics.reader import Reader
+from rose.topics.records import Place
+from rose.topics.writer import Writer
+from rose.workers.executor.config import ExecutorConfig
 
 INCARNATION_RANDOM_BITS = 16
 """Random bits of an incarnation, below the offset: a broker that lost its newest records may give an offset twice."""

@@ -5,12 +5,12 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from schemas.errors import UsageError
-from schemas.heartbeats import MAX_HELD_TURNS
-from schemas.turns import FENCING_KEY
+from rose.schemas.errors import UsageError
+from rose.schemas.heartbeats import MAX_HELD_TURNS
+from rose.schemas.turns import FENCING_KEY
 
 NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-"""As `schemas.limits.Id`."""
+"""As `rose.schemas.limits.Id`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,16 +19,16 @@ from threading import Event, Thread
 import msgspec
 import structlog
 
-from schemas.arrays import count
-from schemas.contexts import ContextMissing, assemble_context, matches_context
-from schemas.errors import RoseError
-from schemas.turns import TurnDispatch, TurnKey, TurnRequest
-from topics.catalog import REQUESTED
-from topics.fetch import RecordFetch
-from topics.reader import Reader
-from topics.records import Place
-from topics.settings import BusSettings
-from workers.executor import metrics
+from rose.schemas.arrays import count
+from rose.schemas.contexts import ContextMissing, assemble_context, matches_context
+from rose.schemas.errors import RoseError
+from rose.schemas.turns import TurnDispatch, TurnKey, TurnRequest
+from rose.topics.catalog import REQUESTED
+from rose.topics.fetch import RecordFetch
+from rose.topics.reader import Reader
+from rose.topics.records import Place
+from rose.topics.settings import BusSettings
+from rose.workers.executor import metrics
 
 MAX_CACHE_BYTES = 256 * 1024 * 1024
 """Of contexts kept: some 2,000 of 32,768 tokens."""

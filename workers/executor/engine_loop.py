@@ -15,9 +15,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
-from schemas.errors import RecordError
-from workers.executor.ipc.messages import (
+from rose.schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
+from rose.schemas.errors import RecordError
+from rose.workers.executor.ipc.messages import (
     COMMAND_DECODER,
     NO_LIMIT,
     AbortTurn,
@@ -40,10 +40,10 @@ from workers.executor.ipc.messages import (
     WorkKind,
     aborted_before_start,
 )
-from workers.executor.ipc.shared_memory import ChannelFds, RingBuffer, StagedTensors
-from workers.executor.step_cost import StepCost
-from workers.executor.vllm.engine import Engine
-from workers.executor.vllm.types import EngineRefusal, FinishedTurn, SwapRefused
+from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer, StagedTensors
+from rose.workers.executor.step_cost import StepCost
+from rose.workers.executor.vllm.engine import Engine
+from rose.workers.executor.vllm.types import EngineRefusal, FinishedTurn, SwapRefused
 
 INITIAL_PIECE_COST = {"base_seconds": 0.002, "token_seconds": 1e-6}
 """A guess for a piece of preparing a version, of which none was seen."""

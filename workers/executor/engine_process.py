@@ -14,14 +14,14 @@ import traceback
 from types import TracebackType
 from typing import NoReturn, Self
 
-from schemas.errors import RoseError, UsageError
-from topics.processes import die_with_parent, set_process_name
-from workers.executor.config import ExecutorConfig
-from workers.executor.ipc.engine_client import EngineClient
-from workers.executor.ipc.messages import EngineFailed, MessageSender
-from workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
-from workers.executor.vllm.folder import check_folder
-from workers.model_config import check_context_length
+from rose.schemas.errors import RoseError, UsageError
+from rose.topics.processes import die_with_parent, set_process_name
+from rose.workers.executor.config import ExecutorConfig
+from rose.workers.executor.ipc.engine_client import EngineClient
+from rose.workers.executor.ipc.messages import EngineFailed, MessageSender
+from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
+from rose.workers.executor.vllm.folder import check_folder
+from rose.workers.model_config import check_context_length
 
 
 class EngineProcess:
@@ -74,11 +74,11 @@ def _child_main(config: ExecutorConfig, channel: ChannelFds) -> NoReturn:
 
 def run_engine(config: ExecutorConfig, channel: ChannelFds) -> None:
     """Make the engine, and tick it for ever. Raises EngineStartError or EngineBroken."""
-    import workers.executor.vllm.process_env  # noqa: F401
-    from workers.executor.engine_loop import EngineLoop
-    from workers.executor.step_cost import INITIAL_COST, StepCost
-    from workers.executor.vllm.engine import Engine
-    from workers.executor.vllm.types import EngineConfig
+    import rose.workers.executor.vllm.process_env  # noqa: F401
+    from rose.workers.executor.engine_loop import EngineLoop
+    from rose.workers.executor.step_cost import INITIAL_COST, StepCost
+    from rose.workers.executor.vllm.engine import Engine
+    from rose.workers.executor.vllm.types import EngineConfig
 
     engine = Engine(
         EngineConfig(

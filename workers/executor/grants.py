@@ -13,14 +13,14 @@ from threading import Event
 
 import structlog
 
-from schemas.grants import CapacityGrant, GrantSource, parse_grant_key
-from schemas.heartbeats import DRAINED_REASON
-from topics.catalog import GRANTS
-from topics.health import HEALTH, START_SECONDS
-from topics.records import Envelope
-from topics.settings import BusSettings
-from topics.table_follower import TableFollower
-from workers.executor.ipc.messages import NO_LIMIT, EngineStatus, Resume, Suspend
+from rose.schemas.grants import CapacityGrant, GrantSource, parse_grant_key
+from rose.schemas.heartbeats import DRAINED_REASON
+from rose.topics.catalog import GRANTS
+from rose.topics.health import HEALTH, START_SECONDS
+from rose.topics.records import Envelope
+from rose.topics.settings import BusSettings
+from rose.topics.table_follower import TableFollower
+from rose.workers.executor.ipc.messages import NO_LIMIT, EngineStatus, Resume, Suspend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,10 @@ Keeps true: heartbeats of one start are numbered without a gap, and list every t
 
 from collections.abc import Collection
 
-from schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, Tenant
-from workers.executor.inbox import Inbox, packed_hashes
-from workers.executor.ipc.messages import EngineStatus
-from workers.executor.results import MAX_REASON_CHARACTERS, ExecutorIncarnation
+from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, Tenant
+from rose.workers.executor.inbox import Inbox, packed_hashes
+from rose.workers.executor.ipc.messages import EngineStatus
+from rose.workers.executor.results import MAX_REASON_CHARACTERS, ExecutorIncarnation
 
 TTL_SECONDS = 2.0
 """How long a heartbeat is good for: after that, silence means no slack."""

@@ -28,8 +28,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
-from schemas.heartbeats import MAX_HELD_TURNS
-from schemas.turns import Refusal, TurnDispatch, TurnKey, held_hash
+from rose.schemas.heartbeats import MAX_HELD_TURNS
+from rose.schemas.turns import Refusal, TurnDispatch, TurnKey, held_hash
 
 
 class InboxAction(Enum):

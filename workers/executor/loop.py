@@ -29,25 +29,25 @@ from threading import Event
 import msgspec
 import structlog
 
-from schemas.contexts import ContextMissing
-from schemas.errors import UsageError
-from schemas.heartbeats import MAX_HELD_TURNS, ExecutorState, WorkerClass
-from schemas.turns import FENCING_KEY, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
-from topics.catalog import COMPLETED, HEARTBEATS
-from topics.health import HEALTH
-from topics.reader import Reader
-from topics.records import Envelope, InvalidMessage
-from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.executor import metrics
-from workers.executor.cell_membership import CellMembership
-from workers.executor.config import ExecutorConfig
-from workers.executor.contexts import ContextStore
-from workers.executor.grants import IntakeGate
-from workers.executor.heartbeats import Heartbeats, health_summary
-from workers.executor.inbox import Inbox, InboxAction
-from workers.executor.ipc.engine_client import EngineClient
-from workers.executor.ipc.messages import (
+from rose.schemas.contexts import ContextMissing
+from rose.schemas.errors import UsageError
+from rose.schemas.heartbeats import MAX_HELD_TURNS, ExecutorState, WorkerClass
+from rose.schemas.turns import FENCING_KEY, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
+from rose.topics.catalog import COMPLETED, HEARTBEATS
+from rose.topics.health import HEALTH
+from rose.topics.reader import Reader
+from rose.topics.records import Envelope, InvalidMessage
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from rose.workers.executor import metrics
+from rose.workers.executor.cell_membership import CellMembership
+from rose.workers.executor.config import ExecutorConfig
+from rose.workers.executor.contexts import ContextStore
+from rose.workers.executor.grants import IntakeGate
+from rose.workers.executor.heartbeats import Heartbeats, health_summary
+from rose.workers.executor.inbox import Inbox, InboxAction
+from rose.workers.executor.ipc.engine_client import EngineClient
+from rose.workers.executor.ipc.messages import (
     ABORTED,
     AbortTurn,
     EngineStatus,
@@ -59,7 +59,7 @@ from workers.executor.ipc.messages import (
     WeightsRejected,
     WeightsStaged,
 )
-from workers.executor.results import (
+from rose.workers.executor.results import (
     ExecutorIncarnation,
     dispatch_error,
     finished_result,
@@ -67,9 +67,9 @@ from workers.executor.results import (
     remaining_sampling,
     resumed_context,
 )
-from workers.executor.version_swap import VersionSwap
-from workers.executor.vllm.types import EngineBroken
-from workers.weights.receive import WeightReceiver
+from rose.workers.executor.version_swap import VersionSwap
+from rose.workers.executor.vllm.types import EngineBroken
+from rose.workers.weights.receive import WeightReceiver
 
 INBOX_BATCH = 256
 """Dispatches taken from the inbox at once."""

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from threading import Event
 
-from schemas.heartbeats import WorkerClass
-from topics.health import HEALTH, START_SECONDS
-from topics.settings import BusSettings
-from workers.executor.config import ExecutorConfig
-from workers.executor.grants import Lease
-from workers.executor.ipc.engine_client import EngineClient
-from workers.weights.config import WeightsConfig
+from rose.schemas.heartbeats import WorkerClass
+from rose.topics.health import HEALTH, START_SECONDS
+from rose.topics.settings import BusSettings
+from rose.workers.executor.config import ExecutorConfig
+from rose.workers.executor.grants import Lease
+from rose.workers.executor.ipc.engine_client import EngineClient
+from rose.workers.weights.config import WeightsConfig
 
 
 def run_executor(
@@ -29,11 +29,11 @@ def run_executor(
     `shapes`: of the tensors of its model. Raises RoseError: a setting that no engine can be made from, an engine that
     broke or is gone, a broken key file or store, an unreachable broker, a missing topic, another of the same name.
     """
-    from workers.executor.grants import GrantFollower, IntakeGate
-    from workers.executor.loop import Executor
-    from workers.weights.chunk_stores import open_store
-    from workers.weights.receive import WeightReceiver
-    from workers.weights.trust import make_trust
+    from rose.workers.executor.grants import GrantFollower, IntakeGate
+    from rose.workers.executor.loop import Executor
+    from rose.workers.weights.chunk_stores import open_store
+    from rose.workers.weights.receive import WeightReceiver
+    from rose.workers.weights.trust import make_trust
 
     name, weights = config.worker, weights or WeightsConfig()
     trust = make_trust(settings, config.model_id, weights)

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from schemas.arrays import count
-from schemas.turns import TurnOutcome
-from topics.metrics import register, unregister
-from workers.executor.ipc.messages import EngineStatus, LendingStats, ServingStats, TurnFinished
+from rose.schemas.arrays import count
+from rose.schemas.turns import TurnOutcome
+from rose.topics.metrics import register, unregister
+from rose.workers.executor.ipc.messages import EngineStatus, LendingStats, ServingStats, TurnFinished
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 

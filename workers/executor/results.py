@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from schemas.arrays import count
-from schemas.heartbeats import WorkerClass
-from schemas.limits import MAX_SPANS
-from schemas.prompts import Sampling
-from schemas.turns import (
+from rose.schemas.arrays import count
+from rose.schemas.heartbeats import WorkerClass
+from rose.schemas.limits import MAX_SPANS
+from rose.schemas.prompts import Sampling
+from rose.schemas.turns import (
     MAX_WORKER_CLASSES,
     Part,
     Refusal,
@@ -22,7 +22,7 @@ from schemas.turns import (
     TurnTimes,
     VersionSpan,
 )
-from workers.executor.ipc.messages import TurnFinished
+from rose.workers.executor.ipc.messages import TurnFinished
 
 
 def resumed_context(dispatch: TurnDispatch, context: bytes) -> bytes:

@@ -10,9 +10,9 @@ Keeps true
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 
-from workers.executor.ipc.engine_client import EngineClient
-from workers.executor.ipc.messages import ActivateWeights, StageWeights, WeightsRejected
-from workers.weights.receive import StagedVersion, WeightReceiver
+from rose.workers.executor.ipc.engine_client import EngineClient
+from rose.workers.executor.ipc.messages import ActivateWeights, StageWeights, WeightsRejected
+from rose.workers.weights.receive import StagedVersion, WeightReceiver
 
 
 class SwapPhase(Enum):

@@ -9,7 +9,7 @@ Keeps true
   prefill  `S_prf = (arrival + ttft) - now - T_prf` of each request without a first token, with all that is computed
            before it, and of the prompts that may arrive meanwhile: none is predicted late for the guest's step
   decode   `S_dec = (last token + tpot) - now - T_dec` of each request that decodes, with those prompts in its next step
-  occupancy  what serving's own steps have earned for guests: see `workers.lender.admission`
+  occupancy  what serving's own steps have earned for guests: see `rose.workers.lender.admission`
   What serving's next step takes longer because the guest computed is the guest's own time in all three.
 - What is left over is not chopped up: less than `MIN_USEFUL_SHARE` of what the guest wants waits for more, and less
   than all of it where what it wants cannot be done in part.
@@ -35,10 +35,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from schemas.errors import UsageError
-from schemas.limits import YEAR_SECONDS
-from workers.executor.ipc.messages import NextWork, WorkKind
-from workers.executor.step_cost import INITIAL_COST, StepCost
+from rose.schemas.errors import UsageError
+from rose.schemas.limits import YEAR_SECONDS
+from rose.workers.executor.ipc.messages import NextWork, WorkKind
+from rose.workers.executor.step_cost import INITIAL_COST, StepCost
 
 AFTER_GUEST_RATE = 0.1
 """Share by which `after_guest_seconds` follows what a step took above its prediction: about the last ten count."""

@@ -7,9 +7,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from schemas.errors import UsageError
-from schemas.limits import YEAR_SECONDS, check_bounds
-from workers.lender.admission import Promise
+from rose.schemas.errors import UsageError
+from rose.schemas.limits import YEAR_SECONDS, check_bounds
+from rose.workers.lender.admission import Promise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +72,8 @@ class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     heartbeat_seconds: Annotated[float, Meta(ge=0.01, le=0.2)] = 0.1
     """Time between two reports of how the guest stands, at most 0.2."""
     pulse: str = ""
-    """Path of the page that is shared with the watchdog (`workers.lender.watchdog_page`); empty: nobody watches for a
-    hang.
+    """Path of the page that is shared with the watchdog (`rose.workers.lender.watchdog_page`); empty: nobody watches
+    for a hang.
     """
     observe: bool = False
     """Whether there is no guest, and what could be lent is measured."""

@@ -35,7 +35,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from schemas.errors import UsageError
+from rose.schemas.errors import UsageError
 
 HIGH_WATERMARK = 0.5
 """Share of the headroom that serving may eat before the guest is cut."""

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from enum import Enum
 
-from workers.executor.ipc.messages import (
+from rose.workers.executor.ipc.messages import (
     COMMAND_DECODER,
     EngineStatus,
     MessageSender,
@@ -28,8 +28,8 @@ from workers.executor.ipc.messages import (
     Suspend,
     aborted_before_start,
 )
-from workers.executor.ipc.shared_memory import RingBuffer
-from workers.lender.backoff import Backoff
+from rose.workers.executor.ipc.shared_memory import RingBuffer
+from rose.workers.lender.backoff import Backoff
 
 NOT_RESUMED = "it was not told to lend"
 

@@ -9,12 +9,12 @@ import structlog
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from topics.health import HEALTH
-from topics.metrics import register, unregister
-from workers.executor.ipc.engine_client import EngineClient
-from workers.executor.ipc.messages import ObservationReport
-from workers.executor.metrics import SERVING_REQUESTS
-from workers.lender.idle_time import STRETCH_BOUNDS
+from rose.topics.health import HEALTH
+from rose.topics.metrics import register, unregister
+from rose.workers.executor.ipc.engine_client import EngineClient
+from rose.workers.executor.ipc.messages import ObservationReport
+from rose.workers.executor.metrics import SERVING_REQUESTS
+from rose.workers.lender.idle_time import STRETCH_BOUNDS
 
 LOG_SECONDS = 60.0
 """Between two lines of the log."""

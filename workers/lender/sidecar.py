@@ -22,27 +22,27 @@ from typing import NoReturn
 import msgspec
 import structlog
 
-from schemas.errors import RoseError, UsageError
-from schemas.heartbeats import WorkerClass
-from topics.acl import EXECUTOR, connect_as
-from topics.health import HEALTH
-from topics.processes import die_with_parent, set_process_name, signal_safe_setter
-from topics.settings import BusSettings
-from workers.executor.config import ExecutorConfig
-from workers.executor.grants import Lease
-from workers.executor.ipc.engine_client import EngineClient
-from workers.executor.main import run_executor
-from workers.executor.vllm.folder import check_folder
-from workers.lender.config import LendConfig, LenderConfig
-from workers.lender.observe import observe
-from workers.lender.shared_folder import make_folder
-from workers.lender.sidecar_link import Connection, connect
-from workers.lender.vllm import SETTING
-from workers.lender.watchdog import Watchdog
-from workers.lender.watchdog_page import StatusPage
-from workers.model_config import check_context_length
-from workers.weights.config import WeightsConfig
-from workers.weights.trust import run_id
+from rose.schemas.errors import RoseError, UsageError
+from rose.schemas.heartbeats import WorkerClass
+from rose.topics.acl import EXECUTOR, connect_as
+from rose.topics.health import HEALTH
+from rose.topics.processes import die_with_parent, set_process_name, signal_safe_setter
+from rose.topics.settings import BusSettings
+from rose.workers.executor.config import ExecutorConfig
+from rose.workers.executor.grants import Lease
+from rose.workers.executor.ipc.engine_client import EngineClient
+from rose.workers.executor.main import run_executor
+from rose.workers.executor.vllm.folder import check_folder
+from rose.workers.lender.config import LendConfig, LenderConfig
+from rose.workers.lender.observe import observe
+from rose.workers.lender.shared_folder import make_folder
+from rose.workers.lender.sidecar_link import Connection, connect
+from rose.workers.lender.vllm import SETTING
+from rose.workers.lender.watchdog import Watchdog
+from rose.workers.lender.watchdog_page import StatusPage
+from rose.workers.model_config import check_context_length
+from rose.workers.weights.config import WeightsConfig
+from rose.workers.weights.trust import run_id
 
 CONNECT_RETRY_SECONDS = 0.5
 """Between two tries to reach a server, which takes seconds to come up."""
@@ -79,7 +79,7 @@ def lend(plan: LendingPlan, serving: Path, flags: Sequence[str]) -> NoReturn:
     file, page = folder / "lend.json", StatusPage.create(folder / "pulse")
     file.write_bytes(msgspec.json.encode(_lend_config(plan, folder)))
     _fork(lambda: _run_watchdog(plan, shapes, folder, page))
-    command = [sys.executable, "-m", "workers.lender.vllm_server", "--model", str(serving), *flags]
+    command = [sys.executable, "-m", "rose.workers.lender.vllm_server", "--model", str(serving), *flags]
     os.execve(sys.executable, command, {**os.environ, SETTING: str(file)})
 
 

@@ -17,9 +17,9 @@ from threading import Thread
 
 import msgspec
 
-from schemas.errors import UsageError
-from workers.executor.ipc.messages import EngineLost, MessageSender
-from workers.executor.ipc.shared_memory import DESCRIPTOR_COUNT, ChannelFds, RingBuffer, SharedMemoryInvalid
+from rose.schemas.errors import UsageError
+from rose.workers.executor.ipc.messages import EngineLost, MessageSender
+from rose.workers.executor.ipc.shared_memory import DESCRIPTOR_COUNT, ChannelFds, RingBuffer, SharedMemoryInvalid
 
 PROTOCOL = 2
 """Of the words and lines of this release."""

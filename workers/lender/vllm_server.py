@@ -16,10 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from schemas.errors import UsageError
-from workers.lender.config import read_config
-from workers.lender.vllm import SETTING
-from workers.lender.watchdog_page import StatusPage
+from rose.schemas.errors import UsageError
+from rose.workers.lender.config import read_config
+from rose.workers.lender.vllm import SETTING
+from rose.workers.lender.watchdog_page import StatusPage
 
 VLLM = "vllm.entrypoints.openai.api_server"
 

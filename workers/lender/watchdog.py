@@ -26,9 +26,9 @@ from threading import Event
 
 import structlog
 
-from workers.lender.backoff import Backoff
-from workers.lender.process_id import ProcessId, open_pidfd, process_state
-from workers.lender.watchdog_page import STACK_SIGNAL, StatusPage
+from rose.workers.lender.backoff import Backoff
+from rose.workers.lender.process_id import ProcessId, open_pidfd, process_state
+from rose.workers.lender.watchdog_page import STACK_SIGNAL, StatusPage
 
 MAX_GAP_SECONDS = 1.0
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from schemas.errors import UsageError
-from workers.lender.process_id import ProcessId, current_process_id
+from rose.schemas.errors import UsageError
+from rose.workers.lender.process_id import ProcessId, current_process_id
 
 PAGE_BYTES = 4096
 

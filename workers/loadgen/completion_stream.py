@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from schemas.errors import describe_error
+from rose.schemas.errors import describe_error
 
 PREFIX, DONE = b"data: ", b"[DONE]"
 JSON = {"Content-Type": "application/json"}

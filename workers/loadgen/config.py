@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from schemas.limits import MAX_COUNT, check_bounds
-from workers.loadgen.traces import SQUARE
+from rose.schemas.limits import MAX_COUNT, check_bounds
+from rose.workers.loadgen.traces import SQUARE
 
 LEAST_PACE, MOST_PACE = 1e-6, 1e6
 

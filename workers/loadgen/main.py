@@ -18,13 +18,13 @@ import aiohttp
 import msgspec
 import structlog
 
-from schemas.errors import UsageError
-from schemas.user_requests import UserRequest
-from workers.loadgen.completion_stream import StreamedCompletion, completion_body, http_session, stream_completion
-from workers.loadgen.config import LoadgenConfig
-from workers.loadgen.request_log import RequestLog
-from workers.loadgen.trace_requests import Request, TraceScaling, TraceWindow, scale_requests
-from workers.loadgen.traces import Arrival, read_trace
+from rose.schemas.errors import UsageError
+from rose.schemas.user_requests import UserRequest
+from rose.workers.loadgen.completion_stream import StreamedCompletion, completion_body, http_session, stream_completion
+from rose.workers.loadgen.config import LoadgenConfig
+from rose.workers.loadgen.request_log import RequestLog
+from rose.workers.loadgen.trace_requests import Request, TraceScaling, TraceWindow, scale_requests
+from rose.workers.loadgen.traces import Arrival, read_trace
 
 REQUEST_SECONDS = 60.0
 """After which a request has failed."""

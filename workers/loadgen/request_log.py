@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from schemas.user_requests import UserRequest
+from rose.schemas.user_requests import UserRequest
 
 REQUEST_LOG = "serving.jsonl"
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from workers.loadgen.traces import BLOCK_TOKENS, Arrival
+from rose.workers.loadgen.traces import BLOCK_TOKENS, Arrival
 
 FIRST_WORD = 3
 """The least token id in a prompt: those below are special."""

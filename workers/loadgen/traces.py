@@ -22,7 +22,7 @@ from typing import Annotated
 
 import msgspec
 
-from schemas.errors import UsageError
+from rose.schemas.errors import UsageError
 
 BLOCK_TOKENS = 512
 """Of the trace, in each of Mooncake's blocks."""

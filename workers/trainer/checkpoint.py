@@ -21,9 +21,9 @@ import structlog
 import torch
 from torch import Tensor
 
-from schemas.errors import RoseError, UsageError
-from workers.weights.folder_names import FolderTensors
-from workers.weights.model_folder import INDEX
+from rose.schemas.errors import RoseError, UsageError
+from rose.workers.weights.folder_names import FolderTensors
+from rose.workers.weights.model_folder import INDEX
 
 WEIGHT_PATTERNS = (
     *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf"),

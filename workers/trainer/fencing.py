@@ -17,14 +17,14 @@ from uuid import uuid4
 import structlog
 from confluent_kafka import KafkaError
 
-from schemas.errors import UsageError
-from topics.catalog import OUTCOMES, TRAINER_PREFIX
-from topics.errors import BusError
-from topics.held_offsets import committed_offsets
-from topics.reader import Reader
-from topics.records import Envelope, InvalidMessage, Place
-from topics.settings import BusSettings
-from topics.writer import Writer
+from rose.schemas.errors import UsageError
+from rose.topics.catalog import OUTCOMES, TRAINER_PREFIX
+from rose.topics.errors import BusError
+from rose.topics.held_offsets import committed_offsets
+from rose.topics.reader import Reader
+from rose.topics.records import Envelope, InvalidMessage, Place
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 
 OUTCOMES_PLACE: Place = (OUTCOMES, 0)
 """Outcomes lie in one partition. Each transaction commits an offset of it, so marks are looked for there."""

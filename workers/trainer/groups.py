@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 
-from schemas.samples import Sample
+from rose.schemas.samples import Sample
 
 REMEMBERED_GROUPS = 65_536
 """Settled groups whose late duplicates are still recognised; older ones are forgotten, so that memory is bounded. None

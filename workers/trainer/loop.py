@@ -29,22 +29,22 @@ from time import perf_counter
 import structlog
 import torch
 
-from schemas.errors import RoseError, UsageError
-from schemas.limits import MAX_CONTEXT_TOKENS
-from schemas.samples import SampleOutcome
-from schemas.weights import WeightManifest
-from schemas.wire import decode, encode
-from topics.errors import BusError
-from topics.health import HEALTH
-from topics.settings import TRANSACTION_MILLISECONDS, BusSettings
-from workers.model_config import max_context_tokens
-from workers.trainer import metrics
-from workers.trainer.checkpoint import CheckpointRefused, Checkpoints, Identity, Progress, export_policy
-from workers.trainer.config import TrainerConfig
-from workers.trainer.groups import CompleteGroup
-from workers.trainer.loss import LossBounds
-from workers.trainer.policy import load_policy
-from workers.trainer.selection import (
+from rose.schemas.errors import RoseError, UsageError
+from rose.schemas.limits import MAX_CONTEXT_TOKENS
+from rose.schemas.samples import SampleOutcome
+from rose.schemas.weights import WeightManifest
+from rose.schemas.wire import decode, encode
+from rose.topics.errors import BusError
+from rose.topics.health import HEALTH
+from rose.topics.settings import TRANSACTION_MILLISECONDS, BusSettings
+from rose.workers.model_config import max_context_tokens
+from rose.workers.trainer import metrics
+from rose.workers.trainer.checkpoint import CheckpointRefused, Checkpoints, Identity, Progress, export_policy
+from rose.workers.trainer.config import TrainerConfig
+from rose.workers.trainer.groups import CompleteGroup
+from rose.workers.trainer.loss import LossBounds
+from rose.workers.trainer.policy import load_policy
+from rose.workers.trainer.selection import (
     SelectedGroup,
     SelectionRules,
     mark_failed,
@@ -53,7 +53,7 @@ from workers.trainer.selection import (
     select_samples,
     still_relevant,
 )
-from workers.trainer.step import (
+from rose.workers.trainer.step import (
     StepMetrics,
     StepSettings,
     TrainingSample,
@@ -62,12 +62,12 @@ from workers.trainer.step import (
     make_optimizer,
     train_step,
 )
-from workers.trainer.step_log import StepLine, StepLog, decode_line, encode_line
-from workers.trainer.stream import SampleStream, Settlement
-from workers.weights.config import WeightsConfig
-from workers.weights.folder_names import FolderTensors
-from workers.weights.publish import make_publisher
-from workers.weights.snapshot import NotFinite, Snapshot
+from rose.workers.trainer.step_log import StepLine, StepLog, decode_line, encode_line
+from rose.workers.trainer.stream import SampleStream, Settlement
+from rose.workers.weights.config import WeightsConfig
+from rose.workers.weights.folder_names import FolderTensors
+from rose.workers.weights.publish import make_publisher
+from rose.workers.weights.snapshot import NotFinite, Snapshot
 
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 """No sample's fault: with less at once it would have gone."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.trainer.selection import rewards_differ
+from rose.workers.trainer.selection import rewards_differ
 
 DEVIATION_EPSILON = 1e-4
 """Added to a group's standard deviation, so that a hair's breadth between rewards is no lesson of full weight."""

@@ -3,9 +3,9 @@
 from contextlib import suppress
 from threading import Event
 
-from topics.settings import BusSettings
-from workers.trainer.config import TrainerConfig
-from workers.weights.config import WeightsConfig
+from rose.topics.settings import BusSettings
+from rose.workers.trainer.config import TrainerConfig
+from rose.workers.weights.config import WeightsConfig
 
 
 def run_trainer(
@@ -21,8 +21,8 @@ def run_trainer(
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from workers.trainer.loop import Trainer
-    from workers.trainer.stream import StreamStopped
+    from rose.workers.trainer.loop import Trainer
+    from rose.workers.trainer.stream import StreamStopped
 
     disable_progress_bar()
     torch.set_num_threads(config.threads)

@@ -2,9 +2,9 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from schemas.samples import Outcome
-from workers.trainer.groups import SampleStatus
-from workers.trainer.step_log import StepLine
+from rose.schemas.samples import Outcome
+from rose.workers.trainer.groups import SampleStatus
+from rose.workers.trainer.step_log import StepLine
 
 SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 

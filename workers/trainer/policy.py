@@ -19,10 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schemas.errors import UsageError
-from workers.engine_layers import replace_unlike_layers
-from workers.model_config import CONFIG, SHORT_AND_LONG, ConfigRefused, check_agreement, match_engine_numerics
-from workers.weights.model_folder import INDEX, FolderError, folder_tensors, held_tensors, read_config, weight_files
+from rose.schemas.errors import UsageError
+from rose.workers.engine_layers import replace_unlike_layers
+from rose.workers.model_config import CONFIG, SHORT_AND_LONG, ConfigRefused, check_agreement, match_engine_numerics
+from rose.workers.weights.model_folder import (
+    INDEX,
+    FolderError,
+    folder_tensors,
+    held_tensors,
+    read_config,
+    weight_files,
+)
 
 REASON_CHARACTERS = 300
 """How much of a library's message is told on; some of them run to pages."""

@@ -19,11 +19,11 @@ from math import isclose
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import logprob_error, unpack_logprobs, unpack_tokens
-from schemas.errors import RecordError, message_of
-from schemas.prompts import untrainable_reason
-from schemas.samples import TRUNCATED, Outcome, Sample, SampleOutcome
-from workers.trainer.groups import CompleteGroup
+from rose.schemas.arrays import logprob_error, unpack_logprobs, unpack_tokens
+from rose.schemas.errors import RecordError, message_of
+from rose.schemas.prompts import untrainable_reason
+from rose.schemas.samples import TRUNCATED, Outcome, Sample, SampleOutcome
+from rose.workers.trainer.groups import CompleteGroup
 
 LEAST_TO_COMPARE = 2
 """A reward says something only beside another one of its group."""
@@ -50,7 +50,7 @@ class SelectionRules:
     context_tokens: int
     """Longest sample that the model takes."""
     leave_out_truncated: bool = False
-    """Whether samples that were cut off (`schemas.samples.TRUNCATED`) are not learned from."""
+    """Whether samples that were cut off (`rose.schemas.samples.TRUNCATED`) are not learned from."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from schemas.arrays import unpack_logprobs, unpack_tokens
-from schemas.samples import Sample
-from topics.health import HEALTH
-from workers.trainer.loss import LossBounds, beyond_clip, group_advantages, grpo_loss
-from workers.trainer.policy import microbatches, pad_rows, produces_nonfinite, token_logprobs
+from rose.schemas.arrays import unpack_logprobs, unpack_tokens
+from rose.schemas.samples import Sample
+from rose.topics.health import HEALTH
+from rose.workers.trainer.loss import LossBounds, beyond_clip, group_advantages, grpo_loss
+from rose.workers.trainer.policy import microbatches, pad_rows, produces_nonfinite, token_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from schemas.samples import Outcome
-from workers.trainer.selection import SelectedGroup, staleness
+from rose.schemas.samples import Outcome
+from rose.workers.trainer.selection import SelectedGroup, staleness
 
 if TYPE_CHECKING:  # computes with torch, which the report of a run can do without
-    from workers.trainer.step import StepMetrics
+    from rose.workers.trainer.step import StepMetrics
 
 STEP_LOG = "metrics.jsonl"
 
@@ -62,7 +62,7 @@ class StepLine(msgspec.Struct, kw_only=True):
     group_ids: tuple[str, ...] = ()
     """Of `groups`: settled with this step."""
     endings: dict[str, int] = {}
-    """Trajectories by how they ended (`schemas.samples.Ending`)."""
+    """Trajectories by how they ended (`rose.schemas.samples.Ending`)."""
 
     @classmethod
     def of(

@@ -33,29 +33,29 @@ from typing import TYPE_CHECKING, Self
 
 import structlog
 
-from schemas.errors import RoseError, UsageError
-from schemas.progress import Group, GroupState
-from schemas.samples import Sample, SampleOutcome
-from topics.catalog import GROUPS, OUTCOMES, SAMPLES, TRAINER_PREFIX
-from topics.dead_letters import dead_lettered_places
-from topics.errors import BusError
-from topics.health import HEALTH
-from topics.log_reader import await_transactions, read_to_end
-from topics.metrics import register
-from topics.reader import Reader
-from topics.records import EndOfPartition, Envelope, InvalidMessage, Item, Place
-from topics.retention import delete_before, lowest_committed
-from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.trainer import metrics
-from workers.trainer.fencing import OUTCOMES_PLACE, FencedCommitter
-from workers.trainer.groups import CompleteGroup, GroupAssembly, ResumePoint, SampleStatus
+from rose.schemas.errors import RoseError, UsageError
+from rose.schemas.progress import Group, GroupState
+from rose.schemas.samples import Sample, SampleOutcome
+from rose.topics.catalog import GROUPS, OUTCOMES, SAMPLES, TRAINER_PREFIX
+from rose.topics.dead_letters import dead_lettered_places
+from rose.topics.errors import BusError
+from rose.topics.health import HEALTH
+from rose.topics.log_reader import await_transactions, read_to_end
+from rose.topics.metrics import register
+from rose.topics.reader import Reader
+from rose.topics.records import EndOfPartition, Envelope, InvalidMessage, Item, Place
+from rose.topics.retention import delete_before, lowest_committed
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from rose.workers.trainer import metrics
+from rose.workers.trainer.fencing import OUTCOMES_PLACE, FencedCommitter
+from rose.workers.trainer.groups import CompleteGroup, GroupAssembly, ResumePoint, SampleStatus
 
 if TYPE_CHECKING:  # both compute with torch, which who only reads samples can do without
     from torch import Tensor
 
-    from workers.weights.manifests import SignedManifest
-    from workers.weights.publish import WeightPublisher
+    from rose.workers.weights.manifests import SignedManifest
+    from rose.workers.weights.publish import WeightPublisher
 
 BATCH = 256
 """Records taken from librdkafka at once."""

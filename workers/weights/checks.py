@@ -9,10 +9,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 
-from schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightChunk, WeightManifest
-from workers.weights.config import HOLDS
-from workers.weights.digests import digest_of, whole_digest
-from workers.weights.layout import DTYPE_BYTES, matrix
+from rose.schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightChunk, WeightManifest
+from rose.workers.weights.config import HOLDS
+from rose.workers.weights.digests import digest_of, whole_digest
+from rose.workers.weights.layout import DTYPE_BYTES, matrix
 
 
 class Refusal(Enum):

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 import fsspec
 
-from schemas.errors import RoseError, UsageError
-from schemas.limits import MAX_RECORD_BYTES, RECORD_OVERHEAD_BYTES
-from schemas.weights import MAX_CHUNK_PARTITIONS, ChunkRef, FirstChunk, WeightChunk
-from topics.catalog import CHUNKS
-from topics.writer import Writer
-from workers.weights.config import WeightsConfig
-from workers.weights.digests import digest_of
+from rose.schemas.errors import RoseError, UsageError
+from rose.schemas.limits import MAX_RECORD_BYTES, RECORD_OVERHEAD_BYTES
+from rose.schemas.weights import MAX_CHUNK_PARTITIONS, ChunkRef, FirstChunk, WeightChunk
+from rose.topics.catalog import CHUNKS
+from rose.topics.writer import Writer
+from rose.workers.weights.config import WeightsConfig
+from rose.workers.weights.digests import digest_of
 
 
 class StoreError(RoseError):

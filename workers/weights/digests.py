@@ -2,8 +2,8 @@
 
 from blake3 import blake3
 
-from schemas.weights import WeightManifest
-from workers.weights.layout import Box, box_of
+from rose.schemas.weights import WeightManifest
+from rose.workers.weights.layout import Box, box_of
 
 DIGEST_BYTES = 16
 

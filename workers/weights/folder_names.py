@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.weights.model_folder import FolderError, folder_tensors, held_tensors
+from rose.workers.weights.model_folder import FolderError, folder_tensors, held_tensors
 
 COMPUTED = (r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", r"\bmasked_bias$")
 """Names of what old versions of transformers wrote and nobody reads: it follows from the configuration."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
-from schemas.errors import UsageError
-from schemas.weights import SliceRef
+from rose.schemas.errors import UsageError
+from rose.schemas.weights import SliceRef
 
 VOCABULARY_PADDING = 64
 """vLLM fills the vocabulary up to a multiple of this before it splits it."""

@@ -21,8 +21,8 @@ Example
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from schemas.weights import Order, WeightManifest
-from workers.weights.checks import BASE_REFUSALS, Refusal, VersionRefused
+from rose.schemas.weights import Order, WeightManifest
+from rose.workers.weights.checks import BASE_REFUSALS, Refusal, VersionRefused
 
 
 @dataclass(frozen=True, slots=True)

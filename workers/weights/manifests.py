@@ -13,8 +13,8 @@ from itertools import chain
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from schemas.limits import MAX_RECORD_BYTES
-from schemas.weights import (
+from rose.schemas.limits import MAX_RECORD_BYTES
+from rose.schemas.weights import (
     MAX_INDEX_CHUNKS,
     MAX_SLICES,
     MAX_TENSORS,
@@ -27,17 +27,17 @@ from schemas.weights import (
     WeightIndex,
     WeightManifest,
 )
-from schemas.wire import encode
-from topics.catalog import MANIFESTS
-from topics.log_reader import read_to_end
-from topics.queries import noop
-from topics.records import Envelope
-from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.weights.checks import Refusal, VersionRefused, check_chunk
-from workers.weights.chunk_stores import CHUNK_BYTES, ChunkSink, lowest_offsets, put_payload
-from workers.weights.layout import LayoutError
-from workers.weights.trust import Trust
+from rose.schemas.wire import encode
+from rose.topics.catalog import MANIFESTS
+from rose.topics.log_reader import read_to_end
+from rose.topics.queries import noop
+from rose.topics.records import Envelope
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from rose.workers.weights.checks import Refusal, VersionRefused, check_chunk
+from rose.workers.weights.chunk_stores import CHUNK_BYTES, ChunkSink, lowest_offsets, put_payload
+from rose.workers.weights.layout import LayoutError
+from rose.workers.weights.trust import Trust
 
 INLINE_BYTES = MAX_RECORD_BYTES // 2
 """Of a record that has its tensors and slices itself, at most, beside `first`."""

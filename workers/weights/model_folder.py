@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from schemas.errors import UsageError
+from rose.schemas.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor

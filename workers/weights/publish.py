@@ -34,19 +34,19 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from torch import Tensor
 
-from schemas.weights import ChunkRef, SliceRef, WeightManifest
-from topics.catalog import CHUNKS
-from topics.log_reader import await_transactions
-from topics.metrics import register
-from topics.queries import noop
-from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.weights import codec
-from workers.weights.chunk_stores import AnchorStore, ChunkSink, LogChunkSink, StoredChunk, open_store, put_payload
-from workers.weights.config import DEFAULT_RUN, WeightsConfig
-from workers.weights.digests import NO_BASE, whole_digest
-from workers.weights.layout import Box, LayoutError, slices_of
-from workers.weights.manifests import (
+from rose.schemas.weights import ChunkRef, SliceRef, WeightManifest
+from rose.topics.catalog import CHUNKS
+from rose.topics.log_reader import await_transactions
+from rose.topics.metrics import register
+from rose.topics.queries import noop
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from rose.workers.weights import codec
+from rose.workers.weights.chunk_stores import AnchorStore, ChunkSink, LogChunkSink, StoredChunk, open_store, put_payload
+from rose.workers.weights.config import DEFAULT_RUN, WeightsConfig
+from rose.workers.weights.digests import NO_BASE, whole_digest
+from rose.workers.weights.layout import Box, LayoutError, slices_of
+from rose.workers.weights.manifests import (
     MANIFEST_PARTITION,
     SignedManifest,
     check_layout,
@@ -54,11 +54,11 @@ from workers.weights.manifests import (
     sign_manifest,
     write_index,
 )
-from workers.weights.retention import delete_released
-from workers.weights.snapshot import Snapshot, snapshot_of
-from workers.weights.tensors import TORCH_DTYPES
-from workers.weights.trust import Trust, load_signing_key, require_signing_key, run_id
-from workers.weights.version_numbers import VersionNumbers
+from rose.workers.weights.retention import delete_released
+from rose.workers.weights.snapshot import Snapshot, snapshot_of
+from rose.workers.weights.tensors import TORCH_DTYPES
+from rose.workers.weights.trust import Trust, load_signing_key, require_signing_key, run_id
+from rose.workers.weights.version_numbers import VersionNumbers
 
 LOOK_SECONDS = 1.0
 """Between two looks whether a version is on the log: one that is large, over a link that is slow, takes minutes."""

@@ -1,11 +1,11 @@
 """Receiving policy versions: followed, fetched, decoded and verified on a thread of its own while the engine runs.
 
 Keeps true
-- Nothing is learned from a manifest that is not believed (`workers.weights.trust`), and nothing is allocated before one
-  was checked against the model's own shapes.
+- Nothing is learned from a manifest that is not believed (`rose.workers.weights.trust`), and nothing is allocated
+  before one was checked against the model's own shapes.
 - What is staged is whole and verified: every slice that is wanted, its base, its chunks and its result by digest.
 - Of several new versions only the newest is staged: what lies between is applied to host memory alone. Versions never
-  go back, whatever is on the log; which one is tried next is `workers.weights.lineage`'s to say.
+  go back, whatever is on the log; which one is tried next is `rose.workers.weights.lineage`'s to say.
 - Nothing is ever raised into the engine: a refused version is counted and logged, and the old one serves on.
 """
 
@@ -22,22 +22,22 @@ from confluent_kafka import OFFSET_BEGINNING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from torch import Tensor
 
-from schemas.errors import RoseError, describe_error
-from schemas.weights import ChunkRef, WeightChunk, WeightManifest
-from topics.catalog import CHUNKS
-from topics.fetch import RecordFetch
-from topics.metrics import register, unregister
-from topics.reader import Reader
-from topics.records import EndOfPartition, Envelope
-from topics.settings import BusSettings
-from workers.weights import codec
-from workers.weights.assembly import Assembled, Assembly, ReceiverStopped
-from workers.weights.checks import Refusal, VersionRefused, check_manifest
-from workers.weights.chunk_stores import AnchorStore
-from workers.weights.layout import Box
-from workers.weights.lineage import Lineage, Path, Placed
-from workers.weights.manifests import MANIFEST_PARTITION, read_index
-from workers.weights.trust import Trust, UntrustedReason, require_signing_key
+from rose.schemas.errors import RoseError, describe_error
+from rose.schemas.weights import ChunkRef, WeightChunk, WeightManifest
+from rose.topics.catalog import CHUNKS
+from rose.topics.fetch import RecordFetch
+from rose.topics.metrics import register, unregister
+from rose.topics.reader import Reader
+from rose.topics.records import EndOfPartition, Envelope
+from rose.topics.settings import BusSettings
+from rose.workers.weights import codec
+from rose.workers.weights.assembly import Assembled, Assembly, ReceiverStopped
+from rose.workers.weights.checks import Refusal, VersionRefused, check_manifest
+from rose.workers.weights.chunk_stores import AnchorStore
+from rose.workers.weights.layout import Box
+from rose.workers.weights.lineage import Lineage, Path, Placed
+from rose.workers.weights.manifests import MANIFEST_PARTITION, read_index
+from rose.workers.weights.trust import Trust, UntrustedReason, require_signing_key
 
 MAX_GAP = 8
 """A gap of more chunks than this is jumped over: so much the bus client has fetched ahead already."""

@@ -19,17 +19,17 @@ from dataclasses import dataclass
 import structlog
 from confluent_kafka import KafkaException
 
-from schemas.errors import RoseError
-from schemas.weights import FirstChunk, WeightManifest
-from topics.catalog import CHUNKS, RETENTION_SECONDS
-from topics.records import Envelope
-from topics.retention import delete_before
-from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.weights.chunk_stores import AnchorStore, lowest_offsets
-from workers.weights.lineage import Placed
-from workers.weights.manifests import MANIFEST_PARTITION, read_manifests, run_keys
-from workers.weights.trust import Trust
+from rose.schemas.errors import RoseError
+from rose.schemas.weights import FirstChunk, WeightManifest
+from rose.topics.catalog import CHUNKS, RETENTION_SECONDS
+from rose.topics.records import Envelope
+from rose.topics.retention import delete_before
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from rose.workers.weights.chunk_stores import AnchorStore, lowest_offsets
+from rose.workers.weights.lineage import Placed
+from rose.workers.weights.manifests import MANIFEST_PARTITION, read_manifests, run_keys
+from rose.workers.weights.trust import Trust
 
 ANCHORS_KEPT = 2
 """Of each run: the newest, and the one before it."""

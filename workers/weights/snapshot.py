@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from schemas.weights import TensorSpec
-from workers.weights.digests import WholeDigest, digest_of
-from workers.weights.layout import DTYPE_BYTES, Box, LayoutError, matrix, slices_of
-from workers.weights.tensors import Matrix, bits_of, finite, read_box, spec_of, to_wire_dtype
+from rose.schemas.weights import TensorSpec
+from rose.workers.weights.digests import WholeDigest, digest_of
+from rose.workers.weights.layout import DTYPE_BYTES, Box, LayoutError, matrix, slices_of
+from rose.workers.weights.tensors import Matrix, bits_of, finite, read_box, spec_of, to_wire_dtype
 
 
 def owned_part(tensor: Tensor) -> tuple[Box, Tensor] | None:

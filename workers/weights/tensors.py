@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from schemas.weights import TensorSpec
-from workers.weights.layout import DTYPE_BYTES, Box, LayoutError, matrix
+from rose.schemas.weights import TensorSpec
+from rose.workers.weights.layout import DTYPE_BYTES, Box, LayoutError, matrix
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WORDS = {2: torch.uint16, 4: torch.uint32}

@@ -24,12 +24,12 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_public_key,
 )
 
-from schemas.errors import UsageError
-from schemas.limits import Id
-from schemas.weights import SIGNATURE_HEADER, WeightManifest
-from topics.records import Envelope, RawMessage
-from topics.settings import BusSettings
-from workers.weights.config import WeightsConfig
+from rose.schemas.errors import UsageError
+from rose.schemas.limits import Id
+from rose.schemas.weights import SIGNATURE_HEADER, WeightManifest
+from rose.topics.records import Envelope, RawMessage
+from rose.topics.settings import BusSettings
+from rose.workers.weights.config import WeightsConfig
 
 _ADVICE = "`rose keys FILE` writes a private key to FILE and its public one to FILE.pub"
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from schemas.errors import RoseError
-from schemas.weights import WeightManifest
+from rose.schemas.errors import RoseError
+from rose.schemas.weights import WeightManifest
 
 MAX_VERSION = 2**52
 """Half of what a number may be: who begins above the highest below this never comes to the end."""

@@ -1,6 +1,6 @@
 """The page of the bus and the ledger: records, transactions, and what became of all that was opened."""
 
-from pipeline.observability.panels import RATE, Dashboard, Panel, each_mean, mean_and_worst, quantiles, rate_by
+from rose.pipeline.observability.panels import RATE, Dashboard, Panel, each_mean, mean_and_worst, quantiles, rate_by
 
 BUS = Dashboard(
     "bus",

@@ -1,6 +1,6 @@
 """The page of rollouts: turns from being asked for to their result, executors, environments."""
 
-from pipeline.observability.panels import RATE, Dashboard, Panel, each_mean, mean_and_worst, quantiles, rate_by
+from rose.pipeline.observability.panels import RATE, Dashboard, Panel, each_mean, mean_and_worst, quantiles, rate_by
 
 ROLLOUT = Dashboard(
     "rollout",

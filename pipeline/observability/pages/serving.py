@@ -1,6 +1,6 @@
 """The page of serving: what its users wait for, and what guests take from it."""
 
-from pipeline.observability.panels import (
+from rose.pipeline.observability.panels import (
     CONTROL,
     LENDER,
     RATE,

@@ -1,6 +1,6 @@
 """The page of training and weights: a step's time, what it learns, and how versions travel."""
 
-from pipeline.observability.panels import RATE, Dashboard, Panel, each_mean, mean_and_worst, quantiles
+from rose.pipeline.observability.panels import RATE, Dashboard, Panel, each_mean, mean_and_worst, quantiles
 
 WEIGHTS = Dashboard(
     "weights",

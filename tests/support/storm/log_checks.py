@@ -15,12 +15,12 @@ from typing import Any, TypeAlias
 import msgpack
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
 
-from pipeline.accounting.audit import audit_log
+from rose.pipeline.accounting.audit import audit_log
+from rose.topics.catalog import COMPLETED, DISPATCHED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES
+from rose.topics.dead_letter_headers import OFFSET, PARTITION, TOPIC
+from rose.topics.settings import BusSettings
 from tests.support.storm.lines import Sort
 from tests.support.storm.plan import Plan, Role
-from topics.catalog import COMPLETED, DISPATCHED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES
-from topics.dead_letter_headers import OFFSET, PARTITION, TOPIC
-from topics.settings import BusSettings
 
 WAIT_SECONDS = 60.0
 """Without a record or an end for so long, the log cannot be read."""

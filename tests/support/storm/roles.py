@@ -19,13 +19,13 @@ from typing import TextIO
 
 import psutil
 
-from pipeline.local.fork_server import ForkedProcess, ForkServer
+from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
+from rose.topics.apache_kafka import Cluster
+from rose.topics.local_broker.process import Broker, free_ports
 from tests.support.installed_versions import InstalledVersions
 from tests.support.lender_server_fixtures import MODEL, server_flags
 from tests.support.storm.plan import Act, Deed, Part, Role, Worker, cell_of
 from tests.support.storm.stalls import Change, Happening
-from topics.apache_kafka import Cluster
-from topics.local_broker.process import Broker, free_ports
 
 LOOK_SECONDS = 0.1
 """Between two looks for roles that are leaving: their ends are in no queue."""

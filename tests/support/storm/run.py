@@ -17,6 +17,12 @@ from pathlib import Path
 from confluent_kafka import KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
+from rose.topics.admin import create_topics
+from rose.topics.apache_kafka import Cluster
+from rose.topics.catalog import OUTCOMES, PROMPTS, REQUESTED, SAMPLES, Partitions
+from rose.topics.local_broker.process import QUIET, Broker
+from rose.topics.queries import offset_in
+from rose.topics.settings import BusSettings
 from tests.support.brokers import flags
 from tests.support.lender_server_fixtures import SERVING
 from tests.support.storm.lines import Line, Sort
@@ -24,12 +30,6 @@ from tests.support.storm.log_checks import Log, breaches, read_all, read_log
 from tests.support.storm.plan import SLOTS, Act, Deed, Plan, Role, Worker
 from tests.support.storm.roles import Roles
 from tests.support.storm.stalls import Interval, Stall, excuses, stalls
-from topics.admin import create_topics
-from topics.apache_kafka import Cluster
-from topics.catalog import OUTCOMES, PROMPTS, REQUESTED, SAMPLES, Partitions
-from topics.local_broker.process import QUIET, Broker
-from topics.queries import offset_in
-from topics.settings import BusSettings
 
 MOST_STALL_SECONDS = 20.0
 """No longer may nothing move while it could."""

@@ -11,7 +11,7 @@ from threading import Event
 
 from torch import Tensor
 
-from workers.executor.ipc.messages import (
+from rose.workers.executor.ipc.messages import (
     REPORT_DECODER,
     Command,
     EngineFailed,
@@ -22,8 +22,8 @@ from workers.executor.ipc.messages import (
     StageWeights,
     WeightsActivated,
 )
-from workers.executor.ipc.shared_memory import ChannelFds, RingBuffer, write_tensors
-from workers.executor.vllm.types import EngineBroken, EngineStartError
+from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer, write_tensors
+from rose.workers.executor.vllm.types import EngineBroken, EngineStartError
 
 READY_POLL_SECONDS = 0.05
 """Between two looks for the first report of an engine, which takes seconds to start."""

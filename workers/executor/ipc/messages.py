@@ -9,9 +9,9 @@ from enum import Enum
 
 import msgspec
 
-from schemas.prompts import Sampling
-from schemas.turns import VersionSpan
-from workers.executor.ipc.shared_memory import RingBuffer, RingBufferFull, TensorLayout
+from rose.schemas.prompts import Sampling
+from rose.schemas.turns import VersionSpan
+from rose.workers.executor.ipc.shared_memory import RingBuffer, RingBufferFull, TensorLayout
 
 
 class WorkKind(Enum):
@@ -227,7 +227,7 @@ class ObservationReport(Message, frozen=True):
     idle_seconds: float
     """Of those, without a request."""
     stretches: tuple[int, ...]
-    """Idle stretches that have ended, counted as in `workers.lender.idle_time`."""
+    """Idle stretches that have ended, counted as in `rose.workers.lender.idle_time`."""
     stretch_seconds: float
     """All of those together."""
     running: int

@@ -18,9 +18,9 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.sample.sampler import Sampler
 
-from workers.executor.vllm.cpu_runner import patch_cpu_runner
-from workers.executor.vllm.seeded_sampling import draw_by_position
-from workers.executor.vllm.weights import PolicyWeights
+from rose.workers.executor.vllm.cpu_runner import patch_cpu_runner
+from rose.workers.executor.vllm.seeded_sampling import draw_by_position
+from rose.workers.executor.vllm.weights import PolicyWeights
 
 
 class BackendWeights(Protocol):

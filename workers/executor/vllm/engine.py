@@ -28,13 +28,13 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
-from schemas.prompts import Sampling
-from schemas.turns import VersionSpan
-from workers.executor.vllm.backend import InProcessBackend, ModelBackend
-from workers.executor.vllm.cpu_runner import zero_new_blocks
-from workers.executor.vllm.folder import read_folder
-from workers.executor.vllm.start import start_core
-from workers.executor.vllm.types import (
+from rose.schemas.prompts import Sampling
+from rose.schemas.turns import VersionSpan
+from rose.workers.executor.vllm.backend import InProcessBackend, ModelBackend
+from rose.workers.executor.vllm.cpu_runner import zero_new_blocks
+from rose.workers.executor.vllm.folder import read_folder
+from rose.workers.executor.vllm.start import start_core
+from rose.workers.executor.vllm.types import (
     EngineBroken,
     EngineConfig,
     EngineLoad,
@@ -47,7 +47,7 @@ from workers.executor.vllm.types import (
     SwapRefused,
     first_line,
 )
-from workers.model_config import check_context_length
+from rose.workers.model_config import check_context_length
 
 __all__ = [
     "Engine",

@@ -6,10 +6,10 @@ Keeps true: what vLLM would answer with a traceback (no config, a truncated file
 from collections.abc import Mapping
 from pathlib import Path
 
-from workers.executor.vllm.types import ModelFolderError
-from workers.model_config import check_agreement
-from workers.tokenizer import TOKENIZER_FILE, TokenizerError, check_vocabulary, load_tokenizer
-from workers.weights.model_folder import FolderError, folder_shapes, read_config
+from rose.workers.executor.vllm.types import ModelFolderError
+from rose.workers.model_config import check_agreement
+from rose.workers.tokenizer import TOKENIZER_FILE, TokenizerError, check_vocabulary, load_tokenizer
+from rose.workers.weights.model_folder import FolderError, folder_shapes, read_config
 
 VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 """Endings of the names of tensors that have one row per token id."""

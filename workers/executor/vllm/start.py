@@ -24,9 +24,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
-from workers.executor.vllm.backend import ModelBackend
-from workers.executor.vllm.types import EngineConfig, EngineStartError, first_line
-from workers.executor.vllm.weights import keep_unpacked_weights
+from rose.workers.executor.vllm.backend import ModelBackend
+from rose.workers.executor.vllm.types import EngineConfig, EngineStartError, first_line
+from rose.workers.executor.vllm.weights import keep_unpacked_weights
 
 DIVERGENT_ARCHITECTURES = frozenset({"Gemma3nForCausalLM", "Lfm2ForCausalLM"})
 """Architectures of which transformers and vLLM on a CPU are off by hundredths of a nat or more."""

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from schemas.errors import RoseError, UsageError
-from schemas.turns import VersionSpan
+from rose.schemas.errors import RoseError, UsageError
+from rose.schemas.turns import VersionSpan
 
 LINE_CHARACTERS = 300
 """Of a line that is not cut."""

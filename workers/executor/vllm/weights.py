@@ -33,9 +33,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
-from workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused, first_line
-from workers.weights.folder_names import COMPUTED, layer_of
-from workers.weights.model_folder import folder_tensors, held_tensors
+from rose.workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused, first_line
+from rose.workers.weights.folder_names import COMPUTED, layer_of
+from rose.workers.weights.model_folder import folder_tensors, held_tensors
 
 PACKED = "cpu_linear"
 """vLLM's function over a packed copy of a layer's weight."""

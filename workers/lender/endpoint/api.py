@@ -14,10 +14,10 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from schemas.prompts import Sampling
-from workers.executor.vllm.folder import check_folder
-from workers.executor.vllm.types import EngineBroken, EngineRefusal, EngineStartError, SwapRefused
-from workers.lender.endpoint.turn import (
+from rose.schemas.prompts import Sampling
+from rose.workers.executor.vllm.folder import check_folder
+from rose.workers.executor.vllm.types import EngineBroken, EngineRefusal, EngineStartError, SwapRefused
+from rose.workers.lender.endpoint.turn import (
     BUSY_STATUSES,
     Choice,
     CompletionChunk,
@@ -25,8 +25,8 @@ from workers.lender.endpoint.turn import (
     TurnLost,
     error_for_status,
 )
-from workers.lender.endpoint.weights_proof import ANSWER_TOKENS, TOLERANCES, ProbeAnswer
-from workers.model_config import max_context_tokens_of
+from rose.workers.lender.endpoint.weights_proof import ANSWER_TOKENS, TOLERANCES, ProbeAnswer
+from rose.workers.model_config import max_context_tokens_of
 
 VERSION = "0.32."
 """Of vLLM: what is asked of it is not promised to stay."""

@@ -17,7 +17,7 @@ Example (most 8): full and on time for three windows -> 2, 4, 8; late -> 4; late
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from workers.executor.step_cost import StepCost
+from rose.workers.executor.step_cost import StepCost
 
 MAX_LATE_SHARE = 0.05
 """Share of latencies over the budget from which on a window is late."""

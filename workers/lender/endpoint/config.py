@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from schemas.errors import UsageError
-from schemas.limits import YEAR_SECONDS, check_bounds, is_http_server
+from rose.schemas.errors import UsageError
+from rose.schemas.limits import YEAR_SECONDS, check_bounds, is_http_server
 
 MIN_PROMISE_SECONDS = 1e-6
 """Of a promise."""

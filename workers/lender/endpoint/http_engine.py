@@ -24,12 +24,12 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
-from schemas.arrays import logprob_error, pack_logprobs, pack_tokens, unpack_tokens
-from schemas.errors import RecordError
-from schemas.prompts import MIN_TEMPERATURE
-from schemas.turns import VersionSpan
-from workers.executor.config import ExecutorConfig
-from workers.executor.ipc.messages import (
+from rose.schemas.arrays import logprob_error, pack_logprobs, pack_tokens, unpack_tokens
+from rose.schemas.errors import RecordError
+from rose.schemas.prompts import MIN_TEMPERATURE
+from rose.schemas.turns import VersionSpan
+from rose.workers.executor.config import ExecutorConfig
+from rose.workers.executor.ipc.messages import (
     ABORTED,
     COMMAND_DECODER,
     AbortTurn,
@@ -45,13 +45,13 @@ from workers.executor.ipc.messages import (
     WeightsRejected,
     WeightsStaged,
 )
-from workers.executor.ipc.shared_memory import ChannelFds, RingBuffer, StagedTensors
-from workers.executor.vllm.types import EngineBroken, EngineRefusal, SwapRefused
-from workers.lender.endpoint.api import TPOT, TTFT, VllmEndpoint
-from workers.lender.endpoint.concurrency_limit import AimdLimit, LatencyWindow, TokenRates, exceeds_budget
-from workers.lender.endpoint.config import EndpointConfig
-from workers.lender.endpoint.turn import EndpointTurn, TurnLost
-from workers.lender.endpoint.versions import EndpointVersions
+from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer, StagedTensors
+from rose.workers.executor.vllm.types import EngineBroken, EngineRefusal, SwapRefused
+from rose.workers.lender.endpoint.api import TPOT, TTFT, VllmEndpoint
+from rose.workers.lender.endpoint.concurrency_limit import AimdLimit, LatencyWindow, TokenRates, exceeds_budget
+from rose.workers.lender.endpoint.config import EndpointConfig
+from rose.workers.lender.endpoint.turn import EndpointTurn, TurnLost
+from rose.workers.lender.endpoint.versions import EndpointVersions
 
 LATENCY_WINDOW_SECONDS = 1.0
 """Between two looks at the pace."""

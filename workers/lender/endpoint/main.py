@@ -20,23 +20,23 @@ from typing import Any
 
 import structlog
 
-from schemas.errors import RoseError, UsageError
-from schemas.heartbeats import WorkerClass
-from topics.health import HEALTH
-from topics.settings import BusSettings
-from workers.executor.config import ExecutorConfig
-from workers.executor.ipc.engine_client import EngineClient
-from workers.executor.ipc.messages import EngineFailed, MessageSender
-from workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
-from workers.executor.main import run_executor
-from workers.executor.vllm.folder import check_folder
-from workers.executor.vllm.types import EngineBroken
-from workers.lender.endpoint.api import VllmConfig, VllmEndpoint
-from workers.lender.endpoint.config import EndpointConfig
-from workers.lender.endpoint.http_engine import HttpEngine, KvAllowance
-from workers.lender.endpoint.versions import EndpointVersions, resume_paused
-from workers.lender.endpoint.weights_proof import ReferenceModel
-from workers.weights.config import WeightsConfig
+from rose.schemas.errors import RoseError, UsageError
+from rose.schemas.heartbeats import WorkerClass
+from rose.topics.health import HEALTH
+from rose.topics.settings import BusSettings
+from rose.workers.executor.config import ExecutorConfig
+from rose.workers.executor.ipc.engine_client import EngineClient
+from rose.workers.executor.ipc.messages import EngineFailed, MessageSender
+from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
+from rose.workers.executor.main import run_executor
+from rose.workers.executor.vllm.folder import check_folder
+from rose.workers.executor.vllm.types import EngineBroken
+from rose.workers.lender.endpoint.api import VllmConfig, VllmEndpoint
+from rose.workers.lender.endpoint.config import EndpointConfig
+from rose.workers.lender.endpoint.http_engine import HttpEngine, KvAllowance
+from rose.workers.lender.endpoint.versions import EndpointVersions, resume_paused
+from rose.workers.lender.endpoint.weights_proof import ReferenceModel
+from rose.workers.weights.config import WeightsConfig
 
 RETRY_SECONDS = 1.0
 """Between two looks for an endpoint that is away."""

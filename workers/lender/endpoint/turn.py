@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from schemas.errors import RoseError
-from schemas.prompts import Sampling
-from workers.executor.vllm.types import EngineBroken, EngineRefusal
+from rose.schemas.errors import RoseError
+from rose.schemas.prompts import Sampling
+from rose.workers.executor.vllm.types import EngineBroken, EngineRefusal
 
 FATAL_STATUSES = (401, 403, 404, 405)
 """Statuses that every turn would meet: this endpoint answers none."""

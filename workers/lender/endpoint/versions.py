@@ -21,9 +21,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from workers.executor.vllm.types import EngineBroken, SwapRefused
-from workers.lender.endpoint.api import HEAD, TOP_LOGPROBS, VISIBILITY_TENSOR, VllmConfig, VllmEndpoint
-from workers.lender.endpoint.weights_proof import TOLERANCES, ReferenceModel, probe_context, probe_error, proof_error
+from rose.workers.executor.vllm.types import EngineBroken, SwapRefused
+from rose.workers.lender.endpoint.api import HEAD, TOP_LOGPROBS, VISIBILITY_TENSOR, VllmConfig, VllmEndpoint
+from rose.workers.lender.endpoint.weights_proof import (
+    TOLERANCES,
+    ReferenceModel,
+    probe_context,
+    probe_error,
+    proof_error,
+)
 
 FILE = "model.safetensors"
 

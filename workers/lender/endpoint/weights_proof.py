@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from schemas.errors import UsageError
-from workers.model_config import match_engine_numerics
+from rose.schemas.errors import UsageError
+from rose.workers.model_config import match_engine_numerics
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25}
 """By what an endpoint computes in, the largest difference of two logprobs that counts as the same."""
@@ -104,7 +104,7 @@ class ReferenceModel:
         """What these weights, by Hugging Face name, give for what the endpoint told."""
         import torch
 
-        from workers.engine_layers import replace_unlike_layers
+        from rose.workers.engine_layers import replace_unlike_layers
 
         # As from a folder: names there need not be the model's own.
         model = self._kind.from_pretrained(None, config=self._config, state_dict=dict(tensors), dtype=torch.float32)

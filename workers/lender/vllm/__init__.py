@@ -6,13 +6,13 @@ Keeps true: without `ROSE_LEND` nothing is imported and nothing is changed, in a
 import os
 
 SETTING = "ROSE_LEND"
-"""The environment variable that names the configuration file (`workers.lender.config.LendConfig`)."""
+"""The environment variable that names the configuration file (`rose.workers.lender.config.LendConfig`)."""
 
 
 def register() -> None:
     """Called by vLLM in each of its processes: API server, engine core, workers."""
     configuration = os.environ.get(SETTING)
     if configuration:
-        from workers.lender.vllm.attach import register_lender
+        from rose.workers.lender.vllm.attach import register_lender
 
         register_lender(configuration)

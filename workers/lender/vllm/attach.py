@@ -22,9 +22,9 @@ from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
-from schemas.errors import UsageError
-from workers.lender.config import LendConfig, read_config
-from workers.lender.watchdog_page import StatusPage
+from rose.schemas.errors import UsageError
+from rose.workers.lender.config import LendConfig, read_config
+from rose.workers.lender.watchdog_page import StatusPage
 
 LOG = logging.getLogger("vllm.rose")
 
@@ -76,7 +76,7 @@ def _exit_if_orphaned() -> None:
 
 def _check(core: Any, config: LendConfig) -> None:
     """Raises UsageError where no guest may be. The look at vLLM's parts is last: it imports them."""
-    from workers.lender.vllm.compatibility import (
+    from rose.workers.lender.vllm.compatibility import (
         guest_refusal,
         is_one_of_several,
         missing_internals,
@@ -94,12 +94,12 @@ def _check(core: Any, config: LendConfig) -> None:
 def _attach(core: Any, config: LendConfig, page: StatusPage) -> None:
     """Raises UsageError."""
     if config.observe:
-        from workers.lender.vllm.observing import observe
+        from rose.workers.lender.vllm.observing import observe
 
         observe(core, config, LOG)
         LOG.info("rose: this server is observed, and lends nothing")
         return
-    from workers.lender.vllm.interleaving import interleave
+    from rose.workers.lender.vllm.interleaving import interleave
 
     interleave(core, config, page, LOG)
     LOG.info("rose: this server lends to who knocks at %s", config.socket)

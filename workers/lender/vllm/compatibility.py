@@ -7,7 +7,7 @@ Keeps true
   only observed is looked at in the parts that observing uses.
 
 The wrapped methods of the engine-core process, and the names that a guest has its own value of (`process_globals`);
-what the rollout engine itself uses of vLLM is in `workers.executor.vllm`, and its tests tell.
+what the rollout engine itself uses of vLLM is in `rose.workers.executor.vllm`, and its tests tell.
 """
 
 import hashlib

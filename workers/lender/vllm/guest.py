@@ -16,23 +16,23 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from logging import Logger
 
-from schemas.errors import describe_error
-from workers.executor.engine_loop import EngineLoop
-from workers.executor.ipc.messages import NO_LIMIT, EngineLost, NextWork, ServingStats, WorkKind
-from workers.executor.ipc.shared_memory import RingBuffer
-from workers.executor.step_cost import StepCost
-from workers.executor.vllm.engine import Engine
-from workers.lender.config import LendConfig
-from workers.lender.lifecycle import NOT_RESUMED, Action, GuestLifecycle, GuestState, SuspendedEngine
-from workers.lender.sidecar_link import CurrentSidecar, SidecarListener
-from workers.lender.vllm.guest_build import StepProfile, build_guest
-from workers.lender.vllm.kv_pool import KvPool
-from workers.lender.vllm.kv_sharing import KvSharing
-from workers.lender.vllm.process_globals import GlobalsSwap, globals_for_build
-from workers.lender.vllm.serving import ServingMemory
-from workers.lender.vllm.time_sliced import TimeSlicedCall
-from workers.lender.vllm.tp_driver import TpDriver
-from workers.lender.watchdog_page import StatusPage
+from rose.schemas.errors import describe_error
+from rose.workers.executor.engine_loop import EngineLoop
+from rose.workers.executor.ipc.messages import NO_LIMIT, EngineLost, NextWork, ServingStats, WorkKind
+from rose.workers.executor.ipc.shared_memory import RingBuffer
+from rose.workers.executor.step_cost import StepCost
+from rose.workers.executor.vllm.engine import Engine
+from rose.workers.lender.config import LendConfig
+from rose.workers.lender.lifecycle import NOT_RESUMED, Action, GuestLifecycle, GuestState, SuspendedEngine
+from rose.workers.lender.sidecar_link import CurrentSidecar, SidecarListener
+from rose.workers.lender.vllm.guest_build import StepProfile, build_guest
+from rose.workers.lender.vllm.kv_pool import KvPool
+from rose.workers.lender.vllm.kv_sharing import KvSharing
+from rose.workers.lender.vllm.process_globals import GlobalsSwap, globals_for_build
+from rose.workers.lender.vllm.serving import ServingMemory
+from rose.workers.lender.vllm.time_sliced import TimeSlicedCall
+from rose.workers.lender.vllm.tp_driver import TpDriver
+from rose.workers.lender.watchdog_page import StatusPage
 
 FREE_SECONDS = 0.5
 """How long a guest that is parked waits for serving to be idle before it gives its memory back all the same."""

@@ -6,15 +6,15 @@ Keeps true: a build that fails holds nothing, on no rank.
 from logging import Logger
 from pathlib import Path
 
-from schemas.prompts import Sampling
-from workers.executor.ipc.messages import NextWork, WorkKind
-from workers.executor.step_cost import StepCost
-from workers.executor.vllm.backend import InProcessBackend, ModelBackend
-from workers.executor.vllm.engine import Engine, EngineConfig
-from workers.lender.config import LendConfig
-from workers.lender.vllm.kv_pool import KvPool
-from workers.lender.vllm.kv_sharing import guest_pool
-from workers.lender.vllm.tp_driver import TpBackend, TpDriver
+from rose.schemas.prompts import Sampling
+from rose.workers.executor.ipc.messages import NextWork, WorkKind
+from rose.workers.executor.step_cost import StepCost
+from rose.workers.executor.vllm.backend import InProcessBackend, ModelBackend
+from rose.workers.executor.vllm.engine import Engine, EngineConfig
+from rose.workers.lender.config import LendConfig
+from rose.workers.lender.vllm.kv_pool import KvPool
+from rose.workers.lender.vllm.kv_sharing import guest_pool
+from rose.workers.lender.vllm.tp_driver import TpBackend, TpDriver
 
 SIZE_GROWTH = 4
 """Each size is so many times the one before."""

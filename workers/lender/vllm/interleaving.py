@@ -19,14 +19,14 @@ from typing import Any
 
 from vllm.v1.engine import EngineCoreRequestType
 
-from workers.executor.ipc.messages import NextWork, ServingStats, WorkKind
-from workers.lender.admission import Admission, AdmissionDecision, ServingState
-from workers.lender.config import LendConfig
-from workers.lender.sidecar_link import SidecarListener
-from workers.lender.vllm.guest import Guest
-from workers.lender.vllm.serving import ServingMemory, ServingView
-from workers.lender.vllm.tp_driver import TpDriver
-from workers.lender.watchdog_page import StatusPage
+from rose.workers.executor.ipc.messages import NextWork, ServingStats, WorkKind
+from rose.workers.lender.admission import Admission, AdmissionDecision, ServingState
+from rose.workers.lender.config import LendConfig
+from rose.workers.lender.sidecar_link import SidecarListener
+from rose.workers.lender.vllm.guest import Guest
+from rose.workers.lender.vllm.serving import ServingMemory, ServingView
+from rose.workers.lender.vllm.tp_driver import TpDriver
+from rose.workers.lender.watchdog_page import StatusPage
 
 
 class ServingFailed(BaseException):

@@ -7,18 +7,18 @@ Keeps true
 - The guest's requests hold no more than the budget. Those above it leave the engine whole, with what was sampled of
   them; so does one that could never fit in it.
 
-The decisions are those of `workers.lender.kv_budget`.
+The decisions are those of `rose.workers.lender.kv_budget`.
 """
 
 import time
 from collections.abc import Callable
 
-from workers.executor.ipc.messages import NO_LIMIT, LendingStats
-from workers.executor.vllm.engine import Engine
-from workers.lender.config import LendConfig
-from workers.lender.kv_budget import KvBudget, KvLimits, KvShares, KvUsage
-from workers.lender.vllm.kv_pool import CachePages, KvPool, blocks_are_contiguous
-from workers.lender.vllm.serving import ServingMemory
+from rose.workers.executor.ipc.messages import NO_LIMIT, LendingStats
+from rose.workers.executor.vllm.engine import Engine
+from rose.workers.lender.config import LendConfig
+from rose.workers.lender.kv_budget import KvBudget, KvLimits, KvShares, KvUsage
+from rose.workers.lender.vllm.kv_pool import CachePages, KvPool, blocks_are_contiguous
+from rose.workers.lender.vllm.serving import ServingMemory
 
 PIECE_BYTES = 2 << 20
 """Of growth in a tick of the guest, and of pages returned in a pass: a third of a millisecond each."""

@@ -10,11 +10,11 @@ from typing import Any
 
 from vllm.v1.engine import EngineCoreRequestType
 
-from workers.executor.ipc.messages import MessageSender, ObservationReport
-from workers.executor.ipc.shared_memory import RingBuffer
-from workers.lender.config import LendConfig
-from workers.lender.idle_time import IdleTime
-from workers.lender.sidecar_link import Connection, SidecarListener
+from rose.workers.executor.ipc.messages import MessageSender, ObservationReport
+from rose.workers.executor.ipc.shared_memory import RingBuffer
+from rose.workers.lender.config import LendConfig
+from rose.workers.lender.idle_time import IdleTime
+from rose.workers.lender.sidecar_link import Connection, SidecarListener
 
 REPORT_SECONDS = 1.0
 

@@ -24,14 +24,14 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
-from schemas.errors import RoseError
-from workers.executor.ipc.shared_memory import StagedTensors
-from workers.executor.vllm.backend import BackendWeights
-from workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused
-from workers.executor.vllm.weights import check_version
-from workers.lender.process_id import ProcessId
-from workers.lender.vllm.time_sliced import yield_slice
-from workers.lender.vllm.tp_worker import call_worker
+from rose.schemas.errors import RoseError
+from rose.workers.executor.ipc.shared_memory import StagedTensors
+from rose.workers.executor.vllm.backend import BackendWeights
+from rose.workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused
+from rose.workers.executor.vllm.weights import check_version
+from rose.workers.lender.process_id import ProcessId
+from rose.workers.lender.vllm.time_sliced import yield_slice
+from rose.workers.lender.vllm.tp_worker import call_worker
 
 
 class TpRankFailed(RoseError):

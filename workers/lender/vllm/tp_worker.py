@@ -26,16 +26,16 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from schemas.errors import describe_error
-from workers.executor.ipc.shared_memory import StagedTensors, TensorLayout
-from workers.executor.vllm.backend import patch_runner, release_runner
-from workers.executor.vllm.start import hide_llvmlite
-from workers.executor.vllm.weights import PolicyWeights, keep_unpacked_weights
-from workers.lender.process_id import ProcessId, current_process_id
-from workers.lender.vllm.kv_pool import return_all_pages
-from workers.lender.vllm.process_globals import GlobalsSwap, globals_for_build
-from workers.lender.vllm.time_sliced import TimeSlicedCall
-from workers.lender.watchdog_page import STACK_SIGNAL
+from rose.schemas.errors import describe_error
+from rose.workers.executor.ipc.shared_memory import StagedTensors, TensorLayout
+from rose.workers.executor.vllm.backend import patch_runner, release_runner
+from rose.workers.executor.vllm.start import hide_llvmlite
+from rose.workers.executor.vllm.weights import PolicyWeights, keep_unpacked_weights
+from rose.workers.lender.process_id import ProcessId, current_process_id
+from rose.workers.lender.vllm.kv_pool import return_all_pages
+from rose.workers.lender.vllm.process_globals import GlobalsSwap, globals_for_build
+from rose.workers.lender.vllm.time_sliced import TimeSlicedCall
+from rose.workers.lender.watchdog_page import STACK_SIGNAL
 
 GROUP = "rose_guest"
 """The guest's group. vLLM has groups called `tp` compute over shared memory, where one waits for a rank that has failed

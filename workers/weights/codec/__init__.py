@@ -6,8 +6,8 @@ Keeps true
   to `old` alone, and never changes it.
 
 A payload: `kind` (1 byte); a dense one is followed by the words, little-endian. A delta by `events` (uint32), the first
-exponent, the number of exponents less one, a hazard code for each of them (workers.weights.codec.hazard), and the range
-coder's bytes: events on the line in order, each with its step, then the heavy elements.
+exponent, the number of exponents less one, a hazard code for each of them (rose.workers.weights.codec.hazard), and the
+range coder's bytes: events on the line in order, each with its step, then the heavy elements.
 """
 
 import struct
@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.errors import RoseError
-from workers.weights.codec import kernels
-from workers.weights.codec.hazard import EXPONENTS, HEAVY_CODE, codes_of, table_of, valid
-from workers.weights.codec.range_coder import encoder, fresh_bits
+from rose.schemas.errors import RoseError
+from rose.workers.weights.codec import kernels
+from rose.workers.weights.codec.hazard import EXPONENTS, HEAVY_CODE, codes_of, table_of, valid
+from rose.workers.weights.codec.range_coder import encoder, fresh_bits
 
 Words = NDArray[Any]
 """Weights as their bits, flat: uint16 or uint32 [n]."""

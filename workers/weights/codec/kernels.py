@@ -11,8 +11,8 @@ Words are uint16 or uint32 [n]; `shift` and `mask` cut the exponent out of one; 
 import numpy as np
 from numba import njit
 
-from workers.weights.codec.hazard import CAP_BITS, HEAVY, LIGHT_MOST
-from workers.weights.codec.range_coder import (
+from rose.workers.weights.codec.hazard import CAP_BITS, HEAVY, LIGHT_MOST
+from rose.workers.weights.codec.range_coder import (
     decode_bit,
     decode_uniform,
     encode_bit,

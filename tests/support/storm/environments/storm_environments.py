@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 
-from workers.environments.protocol import JsonValue, Step
+from rose.workers.environments.protocol import JsonValue, Step
 
 BLOCKED_SECONDS = 3600.0
 """Longer than any storm."""
