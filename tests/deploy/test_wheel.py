@@ -9,7 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from tests.upgrade.sites import build
+
+from tests.support.installed_versions import build
 
 ROOT = Path(__file__).parents[2]
 
