@@ -30,7 +30,7 @@ from rose.workers.executor.ipc.messages import (
     WeightsActivated,
     WeightsStaged,
 )
-from rose.workers.executor.ipc.shared_memory import write_tensors
+from rose.workers.executor.ipc.weight_buffers import write_tensors
 from rose.workers.executor.vllm.engine import Engine
 from rose.workers.lender.vllm.guest_build import build_engine
 from tests.support.guest_runs import PROMPTS, TURNS, run_guest, run_standalone, same, traffic, wake_and_park

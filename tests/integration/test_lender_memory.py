@@ -24,7 +24,7 @@ from rose.workers.executor.ipc.messages import (
     WeightsActivated,
     WeightsStaged,
 )
-from rose.workers.executor.ipc.shared_memory import write_tensors
+from rose.workers.executor.ipc.weight_buffers import write_tensors
 from rose.workers.lender.admission import Promise
 from rose.workers.lender.config import MemoryConfig
 from tests.support.lender_server_fixtures import MODEL, VOCABULARY, Answer, PlayedSidecar, Server, lending_server

@@ -26,7 +26,7 @@ from rose.workers.executor.ipc.messages import (
     WeightsRejected,
     WeightsStaged,
 )
-from rose.workers.executor.ipc.shared_memory import write_tensors
+from rose.workers.executor.ipc.weight_buffers import write_tensors
 from rose.workers.executor.vllm.engine import Engine
 from rose.workers.lender.vllm.guest_build import build_engine
 from rose.workers.weights.layout import VOCABULARY_PADDING, ShardRank, shard_of

@@ -199,7 +199,7 @@ def test_a_home_that_cannot_be_read_holds_up_no_other(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("rose.workers.executor.contexts.Reader", Mock())
     monkeypatch.setattr("rose.workers.executor.contexts.RecordFetch", Log)
-    monkeypatch.setattr("rose.workers.executor.contexts.AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr("rose.workers.executor.contexts.RETRY_SECONDS", 0.01)
     contexts = ContextStore(BusSettings("nowhere"), "executor")
     answered: list[int] = []
 

@@ -188,17 +188,15 @@ def test_a_module_that_does_not_let_itself_be_imported_is_one_sentence(
         load_environment(f"{name}:Any")
 
 
-@pytest.mark.parametrize(
-    "code", ["from rose.topics import SUBJECTS", "import topics.cats", "import topics; topics.SUBJECTS"]
-)
-def test_a_module_that_is_called_like_a_package_of_rose_is_told_as_that(
+@pytest.mark.parametrize("code", ["from rose import SUBJECTS", "import rose.cats", "import rose; rose.SUBJECTS"])
+def test_a_module_that_is_called_like_the_package_of_rose_is_told_as_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
     name = f"debate_{abs(hash(code))}"
     (tmp_path / f"{name}.py").write_text(code)
-    (tmp_path / "topics.py").write_text("SUBJECTS = ['cats']\n")
+    (tmp_path / "rose.py").write_text("SUBJECTS = ['cats']\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UnknownEnvironment, match="topics is a package of ROSE's own"):
+    with pytest.raises(UnknownEnvironment, match="rose is a package of ROSE's own"):
         load_environment(f"{name}:Any")
 
 

@@ -32,7 +32,7 @@ class Bus:
         self.coming: list[tuple[int, Callable[[int, int], None]]] = []
         self.reads: dict[Place, int] = {}
 
-    def partitions(self, topic: Topic) -> int:
+    def partition_count(self, topic: Topic) -> int:
         return {DISPATCHED: 4, HEARTBEATS: 2}[topic]
 
     def watermarks(self, _: Place) -> tuple[int, int]:

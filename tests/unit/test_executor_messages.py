@@ -18,10 +18,11 @@ from rose.workers.executor.ipc.messages import (
     ServingStats,
     StageWeights,
     SubmitTurn,
+    TensorLayout,
     TurnFinished,
     WeightsActivated,
 )
-from rose.workers.executor.ipc.shared_memory import RingBuffer, TensorLayout, create_ring_memory
+from rose.workers.executor.ipc.shared_memory import RingBuffer, create_ring_memory
 
 
 def test_every_word_is_read_as_it_was_said() -> None:

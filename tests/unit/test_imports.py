@@ -121,6 +121,7 @@ def test_vllm_is_imported_in_two_packages() -> None:
     "module",
     [
         "rose.pipeline.cli.main",
+        "rose.pipeline.config.load",
         "rose.pipeline.routing.service",
         "rose.workers.trainer.groups",
         "rose.workers.trainer.stream",

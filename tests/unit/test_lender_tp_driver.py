@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rose.workers.executor.ipc.shared_memory import StagedTensors, write_tensors
+from rose.workers.executor.ipc.weight_buffers import StagedTensors, write_tensors
 from rose.workers.executor.vllm.types import EngineBroken, SwapRefused
 from rose.workers.lender.process_id import current_process_id
 from rose.workers.lender.vllm.time_sliced import TimeSlicedCall, yield_slice

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose.workers.lender import watchdog as watchdogs
-from rose.workers.lender import watchdog_page as pulses
+from rose.workers.lender import watchdog_page
 from rose.workers.lender.process_id import ProcessId, current_process_id, open_pidfd, process_id_of, process_state
 from rose.workers.lender.watchdog import MAX_GAP_SECONDS, HangDetector, Watchdog, is_halted, stop_file_exists
 from rose.workers.lender.watchdog_page import StatusPage
@@ -136,7 +136,7 @@ def test_a_file_stops_and_so_does_a_keeper_that_is_silent(tmp_path: Path, monkey
             until(lambda: bool(pulse.stop_reason) is present)  # noqa: B023
             assert time.monotonic() - began < STOP_SECONDS
     file.unlink()
-    monkeypatch.setattr(pulses, "KEEPER_SECONDS", 0.0)
+    monkeypatch.setattr(watchdog_page, "WATCHDOG_SILENT_SECONDS", 0.0)
     pulse.on_poll(stop=False)
     assert "silent" in pulse.stop_reason
     assert StatusPage(None).stop_reason == "", "where there never was a watchdog, none is missed"

@@ -106,7 +106,7 @@ def test_decisions_do_not_depend_on_the_hash_seed() -> None:
         "import hashlib; from bench.history import Fleet, Recorder; from rose.pipeline.routing.router import Router;"
         "from rose.schemas.wire import encode; recorder = Recorder(Fleet(20, 200, 0.5)); recorder.record(2.0);"
         "router = Router(); digest = hashlib.blake2b();"
-        "[digest.update(encode(each)) for now, event in recorder.history for each in router.on(event, now)];"
+        "[digest.update(encode(each)) for now, event in recorder.history for each in router.on_event(event, now)];"
         "print(router.counters.dispatched, digest.hexdigest())"
     )
     printed = [

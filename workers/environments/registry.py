@@ -18,8 +18,8 @@ BUILT_IN = {
 }
 """Name to `module:class`."""
 
-ROSE = ("pipeline", "schemas", "topics", "workers")
-"""ROSE's own packages: nothing else can be imported by these names."""
+ROSE = ("rose",)
+"""ROSE's own package: nothing else can be imported by this name."""
 
 METHODS = ("reset", "step", "snapshot", "restore", "close")
 

@@ -40,7 +40,8 @@ from rose.workers.executor.ipc.messages import (
     WorkKind,
     aborted_before_start,
 )
-from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer, StagedTensors
+from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
+from rose.workers.executor.ipc.weight_buffers import StagedTensors
 from rose.workers.executor.step_cost import StepCost
 from rose.workers.executor.vllm.engine import Engine
 from rose.workers.executor.vllm.types import EngineRefusal, FinishedTurn, SwapRefused

@@ -22,7 +22,8 @@ from rose.workers.executor.ipc.messages import (
     StageWeights,
     WeightsActivated,
 )
-from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer, write_tensors
+from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
+from rose.workers.executor.ipc.weight_buffers import write_tensors
 from rose.workers.executor.vllm.types import EngineBroken, EngineStartError
 
 READY_POLL_SECONDS = 0.05

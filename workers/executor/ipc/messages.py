@@ -11,7 +11,18 @@ import msgspec
 
 from rose.schemas.prompts import Sampling
 from rose.schemas.turns import VersionSpan
-from rose.workers.executor.ipc.shared_memory import RingBuffer, RingBufferFull, TensorLayout
+from rose.workers.executor.ipc.shared_memory import RingBuffer, RingBufferFull
+
+
+class TensorLayout(msgspec.Struct, frozen=True, array_like=True):
+    """Where a tensor lies."""
+
+    name: str
+    dtype: str
+    """As torch names it."""
+    shape: tuple[int, ...]
+    offset: int
+    """In bytes from the beginning of the buffer."""
 
 
 class WorkKind(Enum):

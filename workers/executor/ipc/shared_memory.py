@@ -1,21 +1,22 @@
-"""Policy versions in memory that an executor's two processes share: one serves, the next is laid beside it.
+"""The memory that an executor's two processes share: a ring buffer each way, the descriptors of all of it.
 
 Keeps true
-- Bytes go in as they are and come out as they went in; tensors are views over the shared memory, no copies of it.
-- A buffer is written only while nobody computes from it: the one whose version serves stays as it is.
+- Neither side waits for the other: a full ring buffer refuses a message whole, an empty one has none.
+- What is read is what was written, whole and in order, whatever either side is in the middle of when it is killed.
+- Nothing is left on the machine: the memory has no name, and goes with the last process that holds it.
+- Neither side can take memory from under the other, which would end it: the memory is sealed against shrinking.
+
+A message is visible once the writer's position has moved past it: data first, then position. That order holds on x86,
+where stores are seen in the order in which they were made; elsewhere writes and reads of an `os.eventfd` between the
+two order them as well.
 """
 
 import fcntl
-import math
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
-
-import msgspec
-import torch
-from torch import Tensor
 
 HEADER_BYTES = 128
 """Both positions, each on a cache line of its own."""
@@ -167,47 +168,3 @@ class ChannelFds:
     def close(self) -> None:
         for descriptor in self.descriptors:
             os.close(descriptor)
-
-
-ALIGNMENT = 64
-"""Bytes; a cache line."""
-
-
-class TensorLayout(msgspec.Struct, frozen=True, array_like=True):
-    """Where a tensor lies."""
-
-    name: str
-    dtype: str
-    """As torch names it."""
-    shape: tuple[int, ...]
-    offset: int
-    """In bytes from the beginning of the buffer."""
-
-
-def write_tensors(descriptor: int, tensors: Mapping[str, Tensor]) -> tuple[TensorLayout, ...]:
-    """Copy the tensors into the buffer with this descriptor; what lay there before is overwritten."""
-    layout, end = [], 0
-    for name, tensor in tensors.items():
-        layout.append(TensorLayout(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end))
-        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    if os.fstat(descriptor).st_size < end:
-        os.ftruncate(descriptor, end)
-    for name, target in StagedTensors(descriptor, layout):
-        target.copy_(tensors[name])
-    return tuple(layout)
-
-
-@dataclass(frozen=True, slots=True)
-class StagedTensors:
-    """A version that lies in the buffer with this descriptor."""
-
-    descriptor: int
-    layout: Sequence[TensorLayout]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors by name. They keep the buffer's memory mapped, and touch it only where they are read."""
-        memory = mmap.mmap(self.descriptor, 0)
-        for entry in self.layout:
-            dtype: torch.dtype = getattr(torch, entry.dtype)
-            count = math.prod(entry.shape)
-            yield entry.name, torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)

@@ -45,7 +45,8 @@ from rose.workers.executor.ipc.messages import (
     WeightsRejected,
     WeightsStaged,
 )
-from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer, StagedTensors
+from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
+from rose.workers.executor.ipc.weight_buffers import StagedTensors
 from rose.workers.executor.vllm.types import EngineBroken, EngineRefusal, SwapRefused
 from rose.workers.lender.endpoint.api import TPOT, TTFT, VllmEndpoint
 from rose.workers.lender.endpoint.concurrency_limit import AimdLimit, LatencyWindow, TokenRates, exceeds_budget

@@ -27,7 +27,8 @@ from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from rose.schemas.errors import describe_error
-from rose.workers.executor.ipc.shared_memory import StagedTensors, TensorLayout
+from rose.workers.executor.ipc.messages import TensorLayout
+from rose.workers.executor.ipc.weight_buffers import StagedTensors
 from rose.workers.executor.vllm.backend import patch_runner, release_runner
 from rose.workers.executor.vllm.start import hide_llvmlite
 from rose.workers.executor.vllm.weights import PolicyWeights, keep_unpacked_weights
