@@ -70,20 +70,20 @@ class Reader:
         client_id: str,
         *,
         group: str = LOG_GROUP,
-        member: str | None = None,
+        member_id: str | None = None,
         report_ends: bool = False,
         on_wait: Callable[[], None] = noop,
         **overrides: object,
     ) -> None:
-        """`member`: its name in the group, by which it is known again on a broker that never evicts a member.
+        """`member_id`: its name in the group, by which it is known again on a broker that never evicts a member.
 
         `report_ends` makes `read` report EndOfPartition too. `on_wait` is called every few seconds while a question to
         the broker has no answer; what it raises ends the question.
         """
         config = {**settings.consumer(client_id, group), "enable.partition.eof": report_ends, **overrides}
         self.right_to_group = f"{'Describe' if group == LOG_GROUP else 'Read'} on group {settings.name(group)}"
-        if member is not None and settings.embedded:
-            config["group.instance.id"] = settings.name(member)
+        if member_id is not None and settings.embedded:
+            config["group.instance.id"] = settings.name(member_id)
         self._settings = settings
         self._config = config
         self._on_wait = on_wait

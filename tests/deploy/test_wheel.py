@@ -29,7 +29,7 @@ others = [importlib.import_module(name) for name in {FOLDERS!r}]
 from importlib.metadata import entry_points
 (plugin,) = entry_points(group="vllm.general_plugins", name="rose")
 plugin.load()()
-import rose.workers.executor.config, rose.workers.lender.config, rose.pipeline.command.roles
+import rose.workers.executor.config, rose.workers.lender.config, rose.pipeline.cli.roles
 print(rose.__file__)
 for each in others:
     assert each is importlib.import_module(each.__name__) and each.NAME == f"{{each.__name__}} of another project"
