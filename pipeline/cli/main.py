@@ -17,7 +17,7 @@ from rose.pipeline.config.options import Common, with_common
 from rose.pipeline.process.standard_streams import flush_streams, print_error, repair_streams
 from rose.pipeline.process.terminal import WaitNotice, escape_control_chars, file_error
 from rose.schemas.errors import RoseError, UsageError
-from rose.schemas.limits import MAX_FINISH_SECONDS
+from rose.schemas.setting_bounds import MAX_FINISH_SECONDS
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""

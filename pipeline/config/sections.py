@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from rose.schemas.errors import UsageError
-from rose.schemas.limits import MAX_GROUP_SIZE, MAX_TURNS, check_bounds, is_http_server
+from rose.schemas.limits import MAX_GROUP_SIZE, MAX_TURNS
+from rose.schemas.setting_bounds import check_bounds, is_http_server
 
 WARM_START = Path(__file__).parents[2] / "workers" / "models" / "calculator"
 """The small policy that ships with ROSE: pre-trained on noisy demonstrations of the calculator task."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from rose.schemas.grants import MAX_LEASE_SECONDS
-from rose.schemas.limits import MAX_COUNT, YEAR_SECONDS, check_bounds
+from rose.schemas.setting_bounds import MAX_COUNT, YEAR_SECONDS, check_bounds
 
 HIGHEST_PORT = 65_535
 

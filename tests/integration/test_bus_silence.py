@@ -98,7 +98,7 @@ def test_who_takes_a_name_over_is_heard_of_until_the_broker_is_back_and_has_it_t
             own_broker.send_signal(signal.SIGCONT)
 
     own_broker.send_signal(signal.SIGSTOP)
-    with closing(owner(settings, meanwhile=meanwhile)) as present:
+    with closing(owner(settings, on_wait=meanwhile)) as present:
         assert calls >= CALLS
         present.begin()
         present.write(PROMPTS, PROMPT, key="g", partition=1)
@@ -113,7 +113,7 @@ def test_who_takes_a_name_over_is_heard_of_until_the_broker_is_back_and_has_it_t
 def test_who_is_asked_to_leave_takes_no_name_over(settings: BusSettings, own_broker: Broker) -> None:
     own_broker.send_signal(signal.SIGSTOP)
     with pytest.raises(BusError, match="nobody waits for it any more"):
-        owner(settings, wanted=lambda: False)
+        owner(settings, still_needed=lambda: False)
 
 
 @pytest.mark.parametrize("broker_kind", [EMBEDDED], indirect=True)
@@ -129,7 +129,7 @@ def test_nor_does_who_is_asked_to_leave_while_it_looks_who_owned_the_name(
 
     monkeypatch.setattr(Reader, "committed", frozen)
     with pytest.raises(BusError, match="nobody waits for it any more"):
-        owner(settings, wanted=lambda: not leaves.is_set())
+        owner(settings, still_needed=lambda: not leaves.is_set())
 
 
 QUESTIONS: list[Callable[[Reader], object]] = [

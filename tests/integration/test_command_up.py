@@ -116,7 +116,7 @@ def test_more_is_never_settled_than_was_asked_for() -> None:
     """Others may submit while the run goes on."""
 
     class Watched:
-        class view:
+        class run_state:
             refused, opened, settled = 1, 30, 24
 
     screens = [Screen(Watched, None, title="", total=total) for total in (22, 100, 0)]  # type: ignore[arg-type]

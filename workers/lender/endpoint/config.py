@@ -5,7 +5,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rose.schemas.errors import UsageError
-from rose.schemas.limits import YEAR_SECONDS, check_bounds, is_http_server
+from rose.schemas.setting_bounds import YEAR_SECONDS, check_bounds, is_http_server
 
 MIN_PROMISE_SECONDS = 1e-6
 """Of a promise."""
