@@ -43,7 +43,7 @@ class RunBroker:
 
 @contextmanager
 def run_broker(config: Config) -> Iterator[RunBroker]:
-    """Yield the named broker, or start the run's own broker and stop it at the end. Raises BrokerFailed or UsageError."""
+    """Yield the named broker, or start the run's own and stop it at the end. Raises BrokerFailed or UsageError."""
     named = config.settings.broker.bootstrap_server
     if named and not _is_own(config):
         _refuse_moved(config)

@@ -164,7 +164,7 @@ class ForkServer:
             self._send([number])
 
     def receive(self, seconds: float | None) -> None:
-        """Handle the messages of the fork server. Waits at most `seconds` for the first message; None: without limit."""
+        """Handle the messages of the fork server. Waits at most `seconds` for the first message; None: forever."""
         while self._process is not None:
             self._socket.settimeout(seconds)
             try:

@@ -113,7 +113,7 @@ class _Supervised:
 
 
 class Supervisor:
-    """Keeps the roles of a run running, forked from a fork server. Call it from the thread that opened the fork server."""
+    """Keeps the roles of a run running. Call it from the thread that opened the fork server."""
 
     def __init__(self, roles: Sequence[Role], log_folder: Path, fork_server: ForkServer) -> None:
         log_folder.mkdir(parents=True, exist_ok=True)
