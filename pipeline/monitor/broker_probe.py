@@ -269,7 +269,7 @@ class BrokerProbe:
         return frozenset(home for home in homes if readable[home] <= read[PROMPTS, home])
 
     def _results_stamps(self, read: Mapping[Place, int], waiting: Mapping[int, int]) -> dict[int, float]:
-        """Return the timestamp of the oldest waiting result by home. Read only if no result was committed for a while."""
+        """Return the timestamp of the oldest waiting result by home, of homes without commits for a while."""
         if monotonic() - self._looked_at >= COUNT_SECONDS:
             places: list[Place] = [(COMPLETED, home) for home in waiting]
             still = {place: read[place] for place in places if self._results_read.get(place) == read[place]}

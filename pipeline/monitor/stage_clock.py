@@ -89,7 +89,7 @@ class RoleStarts:
                 each.at = None if each.at is None else each.at + seconds
 
     def recent(self, now: float) -> list[RoleFacts]:
-        """Return the roles that have started recently. Of several places with one name, that with most starts counts."""
+        """Return the roles that have started recently, for each name by the place with most starts."""
         found = []
         for role, beginnings in sorted(self._begun.items()):
             late = [each.event for each in beginnings if self._seconds(each, now) <= RECENT_START_SECONDS]
