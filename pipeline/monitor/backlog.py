@@ -49,9 +49,9 @@ class Backlog:
     _results: ConditionTimer = field(default_factory=ConditionTimer)
     """Homes with waiting results."""
     _sent: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """By inbox, the times of the two answers between which it last got a record."""
+    """The times of the two answers between which an inbox last got a record, by inbox."""
     _unread: dict[str, float] = field(default_factory=dict)
-    """By executor, since when its inbox has unread records."""
+    """Time since which the inbox has unread records, by executor."""
 
     def on_snapshot(self, snapshot: "BrokerSnapshot", now: float) -> None:
         """Fold a snapshot of the broker."""

@@ -77,18 +77,18 @@ class BrokerSnapshot:
     routers: int | None = None
     """Number of members of the routers' group."""
     lag: Mapping[Topic, int] = field(default_factory=dict)
-    """By topic, the number of offsets that its consumer has not read."""
+    """Number of offsets that the topic's consumer has not read, by topic."""
     prompts_waiting: int = 0
     held_at: frozenset[int] = frozenset()
     """Homes whose next prompt is behind an open transaction, so that no consumer can read it."""
     waiting_at: Mapping[int, int] = field(default_factory=dict)
     """Number of waiting prompts by home, of the homes that have any."""
     waiting_stamps: Mapping[int, float] = field(default_factory=dict)
-    """By home, the broker's timestamp of the prompt that waits longest, Unix seconds; only if known."""
+    """The broker's timestamp of the prompt that waits longest, by home, Unix seconds; only if known."""
     results_at: Mapping[int, int] = field(default_factory=dict)
-    """By home with waiting results, the number of offsets that no environment worker has read."""
+    """Number of offsets of results that no environment worker has read, by home, of homes that have any."""
     results_stamps: Mapping[int, float] = field(default_factory=dict)
-    """By home, the broker's timestamp of the oldest waiting result, Unix seconds; only if known."""
+    """The broker's timestamp of the oldest waiting result, by home, Unix seconds; only if known."""
     workers: Sequence["WorkerMember"] = ()
     """The environment workers."""
     letters: Mapping[str, int] = field(default_factory=dict)

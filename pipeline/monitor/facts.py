@@ -91,11 +91,11 @@ class StalledWork:
     seconds: float
     """Since work of this kind was last taken in the home, as far as that is known."""
     seen_seconds: float
-    """For how long it was observed that the work could be taken."""
+    """Time for which it was observed that the work could be taken."""
 
     @property
     def stalled_seconds(self) -> float:
-        """For how long the work is certainly stalled."""
+        """Time for which the work is certainly stalled."""
         return min(self.seconds, self.seen_seconds)
 
 
@@ -161,7 +161,7 @@ class Facts:
     opened_seconds: float | None = None
     """Since a group was opened, refused or settled, an outcome made room, or a prompt waits."""
     workers_seconds: float | None = None
-    """For how long environment workers have been there, as far as that was seen."""
+    """Time for which environment workers have been there, as far as that was observed."""
     applied_seconds: float = 0.0
     """Since a turn was applied; since the start of reading if nothing else is known."""
     dispatched_seconds: float = 0.0

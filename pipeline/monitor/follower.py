@@ -106,7 +106,7 @@ class RunFollower:
 
     @property
     def known_seconds(self) -> float:
-        """For how long the broker's answers have been known."""
+        """Time for which the broker's answers have been known."""
         return self._looked_at - self._backlog.began if self._applied_snapshot is not None else 0.0
 
     @property

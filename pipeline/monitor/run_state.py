@@ -93,9 +93,9 @@ class RunState:
     _refused: dict[str, int] = field(default_factory=dict)
     """Refused groups with their sizes."""
     _decided_to: dict[int, int] = field(default_factory=dict)
-    """By home, the offset below which every prompt has a decision."""
+    """The offset below which every prompt has a decision, by home."""
     _decided: dict[int, set[int]] = field(default_factory=dict)
-    """By home, the offsets of prompts with a decision from there on."""
+    """The offsets of further prompts with a decision, by home."""
     _live: set[str] = field(default_factory=set)
     _recent: deque[tuple[bool | None, int]] = field(default_factory=lambda: deque(maxlen=RECENT_SAMPLES))
     _turn_moments: deque[float] = field(default_factory=deque)

@@ -158,7 +158,7 @@ class StageClock:
         return now - self.began if before is None else before
 
     def seconds_still_before(self, now: float, *stages: Stage, homes: Collection[int] | None = None) -> float | None:
-        """As `seconds_still`, from the records before the start of reading only; None if there are none."""
+        """Return `seconds_still` from the records before the start of reading only; None if there are none."""
         stamp = max(_of(self._stamps, stages, homes), default=None)
         return None if stamp is None else self.since_stamp(now, stamp)
 

@@ -81,7 +81,7 @@ class TrajectoryRecords:
     samples: list[Sample] = field(default_factory=list)
     outcomes: list[SampleOutcome] = field(default_factory=list)
     since: float | None = None
-    """As in `TrajectoryHistory`."""
+    """The same as in `TrajectoryHistory`."""
 
 
 def fold_trajectory(trajectory_id: str, records: TrajectoryRecords) -> TrajectoryHistory:
