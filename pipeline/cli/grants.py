@@ -40,7 +40,7 @@ FIELD = re.compile(r"`\$\.(\w+)`")
 
 
 class DrainTimeout(RoseError):
-    """The executor does not hold zero turns yet, or sends no heartbeats."""
+    """The executor still holds turns, or sends no heartbeats."""
 
 
 def send_grant(common: Common, worker: str, *, lend: bool, kv_bytes: int, token_budget: int, reason: str) -> None:

@@ -44,7 +44,7 @@ MOST_LINES = 32
 """Maximum number of connections. A new connection above the maximum replaces the oldest one."""
 
 WAITING_REQUESTS = 128
-"""Length of the listen queue; the kernel refuses further connections."""
+"""Length of the listen queue; further clients have to connect again."""
 
 WsgiApp = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 

@@ -26,7 +26,7 @@ class Attempt:
     """One execution of a turn, as recorded on the log."""
 
     dispatches: list[TurnDispatch] = field(default_factory=list)
-    """More than one if a router restarted between a dispatch and its low-water mark."""
+    """More than one if a router restarted and dispatched the attempt again."""
     results: list[TurnResult] = field(default_factory=list)
     """In the order of the log; results after the first were dropped."""
 
