@@ -1,1 +1,1 @@
-"""The stream processors and the `rose` command: routing, accounting, replay, report, command."""
+"""The `rose` command and the stream processors: routing, control, accounting, monitor, replay and report."""

@@ -1,6 +1,6 @@
-"""Moments: a clock that never jumps, and how one is told to people.
+"""A clock that never jumps, and the text of a time.
 
-Keeps true: whatever number somebody stamped on a message, it can be told.
+Keeps true: any number that is stamped on a message can be formatted.
 """
 
 import time
@@ -9,13 +9,13 @@ from datetime import UTC, datetime
 
 
 def steady_clock() -> Callable[[], float]:
-    """Unix seconds that never jump: the wall clock of this moment, carried on by the monotonic one."""
+    """Return a clock in Unix seconds that never jumps: the present wall clock, continued by the monotonic clock."""
     began = time.time() - time.monotonic()
     return lambda: began + time.monotonic()
 
 
 def format_utc(unix_seconds: float, pattern: str = "%Y-%m-%d %H:%M:%S UTC") -> str:
-    """The moment in UTC as `strftime` writes it; the number itself where no calendar has it."""
+    """Format the time in UTC with `strftime`; a number outside the calendar is printed as seconds."""
     try:
         return datetime.fromtimestamp(unix_seconds, UTC).strftime(pattern)
     except (ValueError, OverflowError, OSError):

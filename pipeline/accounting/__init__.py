@@ -1,1 +1,1 @@
-"""What became of every trajectory: groups for the trainer, the ledger, the audit."""
+"""The state of every trajectory: the ledger and the audit of the conservation law."""

@@ -1,12 +1,12 @@
-"""The audit of a log: the ledger's fold over what the broker keeps.
+"""The audit of a log: the ledger's fold over the records that the broker keeps.
 
 Keeps true
-- It reads and writes nothing else: no program's memory, no committed offset. No context is read: what is alive is told
-  by keys, and of a sample its name alone is decoded.
-- A run in progress is not accused. Topics are read in the order in which a trajectory passes them, prompts after all of
-  them: what happens meanwhile can move a trajectory on, never make it look lost or unasked.
-- A transaction shows itself partition by partition, so an accusation counts when a second reading repeats it.
-- What was dead-lettered asks for nothing and ends nothing: the letter is what became of it.
+- The audit only reads the log: no process's memory and no committed offset. It reads no contexts: live trajectories are
+  known by key, and of a sample only the trajectory id is decoded.
+- A run in progress gives no false findings. Topics are read in the order in which a trajectory passes them, prompts
+  last: a change during the reading can move a trajectory on, but cannot make it look lost or unasked.
+- A transaction becomes visible partition by partition, so a finding counts only if a second reading repeats it.
+- A dead letter requests nothing and ends nothing: it is the outcome of its message.
 """
 
 import time
@@ -40,39 +40,39 @@ from rose.topics.settings import BusSettings
 CLIENT = "rose-audit"
 
 PASSED_IN_ORDER = (GROUPS, PROGRESS, SAMPLES, OUTCOMES, PROMPTS)
-"""Who has a group has progress, then a sample, then an outcome; whatever is there has, or had, a prompt."""
+"""A trajectory of a group has progress, then a sample, then an outcome; each of these has, or had, a prompt."""
 
 AGAIN_SECONDS = 1.0
-"""Between a reading that accuses somebody and the second one."""
+"""Pause between a reading with findings and the second reading."""
 
 
 class SampleName(msgspec.Struct, frozen=True):
-    """What the audit reads of a sample."""
+    """The fields of a sample that the audit decodes."""
 
     trajectory_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class LogAudit:
-    """What a log says of the law, and what it was read from."""
+    """The audit of a log, with the extent of the log."""
 
     audit: Audit
     since: float | None
-    """Unix seconds: the stamp of the oldest record that was looked at; None where there was none."""
+    """Timestamp in Unix seconds of the oldest record that was read; None if there was no record."""
     letters: dict[Topic, int]
-    """Dead letters by topic, where there are any."""
+    """Number of dead letters by topic, of the topics that have any."""
 
 
 def audit_log(settings: BusSettings) -> Audit:
-    """What became of every trajectory, from the log alone. Raises TopicMissing or BusError."""
+    """Return the audit of the log. Raises TopicMissing or BusError."""
     return inspect_log(settings).audit
 
 
 def inspect_log(settings: BusSettings) -> LogAudit:
-    """The audit, with what it was read from. Raises TopicMissing or BusError."""
+    """Return the audit of the log with its extent. Raises TopicMissing or BusError."""
     found = _read(settings)
     if not found.audit.clean:
-        time.sleep(AGAIN_SECONDS)  # topics are read one after the other: what was written meanwhile may look torn
+        time.sleep(AGAIN_SECONDS)  # topics are read one after the other: records written meanwhile may appear in part
         found = _read(settings)
     return found
 
@@ -100,7 +100,7 @@ def _read(settings: BusSettings) -> LogAudit:
 
 
 def _apply(ledger: Ledger, message: KeyedMessage, *, homes: int) -> None:
-    """What does not decode is passed over: it is a dead letter, or will be."""
+    """Fold one message. An invalid message is skipped: it is a dead letter, or will be."""
     value = message.raw.value
     try:
         if message.topic is PROGRESS:
@@ -126,4 +126,4 @@ _sample_names = msgspec.msgpack.Decoder(SampleName)
 
 
 class AuditFailed(RoseError):
-    """The audit is not clean."""
+    """The conservation law does not hold on the log."""

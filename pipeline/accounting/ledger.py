@@ -1,20 +1,20 @@
-"""The conservation law: every trajectory asked for has one outcome, or a place where it is.
+"""The conservation law: every trajectory that was requested has one outcome, or a place where it is.
 
 Keeps true
 - `requested = trained + stale + filtered + infra_failed + superseded + in flight`, or the audit is not clean and names
-  the trajectories for which it does not hold.
-- Folding is indifferent to the order of topics: only the order within a topic's partition counts.
-- A group is asked for once: by its own record, which outlives its prompt, else by the first prompt of its id in its
-  home that is no dead letter. A prompt that lies elsewhere is on its way: it asks only while the home knows nothing of
-  the group, so what was forwarded asks once, and not at all when its copy was refused.
-- What is older than the log keeps accuses nobody.
+  the trajectories for which the equation does not hold.
+- The fold does not depend on the order of topics: only the order within a partition counts.
+- A group is requested once: by its own record, which outlives its prompt, otherwise by the first prompt with its id in
+  its home partition that is no dead letter. A prompt in another partition requests a group only while its home has
+  nothing of the group, so a forwarded prompt requests it once, and not at all if its copy was refused.
+- Records that are older than the retention of the log cause no finding.
 
-Pure: a fold over records; who reads the log is `pipeline/accounting/audit.py`.
+Pure: a fold over records; `pipeline/accounting/audit.py` reads the log.
 
 Example (a prompt of 3)
-    g:0 has a sample and a TRAINED outcome   -> trained
-    g:1 has a sample                         -> in flight, waiting for the trainer
-    g:2 has ended its progress, nothing else -> lost
+    g:0 has a sample and a TRAINED outcome                 -> trained
+    g:1 has a sample                                       -> in flight, waiting for the trainer
+    g:2 has a tombstone of its progress, and nothing else  -> lost
 """
 
 from collections import Counter
@@ -31,11 +31,11 @@ PromptPosition = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Where the trajectories without an outcome are."""
+    """Numbers of trajectories without an outcome, by place."""
 
     not_opened: int
     in_a_turn: int
-    """Opened and not ended: a turn is asked for, running, or being applied."""
+    """Opened and not ended: a turn is requested, running, or being applied."""
     waiting_for_trainer: int
 
     @property
@@ -45,7 +45,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Trajectories by what became of them."""
+    """Numbers of trajectories by outcome, and the trajectories that break the conservation law."""
 
     requested: int
     trained: int
@@ -55,41 +55,41 @@ class Audit:
     superseded: int
     in_flight: InFlight
     lost: tuple[str, ...]
-    """Ended or begun, yet without sample, outcome or progress."""
+    """Opened or ended trajectories without sample, outcome and progress."""
     doubled: tuple[str, ...]
-    """With two outcomes, or two samples."""
+    """Trajectories with two outcomes or two samples."""
     unasked: tuple[str, ...]
-    """With a sample or outcome, but of no prompt."""
+    """Trajectories with a sample or an outcome, but without a prompt."""
 
     @property
     def settled(self) -> int:
-        """Trajectories with an outcome."""
+        """Number of trajectories with an outcome."""
         return self.trained + self.stale + self.filtered + self.infra_failed + self.superseded
 
     @property
     def clean(self) -> bool:
-        """Whether the law holds."""
+        """Whether the conservation law holds."""
         return self.requested == self.settled + self.in_flight.total and not (self.lost or self.doubled or self.unasked)
 
     def trajectories(self) -> dict[str, int]:
-        """The law's terms by name, as `summary.json` has them."""
+        """Return the terms of the law by name, as in `summary.json`."""
         ends = {outcome.value: int(getattr(self, outcome.value)) for outcome in Outcome}
         return {"requested": self.requested, **ends, "in_flight": self.in_flight.total}
 
 
 @dataclass(slots=True)
 class _TrajectoryRecord:
-    """What the log says of one trajectory."""
+    """The records of one trajectory."""
 
     live: bool | None = None
-    """True: the newest is its progress; False: it is a tombstone; None: there is neither."""
+    """True: the newest record is its progress; False: it is a tombstone; None: there is neither."""
     samples: int = 0
     outcomes: list[SampleOutcome] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class _PromptRecord:
-    """A prompt as it lies on the log."""
+    """A prompt on the log."""
 
     group_id: str
     size: int
@@ -107,24 +107,24 @@ class Ledger:
         self._seen: dict[str, _TrajectoryRecord] = {}
 
     def on_prompt(self, group_id: str, size: int, *, place: PromptPosition, at_home: bool) -> None:
-        """A prompt lies there; `at_home`: in the home of its group."""
+        """Fold a prompt; `at_home`: it is in the home partition of its group."""
         self._prompts[place] = _PromptRecord(group_id, size, at_home)
         if at_home:
             self._known_at_home.add(group_id)
 
     def on_dead_prompt(self, place: PromptPosition) -> None:
-        """The prompt that lay there was dead-lettered: it asks for nothing."""
+        """Fold a dead letter of the prompt at this place: the prompt requests nothing."""
         self._dead.add(place)
 
     def on_group(self, group_id: str, record: Group | None) -> None:
-        """What the home knows of a group; None is a tombstone, it has forgotten it."""
+        """Fold the home's record of a group; None is a tombstone: the home has forgotten the group."""
         if record is None:
             self._groups.pop(group_id, None)
         else:
             self._groups[group_id] = record
 
     def on_progress(self, trajectory: str, *, live: bool) -> None:
-        """The trajectory is on its way, or its progress has ended with a tombstone."""
+        """Fold the progress of a trajectory; not `live`: a tombstone has ended its progress."""
         self._of(trajectory).live = live
 
     def on_sample(self, trajectory: str) -> None:
@@ -134,10 +134,10 @@ class Ledger:
         self._of(record.trajectory_id).outcomes.append(record)
 
     def audit(self, *, outcomes_from: int = 0, forgotten_before: float = 0.0) -> Audit:
-        """The law as of what was folded.
+        """Return the audit of the records so far.
 
-        `outcomes_from`: the first offset of the outcomes that the log keeps; `forgotten_before`: groups that were
-        settled before this moment (unix seconds) may be known no more.
+        `outcomes_from`: the first offset of the outcomes that the log keeps. `forgotten_before`: groups that were
+        settled before this time (Unix seconds) may be missing on the log.
         """
         asked = self._asked(outcomes_from)
         ends: Counter[Outcome] = Counter()
@@ -166,7 +166,7 @@ class Ledger:
         return self._seen.setdefault(trajectory, _TrajectoryRecord())
 
     def _asked(self, outcomes_from: int) -> dict[str, bool]:
-        """Every trajectory asked for, and whether its group was opened."""
+        """Return every requested trajectory, and whether its group was opened."""
         asked: dict[str, bool] = {}
         for group in self._groups.values():
             if group.state is GroupState.REFUSED:
@@ -183,7 +183,7 @@ class Ledger:
         return asked
 
     def _asks(self, place: PromptPosition, prompt: _PromptRecord) -> bool:
-        """Whether a prompt waits to open its group."""
+        """Return whether the prompt waits to open its group."""
         if place in self._dead:
             return False
         group = self._groups.get(prompt.group_id)
@@ -209,7 +209,7 @@ def _names(group_id: str, size: int) -> Iterable[str]:
 
 
 def _place(seen: _TrajectoryRecord, *, group_known: bool) -> str | None:
-    """Where a trajectory without an outcome is; None if nowhere."""
+    """Return the place of a trajectory without an outcome; None if it is lost."""
     if seen.samples:
         return "waiting_for_trainer"
     if seen.live:

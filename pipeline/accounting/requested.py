@@ -1,7 +1,7 @@
-"""What a log has been asked for: its groups, and the prompts that wait to be opened.
+"""The work that a log has requests for: its groups, and the prompts that wait to be opened.
 
-Keeps true: as in the ledger, a group is asked for once, by its own record or by a prompt in its home that is no dead
-letter; one that was refused is not asked for, and its id is free again.
+Keeps true: as in the ledger, a group is requested once, by its own record or by a prompt in its home partition that is
+no dead letter. A refused group is not requested, and its id can be used again.
 """
 
 from dataclasses import dataclass, field
@@ -18,26 +18,26 @@ from rose.topics.settings import BusSettings
 
 @dataclass(frozen=True, slots=True)
 class RequestedWork:
-    """By group id."""
+    """The requested groups and prompts, by group id."""
 
     groups: dict[str, Group] = field(default_factory=dict)
-    """Those that were decided, the refused ones among them."""
+    """Groups with a decision, including refused ones."""
     prompts: dict[str, Prompt] = field(default_factory=dict)
-    """Those that are on the log still, and stand."""
+    """Prompts that are still on the log and not refused."""
 
     def knows(self, group_id: str) -> bool:
-        """Whether another prompt of this id would be refused for that."""
+        """Return whether another prompt with this id would be refused because the id is taken."""
         group = self.groups.get(group_id)
         return group_id in self.prompts or (group is not None and group.state is not GroupState.REFUSED)
 
     def sizes(self) -> dict[str, int]:
-        """How many trajectories each group has, or had if it was refused."""
+        """Return the number of trajectories of each group, including refused ones."""
         prompts = {name: prompt.group_size for name, prompt in self.prompts.items()}
         return prompts | {name: group.group_size for name, group in self.groups.items()}
 
 
 def read_requested(settings: BusSettings) -> RequestedWork:
-    """Read it from the log. Raises TopicMissing or BusError."""
+    """Read the requested work from the log. Raises TopicMissing or BusError."""
     asked, waiting = RequestedWork(), dict[str, tuple[int, Prompt]]()
     reader = Reader(settings, "rose-asked")
     try:

@@ -1,10 +1,11 @@
-"""`rose dlq`: the dead letters of a log, looked at and sent back, mended or as they came.
+"""`rose dlq`: lists dead letters, shows them, and sends them back to their topics, edited or unchanged.
 
 Keeps true
-- Nothing is sent back that would be refused again for what can be known here: bytes that are no record, a prompt of a
-  group that is taken, an environment that no worker has, sampling that cannot be learned from.
-- What is sent back goes under its original key to where its readers expect it: a prompt into the home of its group.
-- What is mended says that it is a record of its topic, whatever it said before.
+- A message is not sent back if it is known here that it would be refused again: bytes that are no record of the topic,
+  a prompt whose group id is taken, an environment that no worker has, sampling that the trainer cannot use.
+- A message is sent back under its original key, to the partition where its readers expect it: a prompt goes to the home
+  of its group.
+- An edited message carries the schema header of its topic, whatever schema header the dead letter had.
 """
 
 import base64
@@ -35,18 +36,18 @@ from rose.topics.records import RawMessage
 from rose.topics.settings import BusSettings
 
 SHOWN_BYTES = 4_096
-"""Of a value that is neither text nor a record, so many are shown."""
+"""Maximum number of bytes that are shown of a value that is not a record."""
 
 UNENCODABLE = (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError)
-"""What msgspec raises for values that Python, JSON or MessagePack has no form for, and for ones nested too deep."""
+"""Errors that msgspec raises for values without a form in Python, JSON or MessagePack, or nested too deep."""
 
 
 class DeadLetterRefused(UsageError):
-    """What would be sent back would be refused again."""
+    """The message would be refused again."""
 
 
 def list_dead_letters(common: Common, topic: str | None) -> None:
-    """`rose dlq list`: one line each."""
+    """`rose dlq list`: prints one line for each dead letter, of one topic or of all topics."""
     with readable_log(load(common)) as settings:
         connect_as(settings, VIEW)
         letters = read_dead_letter_infos(settings, *_topics(topic))
@@ -60,7 +61,7 @@ def list_dead_letters(common: Common, topic: str | None) -> None:
 
 
 def show_dead_letter(common: Common, place: str) -> None:
-    """`rose dlq show`: all of one."""
+    """`rose dlq show`: prints the origin, the reason, the headers and the value of one dead letter."""
     with readable_log(load(common)) as settings:
         connect_as(settings, VIEW)
         letter = _find(settings, place)
@@ -80,7 +81,11 @@ def show_dead_letter(common: Common, place: str) -> None:
 def retry_dead_letter(
     common: Common, place: str, edit: Path | None, changes: list[str] | None, *, again: bool = False
 ) -> None:
-    """`rose dlq retry`. Raises DeadLetterRefused, or UsageError for a letter that was sent back before."""
+    """`rose dlq retry`: sends one dead letter back. `again` allows this for a dead letter that was sent back before.
+
+    Raises DeadLetterRefused if the message would be refused again, UsageError if the dead letter was sent back before
+    or has no known origin, or if an argument is wrong.
+    """
     with readable_log(config := load(common)) as settings:
         connect_as(settings, OPERATOR)
         letter = _find(settings, place)
@@ -100,10 +105,11 @@ def retry_dead_letter(
 
 
 def edited_message(letter: DeadLetter, edit: Path | None, changes: list[str]) -> RawMessage:
-    """The message to send: the letter's own, or one with the bytes of a file, or with fields set. Raises UsageError.
+    """Return the message to send: the original, the bytes of the file `edit`, or the original with fields set.
 
-    A file whose text is a JSON object is the record written out as `rose dlq show` does, bytes in base64. What it
-    has of fields that nobody here knows is sent as it came.
+    A file that holds a JSON object is the record as `rose dlq show` prints it, with bytes in base64. Fields that the
+    schema does not know are kept. Raises UsageError for a file that cannot be read and for a change that is not
+    FIELD=VALUE, DeadLetterRefused for a record that cannot be encoded.
     """
     if edit is None and not changes:
         return letter.raw
@@ -122,7 +128,7 @@ def edited_message(letter: DeadLetter, edit: Path | None, changes: list[str]) ->
 
 
 def _with_fields(changes: list[str], letter: DeadLetter, value: bytes) -> bytes:
-    """The record's bytes with some fields said anew."""
+    """Return the record's bytes with the fields of `changes` (FIELD=VALUE) set."""
     fields = _fields(value)
     if fields is None:
         raise UsageError(f"{letter.place} holds no fields that could be set: send mended bytes by --edit FILE")
@@ -161,7 +167,7 @@ def _check_prompt(settings: BusSettings, config: Config, prompt: Prompt) -> None
 
 
 def _find(settings: BusSettings, place: str) -> DeadLetter:
-    """The letter that lay there. Raises UsageError."""
+    """Return the dead letter with this place. Raises UsageError if there is none."""
     known = any(place.startswith(f"{topic.name}/") for topic in DEAD_LETTER_SOURCES)
     name, _, rest = (place if known else place.removeprefix(settings.namespace)).partition("/")
     there = read_dead_letters(settings, *_topics(name), selects=lambda letter: letter.place == f"{name}/{rest}")
@@ -205,7 +211,9 @@ def _from_json(letter: DeadLetter, data: bytes) -> bytes:
 
 
 def _merge_edit(original: Any, edited: Any) -> Any:
-    """What is said in JSON instead of what came: bytes are in base64 there. Raises ValueError where they are not."""
+    """Return the edited value, with base64 text decoded where the original holds bytes. Raises ValueError if the text
+    is not base64.
+    """
     if isinstance(original, dict) and isinstance(edited, dict):
         return {name: _merge_edit(original.get(name), value) for name, value in edited.items()}
     if isinstance(original, list) and isinstance(edited, list) and len(original) == len(edited):
@@ -228,7 +236,7 @@ def _from_text(text: str) -> Any:
 
 
 def _fields(value: bytes) -> dict[str, Any] | None:
-    """The record's fields as plain values; None if the bytes are no map, or one that nothing can hold."""
+    """Return the record's fields as plain values; None if the bytes cannot be decoded or are not a map."""
     try:
         decoded = msgspec.json.decode(value) if value[:1] == b"{" else msgspec.msgpack.decode(value)
     except UNENCODABLE:
@@ -237,7 +245,7 @@ def _fields(value: bytes) -> dict[str, Any] | None:
 
 
 def show_value(letter: DeadLetter) -> str:
-    """The value for a person: its fields as JSON, else text, else hexadecimal."""
+    """Return the value in readable form: the fields as JSON, else text, else hexadecimal."""
     value = letter.raw.value
     if value is None:
         return ""
@@ -250,7 +258,7 @@ def show_value(letter: DeadLetter) -> str:
 
 
 def _bytes(value: bytes | None) -> str:
-    """As text where it is some, else in hexadecimal."""
+    """Return printable text unchanged, other bytes in hexadecimal."""
     if value is None:
         return "none"
     text = value.decode(errors="replace")

@@ -14,9 +14,10 @@ from rose.workers.executor.vllm.types import EngineConfig
 
 
 def evaluate_folder(common: Common, model: Path | None, output: Path | None) -> None:
-    """Print the success on the held-out tasks, and write it to `output` if given.
+    """Play the held-out tasks, print the success, and write it to the file `output` if given.
 
-    Raises UsageError, EnvironmentFailed or NotWritten.
+    `model` is the model folder; if None, the folder of the configuration. Raises UsageError, EnvironmentFailed or
+    NotWritten.
     """
     if output is not None and not is_writable(output):
         raise UsageError(
@@ -37,7 +38,7 @@ def evaluate_folder(common: Common, model: Path | None, output: Path | None) -> 
 
 
 def held_out(config: Config, model_folder: Path) -> Evaluation:
-    """Play the held-out tasks of the configuration with this policy."""
+    """Play the held-out tasks of the configuration with the policy in `model_folder`, at temperature 1."""
     settings = config.settings
     tasks, executor, environment = settings.tasks, settings.executor, settings.environment
     return evaluate_policy(
@@ -61,4 +62,4 @@ def held_out(config: Config, model_folder: Path) -> Evaluation:
 
 
 class NotWritten(RoseError):
-    """The figures are known, and were not kept."""
+    """The evaluation is done, but its result could not be written to the file."""

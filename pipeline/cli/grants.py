@@ -1,6 +1,7 @@
-"""`rose grant` and `rose drain`: what an operator says to one executor, and takes back.
+"""`rose grant` and `rose drain`: write and delete the grants of an operator for one executor.
 
-Keeps true: who was drained is waited for until it holds nothing, or that is told: what follows takes its node away.
+Keeps true: `rose drain` returns only when the executor holds no turns, and fails otherwise, because the operator
+removes the executor's node afterwards.
 """
 
 import re
@@ -25,41 +26,41 @@ from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 
 DRAIN_TIMEOUT_SECONDS = 60.0
-"""For which what a drained executor holds may go on, unless it is said."""
+"""Default of `--within`: how long a drained executor may go on with the turns that it holds."""
 
 HEARD_SECONDS = 5.0
-"""An executor that is there is heard within so long: it beats many times a second, and is silent after two."""
+"""How long to wait for the first heartbeat. A live executor sends several a second, and is GONE after 2 s."""
 
 LATE_SECONDS = 10.0
-"""So much later than it was told may one hold nothing: its engine gives turns back between two steps."""
+"""Time beyond `within_seconds` in which an executor may still hold turns: an engine aborts turns between two steps."""
 
 
 FIELD = re.compile(r"`\$\.(\w+)`")
-"""Of a grant, as msgspec names it: by options of the same names they are said."""
+"""A field of a grant in msgspec's error messages. The command has an option of the same name."""
 
 
 class DrainTimeout(RoseError):
-    """Whoever was to be drained is not, yet."""
+    """The executor still holds turns, or sends no heartbeats."""
 
 
 def send_grant(common: Common, worker: str, *, lend: bool, kv_bytes: int, token_budget: int, reason: str) -> None:
-    """Write the worker's newest grant by hand. Raises UsageError, BrokerUnreachable, TopicMissing or BusError."""
+    """Write a manual grant for the worker. Raises UsageError, BrokerUnreachable, TopicMissing or BusError."""
     grant = _make_grant(worker, lend=lend, kv_bytes=kv_bytes, token_budget=token_budget, reason=reason)
     _print_grant(_connect(common), worker, grant, GrantSource.BY_HAND)
     sys.stdout.write(f"{worker} is to {'lend' if lend else 'park'}\n")
 
 
 def release_grant(common: Common, worker: str) -> None:
-    """Delete the worker's grant by hand. Raises as `send_grant`."""
+    """Delete the worker's manual grant. Raises the same errors as `send_grant`."""
     _release(common, worker, GrantSource.BY_HAND)
     sys.stdout.write(f"{worker} follows the control app, where there is one\n")
 
 
 def drain(common: Common, worker: str, *, within_seconds: float, reason: str) -> None:
-    """Have an executor take no more turns, and wait until it holds none.
+    """Stop an executor from accepting turns, and wait until it holds none.
 
-    What it has not ended after `within_seconds` goes on elsewhere. Raises DrainTimeout where it is not heard, or still
-    holds some; and as `send_grant`.
+    Turns that have not ended after `within_seconds` are returned to the router. Raises DrainTimeout if the executor
+    sends no heartbeats or still holds turns afterwards, and the same errors as `send_grant`.
     """
     grant = _make_grant(worker, lend=False, reason=reason, finish_seconds=within_seconds)
     settings = _connect(common)
@@ -73,13 +74,13 @@ def drain(common: Common, worker: str, *, within_seconds: float, reason: str) ->
 
 
 def release_drain(common: Common, worker: str) -> None:
-    """Have it take turns again, as its grants say. Raises as `send_grant`."""
+    """Delete the worker's drain grant. Raises the same errors as `send_grant`."""
     _release(common, worker, GrantSource.DRAIN)
     sys.stdout.write(f"{worker} is drained no more\n")
 
 
 def _await_empty(reader: Reader, worker: str, within_seconds: float) -> None:
-    """Listen until the worker says that it holds nothing. Raises DrainTimeout or BusError."""
+    """Read heartbeats until the worker holds no turns. Raises DrainTimeout or BusError."""
     began = time.monotonic()
     newest: SlackHeartbeat | None = None
     while time.monotonic() < began + (HEARD_SECONDS if newest is None else within_seconds + LATE_SECONDS):
@@ -97,13 +98,13 @@ def _await_empty(reader: Reader, worker: str, within_seconds: float) -> None:
 
 
 def _is_empty(beat: SlackHeartbeat) -> bool:
-    if beat.state is ExecutorState.STOPPING:  # what it lists then is answered; who moves begins in another cell
+    if beat.state is ExecutorState.STOPPING:  # its turns are answered; a moving executor goes on in another cell
         return not beat.paused_reason.startswith(MOVING_REASON)
     return beat.paused_reason.startswith(DRAINED_REASON) and not beat.holds
 
 
 def _make_grant(worker: str, *, lend: bool, kv_bytes: int = 0, token_budget: int = 0, **terms: object) -> CapacityGrant:
-    """Raises UsageError."""
+    """Build a grant. Raises UsageError for a field that a grant does not allow."""
     fields = {"worker": worker, "lend": lend, "kv_bytes": kv_bytes, "token_budget": token_budget, **terms}
     try:
         return msgspec.convert({**fields, "granted_at": time.time()}, CapacityGrant)

@@ -1,8 +1,9 @@
-"""`rose`: every program of ROSE behind one command.
+"""The `rose` command: its subcommands and their options.
 
 Keeps true
-- `rose --help` costs nothing: a command imports what it needs when it runs.
-- What a user can mend is one sentence on standard error and an exit status, 2 for bad input; never a traceback.
+- `rose --help` is fast: a command imports what it needs when it runs.
+- An error that a user can correct is one sentence on standard error and an exit status, 2 for bad input; never a
+  traceback.
 """
 
 import sys
@@ -20,10 +21,10 @@ from rose.schemas.errors import RoseError, UsageError
 from rose.schemas.setting_bounds import MAX_FINISH_SECONDS
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
+"""Exit status after Ctrl-C, as in shells."""
 
 MOST_NUMBER = 65_535
-"""Of the processes of a kind."""
+"""Largest number of a process of one kind."""
 
 RUNNING, ROLES, LOOKING = "Run", "Roles, one process each", "Look"
 

@@ -1,4 +1,4 @@
-"""`rose replay` and `rose why`: what the log says of one trajectory or group."""
+"""`rose replay` and `rose why`: the state and history of one trajectory or group, from the log."""
 
 import sys
 from contextlib import closing
@@ -22,7 +22,7 @@ from rose.workers.environments.turn_format import TurnFormat, TurnFormatError
 
 
 def print_replay(common: Common, trajectory: str) -> None:
-    """`rose replay`. Raises UnknownTrajectory."""
+    """`rose replay`: prints the trajectory turn by turn. Raises UnknownTrajectory."""
     config = load(common)
     with readable_log(config) as settings:
         connect_as(settings, VIEW)
@@ -40,7 +40,7 @@ def print_replay(common: Common, trajectory: str) -> None:
 
 
 def print_why(common: Common, name: str) -> None:
-    """`rose why`, of a trajectory or a group. Raises UnknownTrajectory."""
+    """`rose why`: prints the state of a trajectory or a group. Raises UnknownTrajectory if the name is neither."""
     with readable_log(load(common)) as settings:
         connect_as(settings, VIEW)
         lines = []
@@ -58,7 +58,7 @@ def print_why(common: Common, name: str) -> None:
 
 
 def _group_of(settings: BusSettings, name: str) -> GroupFound | None:
-    """The group that has a trajectory of this name; None if none has."""
+    """Return the group that has a trajectory of this name; None if there is none."""
     group_id, _, index = name.rpartition(":")
     if not index.isdecimal():
         return None
@@ -90,7 +90,7 @@ def _group_facts(settings: BusSettings, group: GroupFound, found: TrajectoryFoun
                 before=max(0, prompt.offset - (read[PROMPTS, prompt.partition] or 0)),
             )
         )
-    for (partition, offset), reason in refused.items():  # the prompt itself is on the log no more, or never decoded
+    for (partition, offset), reason in refused.items():  # the prompt is no longer on the log, or was never decoded
         at_home = partition == home
         prompts.append(PromptAt(place=_place(PROMPTS, partition, offset), home=home, at_home=at_home, refused=reason))
     return GroupFacts(

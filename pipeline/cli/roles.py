@@ -1,4 +1,4 @@
-"""Each role as a program: configuration, logs, metrics, traces and signals around its loop."""
+"""Programs of the roles: configuration, logs, metrics, traces and signals around each role's loop."""
 
 import gc
 import os
@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from threading import Event
 
-import numpy  # noqa: F401  tokens are unpacked with it, and no loop is to stand still for an import
+import numpy  # noqa: F401  tokens are unpacked with numpy; an import later would block the role's loop
 
 from rose.pipeline.config.load import Config, load
 from rose.pipeline.config.options import Common
@@ -24,18 +24,18 @@ from rose.workers.weights.trust import require_signing_key, run_id
 
 
 def run_environment(common: Common, number: int) -> None:
-    """Environment worker `number`, until it is asked to stop."""
+    """Run environment worker `number` until a signal asks it to stop."""
     from rose.workers.environments.main import run_environment_worker
 
     config, name = load(common), f"environment-{number}"
-    config.import_paths()  # refuses what is not there
+    config.import_paths()  # raises UsageError for folders that do not exist
     port = config.settings.metrics.environment
     with _running_role(config, ENVIRONMENT, port, number, name=name) as (settings, stop):
         run_environment_worker(settings, config.settings.environment, name, stop)
 
 
 def run_executor_role(common: Common) -> None:
-    """An executor, until it is asked to stop."""
+    """Run an executor until a signal asks it to stop."""
     from rose.workers.executor.engine_process import EngineProcess
     from rose.workers.executor.main import run_executor
 
@@ -51,7 +51,10 @@ def run_executor_role(common: Common) -> None:
 
 
 def run_lender_role(common: Common, serving: Path, flags: Sequence[str], *, observe: bool) -> None:
-    """A vLLM server that lends, or is observed; it takes the place of this process."""
+    """Run a vLLM server that lends, or only observes; `serving` is its model folder, `flags` are vLLM's.
+
+    The server replaces this process.
+    """
     from rose.workers.lender.sidecar import LendingPlan, lend
 
     config = load(common)
@@ -71,7 +74,7 @@ def run_lender_role(common: Common, serving: Path, flags: Sequence[str], *, obse
 
 
 def run_endpoint_role(common: Common) -> None:
-    """An executor whose engine is the endpoint `endpoint.url`, until it is asked to stop."""
+    """Run an executor whose engine is the endpoint `endpoint.url`, until a signal asks it to stop."""
     from rose.workers.lender.endpoint.main import lend_endpoint
 
     config = load(common)
@@ -83,7 +86,10 @@ def run_endpoint_role(common: Common) -> None:
 
 
 def run_loadgen_role(common: Common, url: str) -> None:
-    """The users of the server at `url`, until they are asked to stop. They need no broker."""
+    """Run the load generator against the server at `url`, until a signal asks it to stop. Needs no broker.
+
+    Raises UsageError if `url` is not the address of an HTTP server.
+    """
     from rose.workers.loadgen.main import run_loadgen
 
     if not is_http_server(url):
@@ -94,7 +100,7 @@ def run_loadgen_role(common: Common, url: str) -> None:
 
 
 def run_router_role(common: Common, number: int) -> None:
-    """Router `number`, until it is asked to stop."""
+    """Run router `number` until a signal asks it to stop."""
     from rose.pipeline.routing.service import run_router
 
     config, name = load(common), f"router-{number}"
@@ -103,7 +109,7 @@ def run_router_role(common: Common, number: int) -> None:
 
 
 def run_control_role(common: Common, number: int) -> None:
-    """Control app `number`, until it is asked to stop."""
+    """Run control app `number` until a signal asks it to stop."""
     from rose.pipeline.control.service import run_control
 
     config, name = load(common), f"control-{number}"
@@ -113,11 +119,11 @@ def run_control_role(common: Common, number: int) -> None:
 
 
 def run_trainer_role(common: Common) -> None:
-    """The trainer, until all groups are settled or it is asked to stop."""
+    """Run the trainer until all groups are settled or a signal asks it to stop."""
     from rose.workers.trainer.main import run_trainer
 
     config = load(common)
-    require_signing_key(config.bus(), config.weights.signing_key, "signing_key")  # before it fences another
+    require_signing_key(config.bus(), config.weights.signing_key, "signing_key")  # before it fences another trainer
     with (
         run_folder_lock(config.run_folder, TRAINER_LOCK),
         _running_role(config, TRAINER, config.settings.metrics.trainer, name="trainer") as (settings, stop),
@@ -126,7 +132,7 @@ def run_trainer_role(common: Common) -> None:
 
 
 def number_of(worker: str) -> int:
-    """N of executor-N, by which the executors of one machine have ports of their own; 0 of another name."""
+    """Return N of executor-N, which gives the executors of one machine different ports; 0 for any other name."""
     number = worker.removeprefix("executor-")
     return int(number) if number != worker and number.isdecimal() and number.isascii() else 0
 
@@ -135,7 +141,9 @@ def number_of(worker: str) -> int:
 def _running_role(
     config: Config, role: Role, metrics_port: int, number: int = 0, *, name: str
 ) -> Iterator[tuple[BusSettings, Event]]:
-    """What every role does around its loop. Raises BrokerUnreachable, RightsMissing, or what `_exporting` does."""
+    """Set up what every role has around its loop. Raises BrokerUnreachable, RightsMissing, or UsageError from
+    `_exporting`.
+    """
     settings = config.bus()
     stop = stop_on_signals()
     connect_as(settings, role)
@@ -145,8 +153,10 @@ def _running_role(
 
 
 def freeze_imports() -> None:
-    """Have the garbage collector leave out what is there by now. It stays, and to look through all of it takes some
-    25 ms at once of a router, and 100 ms of an executor.
+    """Exclude all present objects from garbage collection.
+
+    The objects of imports live as long as the process. A full collection over them pauses a router for about 25 ms and
+    an executor for about 100 ms.
     """
     gc.collect()
     gc.freeze()
@@ -154,7 +164,7 @@ def freeze_imports() -> None:
 
 @contextmanager
 def _exporting(config: Config, metrics_port: int, number: int, *, name: str) -> Iterator[None]:
-    """Metrics and traces, for as long as this runs. Raises UsageError for what cannot be exported."""
+    """Export metrics and traces during the block. Raises UsageError if an address cannot be used."""
     tracing, metrics = config.settings.tracing, config.settings.metrics
     serve_metrics(metrics.host, metrics.port_of(metrics_port, number))
     with export_traces(tracing.endpoint, tracing.ratio, role=name):
@@ -163,12 +173,12 @@ def _exporting(config: Config, metrics_port: int, number: int, *, name: str) -> 
 
 @contextmanager
 def _exporting_lender(config: Config, name: str, *, observe: bool) -> Iterator[None]:
-    """Of the sidecar of a server, which tells that it begins unless it only observes."""
+    """Export metrics and traces of a lender's sidecar, and announce its start unless it only observes."""
     announcement = nullcontext() if observe else announce_starts(config.bus(), name)
     with _exporting(config, config.settings.metrics.executor, number_of(name), name=name), announcement:
         yield
 
 
 def _require_signatures(config: Config) -> None:
-    """Before there is an engine: it would be of no use. Raises UsageError."""
+    """Require the trusted key before the engine starts: an executor without the key is of no use. Raises UsageError."""
     require_signing_key(config.bus(), config.weights.trusted_key, "trusted_key")

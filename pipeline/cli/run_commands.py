@@ -1,4 +1,4 @@
-"""`rose submit`, `rose watch`, `rose audit` and `rose report`: the commands that talk to the log and nothing else."""
+"""`rose submit`, `rose watch`, `rose audit` and `rose report`: commands that only use the log."""
 
 from pathlib import Path
 
@@ -15,14 +15,14 @@ from rose.topics.acl import PRODUCER, VIEW, connect_as
 
 
 def submit_file(common: Common, file: Path, without: Path | None) -> None:
-    """`rose submit`. Raises BadPrompts."""
+    """`rose submit`: sends the prompts of a file. Raises BadPrompts."""
     from rose.pipeline.local.submit import count_homes, read_prompts, send_prompts
 
     config = load(common)
     prompts = read_prompts(file, config.environments, without=without)
     settings = config.bus()
     connect_as(settings, PRODUCER)
-    count_homes(settings)  # a prompt must not be the first to find out that there are none
+    count_homes(settings)  # raises TopicMissing before any prompt is sent
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("prompts", total=len(prompts))
@@ -31,7 +31,7 @@ def submit_file(common: Common, file: Path, without: Path | None) -> None:
 
 
 def watch_run(common: Common) -> None:
-    """`rose watch`: until Ctrl-C."""
+    """`rose watch`: shows the live view until Ctrl-C."""
     from rose.pipeline.monitor.follower import follow_run
     from rose.pipeline.monitor.screen import Screen
     from rose.pipeline.process.process_setup import stop_on_signals
@@ -47,7 +47,7 @@ def watch_run(common: Common) -> None:
 
 
 def audit_run(common: Common) -> None:
-    """`rose audit`. Raises AuditFailed."""
+    """`rose audit`: prints the audit. Raises AuditFailed if the conservation law does not hold."""
     from rose.pipeline.accounting.audit import inspect_log
 
     with readable_log(load(common)) as settings:
@@ -75,7 +75,7 @@ def audit_run(common: Common) -> None:
 
 
 def report_run(common: Common) -> None:
-    """`rose report`. Raises UsageError when the run was never finished."""
+    """`rose report`: writes the report again. Raises UsageError if the run never finished."""
     from rose.pipeline.report.write import print_summary, stored_metadata, write_report
 
     config = load(common)

@@ -1,7 +1,7 @@
-"""`rose settle`: a trajectory, or all of a group, ended by hand as a failure of the infrastructure.
+"""`rose settle`: ends a trajectory, or all trajectories of a group, as a failure of the infrastructure.
 
-Keeps true: this only asks. The worker that owns the group ends what is named, before it applies another result, so a
-trajectory that ends by itself meanwhile has one end all the same.
+Keeps true: the command only writes requests. The environment worker that owns the group applies them before it applies
+another result, so a trajectory that ends by itself in the meantime still has exactly one outcome.
 """
 
 import time
@@ -23,9 +23,10 @@ from rose.topics.writer import Writer
 
 
 def settle_by_hand(common: Common, name: str, reason: str) -> None:
-    """Ask for the end of the trajectory, or of the group's that have not ended.
+    """Request the end of a trajectory, or of the trajectories of a group that have not ended.
 
-    Raises UnknownTrajectory, UsageError for a group that has settled or a reason that is too long, or BusError.
+    `name` is GROUP_ID:INDEX or GROUP_ID. Raises UnknownTrajectory, UsageError for a group that has settled or a reason
+    that is too long, or BusError.
     """
     settings = load(common).bus()
     connect_as(settings, OPERATOR)
@@ -61,9 +62,10 @@ def settle_by_hand(common: Common, name: str, reason: str) -> None:
 
 
 def _find_trajectories(settings: BusSettings, name: str) -> tuple[GroupFound, list[int]]:
-    """The group, and which of its trajectories. Raises UnknownTrajectory.
+    """Return the group and the indexes of the named trajectories. Raises UnknownTrajectory.
 
-    What names a trajectory and a group is the trajectory: those of the group have names of their own.
+    A name that fits both a trajectory and a group means the trajectory: the trajectories of the group can be named one
+    by one.
     """
     group_id, _, index = name.rpartition(":")
     if index.isdecimal():
@@ -77,7 +79,7 @@ def _find_trajectories(settings: BusSettings, name: str) -> tuple[GroupFound, li
 
 
 def _offset_of(group: GroupFound) -> int:
-    """Of the prompt that has opened the group, or is to. Raises UsageError."""
+    """Return the offset of the prompt that opened the group, or will open it. Raises UsageError if there is none."""
     if group.record is not None and group.record.state is GroupState.OPEN:
         return group.record.offset
     if group.record is not None and group.record.state is GroupState.SETTLED:

@@ -1,9 +1,9 @@
-"""`rose status`: one look at a run, on one screen.
+"""`rose status`: the state of a run on one screen.
 
 Keeps true
-- It looks for longer than a heartbeat is good for: an executor that lives is heard.
-- It looks on where something could move and does not, until it is known whether that stands still.
-- The exit status is 1 exactly when something is unwell; not to know is not to be well.
+- The command reads for longer than a heartbeat is valid: every live executor is seen.
+- If something that could move does not move, the command reads on until it is known whether it is stalled.
+- The exit status is 1 exactly when a finding is UNWELL; missing information counts as UNWELL.
 """
 
 import sys
@@ -31,21 +31,21 @@ from rose.topics.errors import BrokerUnreachable
 from rose.topics.settings import BusSettings
 
 LOOK_SECONDS = 2.5
-"""How long one look lasts; an executor speaks several times in it, and its word is good for 2 s."""
+"""Minimum time of one look. An executor sends several heartbeats in it, and a heartbeat is valid for 2 s."""
 
 LONGEST_SECONDS = 20.0
-"""How long the log's present state may take to read, and how long one look lasts at most."""
+"""Maximum time to read the present state of the log, and maximum time of one look."""
 
 READ_SECONDS = 0.1
-"""Longest wait for records between two looks at the clock."""
+"""Longest wait for records between two checks of the clock."""
 
 
 class RunUnhealthy(RoseError):
-    """Something has to be mended."""
+    """At least one finding is UNWELL."""
 
 
 def show_status(common: Common, *, as_json: bool, waits: WaitNotice | None = None) -> None:
-    """Look, and tell. Raises Unwell, BrokerUnreachable, TopicMissing or BusError."""
+    """Read the run and print its state. Raises RunUnhealthy, BrokerUnreachable, TopicMissing or BusError."""
     waits = waits or WaitNotice()
     waits.show("waits for the broker to answer")
     config = load(common)
@@ -73,7 +73,7 @@ def show_status(common: Common, *, as_json: bool, waits: WaitNotice | None = Non
 
 
 def unknown_parts(*, answered: bool, caught_up: bool, trouble: str) -> Iterator[Finding]:
-    """What the look could not tell: nobody is well of whom nothing is known."""
+    """Yield a finding for each part of the state that could not be read."""
     if not answered:
         why = f" ({trouble})" if trouble else ""
         sentence = f"the broker does not say who is a member of which group, nor how far they have read{why}"
@@ -84,7 +84,7 @@ def unknown_parts(*, answered: bool, caught_up: bool, trouble: str) -> Iterator[
 
 
 def deadline_after(seconds: float, bus: BusSettings) -> Callable[[], None]:
-    """Raises BrokerUnreachable from then on, whenever it is called."""
+    """Return a check that raises BrokerUnreachable when it is called later than `seconds` from now."""
     deadline = time.monotonic() + seconds
 
     def check() -> None:
@@ -95,7 +95,7 @@ def deadline_after(seconds: float, bus: BusSettings) -> Callable[[], None]:
 
 
 def _look(watch: RunFollower, waits: WaitNotice) -> None:
-    """Look for as long as it takes to know, or LONGEST_SECONDS."""
+    """Read until the state is known, for at most LONGEST_SECONDS."""
     began, waited_for = time.monotonic(), ""
     while (looked := time.monotonic() - began) <= LONGEST_SECONDS:
         lacks = _missing_facts(watch, looked)
@@ -108,7 +108,7 @@ def _look(watch: RunFollower, waits: WaitNotice) -> None:
 
 
 def _missing_facts(watch: RunFollower, looked: float) -> str:
-    """What the look is to go on for; empty if it has seen enough."""
+    """Return what the look still waits for; empty if it has seen enough."""
     if looked < LOOK_SECONDS:
         return f"listens to the executors for {LOOK_SECONDS:g} s"
     if not watch.caught_up:
@@ -122,7 +122,7 @@ def _missing_facts(watch: RunFollower, looked: float) -> str:
 
 
 def _unhealthy(facts: Facts) -> list[str]:
-    """Of whom something has to be mended."""
+    """Return the subjects of all findings that are UNWELL."""
     return [finding.who for finding in diagnose(facts) if finding.severity is Severity.UNWELL]
 
 

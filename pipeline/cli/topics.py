@@ -1,4 +1,4 @@
-"""`rose topics`: create, describe and check the topics; what a role's principal must be allowed."""
+"""`rose topics`: creates, describes and checks the topics, and prints the ACLs that a role needs."""
 
 import re
 import sys
@@ -15,14 +15,14 @@ from rose.topics.acl import ADMIN, ROLES, connect_as, kafka_acls, strimzi_user
 from rose.topics.admin import create_topics, describe_topics, durability_warnings, find_drift
 
 USER = "User:"
-"""What Kafka's principals begin with, unless a broker has its own kinds."""
+"""Prefix of Kafka's principals, unless a broker has kinds of its own."""
 
 OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
-"""What Kubernetes takes as the name of an object."""
+"""Names that Kubernetes accepts for an object."""
 
 
 def print_acls(common: Common, name: str, principal: str | None, cluster: str | None) -> None:
-    """Lines of options for kafka-acls.sh, or a KafkaUser. Raises UsageError."""
+    """Print the options of kafka-acls.sh, one line each, or a KafkaUser if `cluster` is given. Raises UsageError."""
     role, namespace = ROLES.get(name), load(common).settings.broker.namespace
     if role is None:
         raise UsageError(f"there is no role {name}; there are {', '.join(ROLES)}")
@@ -41,11 +41,11 @@ def print_acls(common: Common, name: str, principal: str | None, cluster: str | 
 
 
 class TopicsDrifted(RoseError):
-    """The broker's topics are not the catalog's."""
+    """The broker's topics differ from the catalog."""
 
 
 def create_catalog(common: Common) -> None:
-    """`rose topics create`."""
+    """`rose topics create`: creates the topics and partitions that are missing."""
     config = load(common)
     settings = config.bus()
     connect_as(settings, ADMIN)
@@ -56,7 +56,7 @@ def create_catalog(common: Common) -> None:
 
 
 def describe_catalog(common: Common) -> None:
-    """`rose topics describe`."""
+    """`rose topics describe`: prints the topics as the broker has them."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for title in ("topic", "key"):
         table.add_column(title)
@@ -70,11 +70,11 @@ def describe_catalog(common: Common) -> None:
             name = f"{config.settings.broker.namespace}{state.topic.name}"
             keys = ", ".join((state.topic.key, *state.topic.marker_keys))
             table.add_row(name, keys, str(state.partitions), str(state.records), values)
-    Console().print(table, highlight=False, markup=False)  # keys have brackets
+    Console().print(table, highlight=False, markup=False)  # keys contain brackets
 
 
 def check_catalog(common: Common) -> None:
-    """`rose topics check`. Raises TopicsDrifted."""
+    """`rose topics check`: compares the broker with the catalog. Raises TopicsDrifted if they differ."""
     with readable_log(config := load(common)) as settings:
         connect_as(settings, ADMIN)
         found = find_drift(settings, config.partitions)

@@ -1,1 +1,1 @@
-"""The configuration: its sections, where each value comes from, and the options of every command."""
+"""The configuration: its sections, the origin of each value, and the options of all commands."""

@@ -1,4 +1,4 @@
-"""Sentences read from the source of what they describe: nothing is described twice."""
+"""Docstrings of fields and functions, read from their source, so that nothing is described twice."""
 
 import ast
 import inspect
@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 BASES = ("builtins", "enum", "msgspec")
-"""Packages of what classes are made of: nothing of ours is declared there."""
+"""Packages whose base classes declare no documented fields."""
 
 
 @cache
 def field_docs(declared_by: type) -> dict[str, str]:
-    """For every field or member of a class, the string that follows its declaration, on one line."""
+    """Return, by field or member of a class, the string that follows its declaration, on one line."""
     sentences: dict[str, str] = {}
     for ancestor in reversed([each for each in declared_by.__mro__ if each.__module__.partition(".")[0] not in BASES]):
         body = ast.parse(textwrap.dedent(inspect.getsource(ancestor))).body[0]
@@ -36,7 +36,7 @@ def field_docs(declared_by: type) -> dict[str, str]:
 
 
 def keep_docstring(function: Function) -> Function:
-    """With its docstring, also where Python was told to leave them out (-OO): it is what `--help` says."""
+    """Set the function's docstring even if Python removes docstrings (-OO): the docstring is the text of `--help`."""
     if function.__doc__ is None:
         declared = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
         assert isinstance(declared, ast.FunctionDef)

@@ -1,10 +1,10 @@
-"""The configuration: one TOML file, the environment, flags, and which of them said what.
+"""The configuration: one TOML file, environment variables and flags, with the origin of each value.
 
 Keeps true
-- One precedence: flags, then `ROSE_SECTION__FIELD` of the environment, then the file, then the defaults.
-- A key that does not exist, or a value that does not fit, is one sentence that names where it was said.
-- A role's section is the role's own dataclass: fields, defaults and sentences are declared there alone. Fields that
-  several roles have in common (`SHARED`) are said once, in the section that they come from.
+- The precedence is: flags, then `ROSE_SECTION__FIELD` variables of the environment, then the file, then the defaults.
+- An unknown key or an invalid value is reported in one sentence that names its origin.
+- A role's section is the role's own dataclass: fields, defaults and docstrings are declared there only. Fields that
+  several roles share (`SHARED`) are set once, in the section that they come from.
 """
 
 import dataclasses
@@ -63,42 +63,42 @@ _QUOTED = r'(?:[^"\\]|\\.)*"'
 SECRET = re.compile(
     rf'("[^"\\]*{_CONFIDENTIAL}[^"\\]*" = "|"--(?:api[-_]key|hf[-_]token)(?:=|", ")){_QUOTED}',
 )
-"""What is told in confidence, in TOML as it is written here: settings of librdkafka, variables and flags of vLLM."""
+"""Secrets in resolved TOML: passwords and keys in librdkafka settings, in variables and in flags of vLLM."""
 
 
 PREFIX = "ROSE_"
 DELIMITER = "__"
 
 LINKS = ("tcp://", "udp://")
-"""What the variables begin with that Kubernetes sets for each service: ROSE_METRICS_PORT for one named rose-metrics."""
+"""Prefixes of values of variables that Kubernetes sets for a service: ROSE_METRICS_PORT for a service rose-metrics."""
 
 RUNS = Path("runs")
-"""Where `--run NAME` looks for a run's configuration."""
+"""Folder in which `--run NAME` looks for a run."""
 
 RESOLVED = "config.toml"
-"""The file in a run's folder that holds its whole configuration."""
+"""File in a run's folder with its complete configuration."""
 
 NAMESPACE_CHARACTERS = 100
-"""Of a namespace, at most: with it a manifest must still be able to name its run, and Kafka a topic."""
+"""Maximum length of a namespace: a manifest must be able to name the run, and Kafka the topics."""
 
 CONFIDENTIAL = ("broker.properties", "serving.environment", "serving.flags")
-"""Fields that may hold a password or key: no message has what was said there."""
+"""Fields that may contain a password or key: error messages do not show their values."""
 
 PROPERTIES = ("broker", "properties")
-"""The field that holds librdkafka's settings, whose names have dots in them."""
+"""The field for librdkafka's settings, whose names contain dots."""
 
 NOT_SHOWN = "(not shown)"
-"""What stands in the place of a password where a configuration is shown."""
+"""Text in place of a password where a configuration is shown."""
 
 KINDS = {
     "tuple_type": 'must be a list, as ["a", "b"]',
     "list_type": 'must be a list, as ["a", "b"]',
     "dict_type": 'must be a table, as {name = value} in TOML and {"name": value} elsewhere',
 }
-"""What is wanted, where pydantic says it in words of Python."""
+"""Messages that replace pydantic's where those use terms of Python."""
 
 FIELD = re.compile(r"[a-z]+\.[a-z_]+")
-"""Of the configuration, as a sentence names it."""
+"""A field of the configuration in a sentence."""
 
 NAMESPACE = re.compile(rf"[A-Za-z0-9._-]{{0,{NAMESPACE_CHARACTERS}}}")
 
@@ -115,17 +115,17 @@ SHARED: Mapping[str, tuple[str, ...]] = {
     "users.run_folder": ("run.folder", "run.name"),
     "weights.run": ("run.name",),
 }
-"""Fields of roles that follow from other sections: from one field, or as a path from several."""
+"""Fields of roles that are set from other sections: from one field, or as a path from several."""
 
 Values = dict[str, Any]
-"""Sections by name; in each, what was said of its fields."""
+"""Sections by name, with the given values of their fields."""
 
 Override = tuple[str, tuple[str, ...], Any]
-"""Who said it, of which field (section, field, and further down), and what."""
+"""Origin, path (section, field, and further parts) and value of a setting."""
 
 
 class Settings(BaseModel):
-    """All sections. Each is a frozen dataclass, declared in the room that it belongs to."""
+    """All sections. Each one is a frozen dataclass, declared in the package that it belongs to."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True)
 
@@ -154,11 +154,11 @@ class Config:
 
     settings: Settings
     origins: Mapping[str, str]
-    """Who said it, by `section.field`; what nobody said is a default and not listed."""
+    """Origin of each given value, by `section.field`; fields with their default are not listed."""
 
     @property
     def run_folder(self) -> Path:
-        """Where the run keeps all it writes."""
+        """The folder for all files that the run writes."""
         return self.settings.run.folder / self.settings.run.name
 
     @property
@@ -174,17 +174,17 @@ class Config:
 
     @property
     def environments(self) -> tuple[str, ...]:
-        """Names that a prompt may give: the built-in environments and those that the workers are told of."""
+        """Environment names that a prompt may use: built-in environments and those of the configuration."""
         return (*BUILT_IN, *self.settings.environment.environments)
 
     @property
     def weights(self) -> WeightsConfig:
-        """How versions travel in this run: unless told, in what the engines hold."""
+        """The weights section; if `dtype` is not set, versions are sent in the engines' dtype."""
         weights = self.settings.weights
         return dataclasses.replace(weights, dtype=weights.dtype or self.settings.executor.dtype)
 
     def import_paths(self) -> list[str]:
-        """Where this process imports environments from. Raises UsageError for what is not there."""
+        """Return the folders to import environments from. Raises UsageError if one does not exist."""
         paths = self.settings.environment.import_paths
         for path in paths:
             if not path.exists():
@@ -195,11 +195,11 @@ class Config:
         return [str(path) for path in paths]
 
     def trust(self, settings: BusSettings) -> Trust:
-        """Whose policy versions are this run's. Raises UsageError for a key file that is none."""
+        """Return the check of which policy versions are the run's. Raises UsageError for an invalid key file."""
         return make_trust(settings, self.settings.trainer.model_id, self.weights)
 
     def bus(self) -> BusSettings:
-        """How to reach the broker. Raises UsageError when none is named."""
+        """Return the settings to reach the broker. Raises UsageError if no broker is named."""
         broker = self.settings.broker
         if not broker.bootstrap_server:
             raise UsageError("no broker is named: give --bootstrap-server HOST:PORT, or --run NAME for that of a run")
@@ -207,9 +207,9 @@ class Config:
 
 
 def load(common: Common, *, resolved: bool = False) -> Config:
-    """Read every source and resolve them. In a file that is `resolved` the environment has had its say.
+    """Read all sources and resolve them.
 
-    Raises UsageError.
+    `resolved`: the file is a resolved configuration, so the environment is not read again. Raises UsageError.
     """
     merged: Values = {}
     origins: dict[str, str] = {}
@@ -233,7 +233,7 @@ def load(common: Common, *, resolved: bool = False) -> Config:
         values = [_value_or_default(merged, *source.split(".")) for source in sources]
         if len(values) == 1:
             _set_value(merged, tuple(field.split(".")), values[0])
-        elif all(isinstance(value, str | Path) for value in values):  # else the section that says it is refused
+        elif all(isinstance(value, str | Path) for value in values):  # else the section with the wrong value is refused
             _set_value(merged, tuple(field.split(".")), Path(*values))
     settings = _validate(merged, origins)
     _check_values(settings, origins)
@@ -245,7 +245,7 @@ def load(common: Common, *, resolved: bool = False) -> Config:
 
 
 def section_types() -> dict[str, type]:
-    """Every section's dataclass by name, in the order in which they are shown."""
+    """Return every section's dataclass by name, in the order in which sections are shown."""
     return {
         name: field.annotation for name, field in Settings.model_fields.items() if isinstance(field.annotation, type)
     }
@@ -265,12 +265,12 @@ def _file_overrides(common: Common) -> Iterator[Override]:
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment less what `load` reads in it: for whoever is to read a file that is resolved, and that alone."""
+    """Return the environment without the variables that `load` reads, for a process that reads a resolved file only."""
     return {name: value for name, value in environment.items() if DELIMITER not in _path_of_variable(name)}
 
 
 def _path_of_variable(variable: str) -> str:
-    """What the variable says of the configuration: SECTION__FIELD, in lower case; empty if nothing."""
+    """Return the path in a variable's name, SECTION__FIELD in lower case; empty without ROSE's prefix."""
     return variable[len(PREFIX) :].lower() if variable.upper().startswith(PREFIX) else ""
 
 
@@ -296,7 +296,7 @@ def _environment_overrides() -> Iterator[Override]:
     for name, variable in fields.items():
         if whole := next((other for other in fields if name.startswith(f"{other}{DELIMITER}")), ""):
             raise UsageError(f"{variable} says a part of what {fields[whole]} says: say all of it by one of them")
-    from pydantic_settings import EnvSettingsSource  # heavy, and most have no such variable
+    from pydantic_settings import EnvSettingsSource  # slow to import, and rarely needed
 
     source = EnvSettingsSource(cast(Any, Settings), env_prefix=PREFIX, env_nested_delimiter=DELIMITER)
     for section, fields in source().items():
@@ -307,7 +307,7 @@ def _environment_overrides() -> Iterator[Override]:
 
 @cache
 def _fields_by_one_underscore() -> dict[str, str]:
-    """How a variable is written, by what somebody says who has one underscore too few."""
+    """Return the correct variable names, by the path of a name with one underscore instead of two."""
     return {
         f"{section}_{field.name}": f"{PREFIX}{section}{DELIMITER}{field.name}".upper()
         for section, declared_by in section_types().items()
@@ -330,7 +330,7 @@ def _flag_overrides(common: Common) -> Iterator[Override]:
 
 
 def _from_text(value: Any, origin: str) -> Any:
-    """A list or table comes as JSON; all else stays text, less the end of its line, which pydantic converts."""
+    """Decode a list or table from JSON. Other text stays, without its line end; pydantic converts it."""
     if isinstance(value, str):
         value = value.rstrip("\r\n")
     if isinstance(value, str) and value[:1] in ("[", "{"):
@@ -344,7 +344,7 @@ def _from_text(value: Any, origin: str) -> Any:
 
 
 def _dotted(parts: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """librdkafka's settings by the parts of their names: of one without quotes, TOML has made tables in one another."""
+    """Yield librdkafka's settings by the parts of their names: TOML makes nested tables of a dotted key."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _dotted((*parts, key), inner)
@@ -353,7 +353,7 @@ def _dotted(parts: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...
 
 
 def _say(into: Values, path: tuple[str, ...], value: Any, origin: str) -> None:
-    """Say a value. Raises UsageError where another one has been said of which this would be a part."""
+    """Set a value. Raises UsageError if a parent of the path already has a value that is no table."""
     whole: Any = into
     for name in path[:-1]:
         whole = whole.get(name, {})
@@ -363,7 +363,7 @@ def _say(into: Values, path: tuple[str, ...], value: Any, origin: str) -> None:
 
 
 def _set_value(into: Values, path: tuple[str, ...], value: Any) -> None:
-    """Say a value; tables are joined key by key."""
+    """Set a value; tables are merged key by key."""
     for name in path[:-1]:
         into = into.setdefault(name, {})
     last = path[-1]
@@ -412,7 +412,7 @@ def _validate(merged: Values, origins: Mapping[str, str]) -> Settings:
 
 
 def _check_values(settings: Settings, origins: Mapping[str, str]) -> None:
-    """What holds for the fields of every section. Raises UsageError."""
+    """Check the rules for the fields of every section. Raises UsageError."""
     for section, declared_by in section_types().items():
         for field in dataclasses.fields(declared_by):
             path, value = f"{section}.{field.name}", getattr(getattr(settings, section), field.name)
@@ -433,12 +433,12 @@ def _texts(value: list[str] | dict[str, str]) -> Iterable[str]:
 
 
 def _origin_of(sentence: str, origins: Mapping[str, str]) -> str:
-    """Whence the first field in a sentence comes that anybody has said."""
+    """Return the origin of the first field in the sentence that has one."""
     return next((f"{origins[path]}: " for path in FIELD.findall(sentence) if path in origins), "")
 
 
 def _check_together(settings: Settings) -> None:
-    """What no section can check alone. Raises UsageError."""
+    """Check the rules that involve several sections. Raises UsageError."""
     run, topics, environment, trainer = settings.run, settings.topics, settings.environment, settings.trainer
     executor, held = settings.executor, HOLDS.get(settings.executor.dtype, ())
     fits = {
@@ -447,7 +447,7 @@ def _check_together(settings: Settings) -> None:
         f"({executor.dtype}): leave weights.dtype out": (settings.weights.dtype or executor.dtype) in held,
         f"environment.window_groups ({environment.window_groups}) is less than trainer.groups_per_step "
         f"({trainer.groups_per_step}): the trainer would wait for groups that may not open": (
-            environment.window_groups >= trainer.groups_per_step  # of each: homes may all fall to one worker
+            environment.window_groups >= trainer.groups_per_step  # of each worker: all homes may fall to one
         ),
         f"run.name ({run.name!r}) names a folder of its own in run.folder": run.name not in ("", ".", ".."),
         f"run.environment_workers ({run.environment_workers}) is more than topics.home_partitions "
@@ -485,11 +485,11 @@ def _check_together(settings: Settings) -> None:
             "begin: rights to another one would reach into this one"
         )
     check_required_settings(settings.broker.properties, settings.broker.bootstrap_server)
-    run_id(settings.broker.namespace, run.name)  # refuses what no manifest can name
+    run_id(settings.broker.namespace, run.name)  # raises UsageError for a name that no manifest can have
 
 
 def resolved_toml(config: Config, *, explained: bool) -> str:
-    """Every field and its value; if `explained`, with its sentence and who said it."""
+    """Return every field with its value as TOML; `explained` adds its description and origin as comments."""
     lines: list[str] = []
     for section, declared_by in section_types().items():
         lines += [f"[{section}]"]
@@ -509,7 +509,7 @@ def resolved_toml(config: Config, *, explained: bool) -> str:
 
 
 def without_secrets(resolved: str) -> str:
-    """The resolved TOML for others to read: what librdkafka and a server are told in confidence is left out."""
+    """Return the resolved TOML without secrets: librdkafka's passwords, and keys in variables and flags of a server."""
     return SECRET.sub(rf'\1{NOT_SHOWN}"', resolved)
 
 

@@ -1,6 +1,6 @@
-"""The options that every command has, declared once.
+"""The options that all commands share, declared once.
 
-Keeps true: importing this costs nothing but typer.
+Keeps true: importing this module imports typer and little else.
 """
 
 import inspect
@@ -20,7 +20,7 @@ PANEL = "Configuration and broker"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Common:
-    """What the options say. `said` is more of the same: (flag, `section.field`, value)."""
+    """The values of the common options. `overrides` are further values: (flag, `section.field`, value)."""
 
     config: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="TOML configuration.", rich_help_panel=PANEL)
@@ -61,7 +61,7 @@ class Common:
     overrides: tuple[tuple[str, str, object], ...] = ()
 
     def with_overrides(self, **flags: tuple[str, object]) -> "Common":
-        """With flags of a command's own, e.g. `saying(seed=("run.seed", 3))`; a value of None says nothing."""
+        """Return a copy with a command's own flags, e.g. `with_overrides(seed=("run.seed", 3))`; None is left out."""
         more = tuple(
             (f"--{flag.replace('_', '-')}", path, str(value))
             for flag, (path, value) in flags.items()
@@ -71,7 +71,7 @@ class Common:
 
 
 def with_common(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a typer command the options of `Common`; it receives them as its parameter `common`."""
+    """Give a typer command the options of `Common`; the command receives them as its parameter `common`."""
     hints = get_type_hints(Common, include_extras=True)
     options = [
         inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hints[field.name])
@@ -94,10 +94,10 @@ def with_common(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def is_writable(file: Path) -> bool:
-    """Whether an option may name this file to be written: asked before what is to be in it is computed."""
+    """Return whether an option may name this file for output. Checked before the content is computed."""
     try:
-        file = file.resolve()  # a link's own folder says nothing
+        file = file.resolve()  # the folder of a link does not matter
         place = file if file.exists() else file.parent
         return file.parent.is_dir() and not file.is_dir() and os.access(place, os.W_OK)
-    except (OSError, RuntimeError):  # a name that no file can have; links that lead round
+    except (OSError, RuntimeError):  # an impossible name; a loop of links
         return False

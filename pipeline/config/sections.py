@@ -9,32 +9,32 @@ from rose.schemas.limits import MAX_GROUP_SIZE, MAX_TURNS
 from rose.schemas.setting_bounds import check_bounds, is_http_server
 
 WARM_START = Path(__file__).parents[2] / "workers" / "models" / "calculator"
-"""The small policy that ships with ROSE: pre-trained on noisy demonstrations of the calculator task."""
+"""The small policy that comes with ROSE, pre-trained on noisy demonstrations of the calculator task."""
 
 HIGHEST_PORT = 65_535
 
 MOST_PARTITIONS = 65_536
-"""Of a topic."""
+"""Maximum number of partitions of a topic."""
 
 MOST_COPIES = 32_767
-"""Of a partition, by Kafka's protocol."""
+"""Maximum replication factor in Kafka's protocol."""
 
 MOST_PROCESSES = 4_096
-"""Of a kind on one machine."""
+"""Maximum number of processes of one kind on one machine."""
 
 MOST_SEED = 2**32
-"""Of a run; each has a million tasks of its own."""
+"""Largest seed of a run; each run seed has a million task seeds."""
 
 MOST_TASKS = 10**6
-"""As many seeds a run has to itself."""
+"""Number of task seeds of one run seed."""
 
 MOST_FIRST_SEED = 2**62
-"""With that of a run's last task it is a seed that a prompt may have."""
+"""Largest first seed: the seed of the last task of a run is then still valid in a prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerSection:
-    """Which Kafka."""
+    """The Kafka of the run."""
 
     bootstrap_server: str = ""
     """`host:port[,host:port]` of a running Kafka; empty: `rose up` and `rose demo` start one on this machine."""
@@ -51,7 +51,7 @@ class BrokerSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicsSection:
-    """How topics are created."""
+    """The partitions and the replication of the topics."""
 
     home_partitions: int = 8
     """Partitions of prompts, requests, results and snapshots; at least one for each environment worker."""
@@ -124,7 +124,7 @@ class RunSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingSection:
-    """What the lending servers of a run on this machine serve."""
+    """The servers that lend in a run on this machine."""
 
     folder: Path = WARM_START
     """Hugging Face model folder."""
@@ -136,9 +136,9 @@ class ServingSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsSection:
-    """Prometheus metrics and how a process is (`/healthz`, `/readyz`), one port a process; 0 is off.
+    """Ports of Prometheus metrics and health (`/healthz`, `/readyz`), one for each process; 0 means off.
 
-    Raises UsageError.
+    Raises UsageError for a number that is not a port.
     """
 
     host: str = "127.0.0.1"
@@ -163,7 +163,7 @@ class MetricsSection:
                 raise UsageError(f"metrics.{each.name} ({port}) must be a port, 1 to {HIGHEST_PORT}, or 0: off")
 
     def port_of(self, first: int, number: int) -> int:
-        """Of the process with this number, of a kind whose first has the port `first`. Raises UsageError."""
+        """Return the port of process `number` of a kind with this first port. Raises UsageError if it is too high."""
         port = self.port or (first + number if first else 0)
         if port > HIGHEST_PORT:
             raise UsageError(f"the metrics of number {number} would be at port {port}, and {HIGHEST_PORT} is the last")
@@ -172,7 +172,7 @@ class MetricsSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracingSection:
-    """OpenTelemetry traces, a trace each trajectory; the extra `otel`. Raises UsageError."""
+    """OpenTelemetry traces, one trace for each trajectory; needs the extra `otel`. Raises UsageError."""
 
     endpoint: str = ""
     """Base URL of a collector (OTLP over HTTP); empty: that in OTEL_EXPORTER_OTLP_ENDPOINT, or no traces."""

@@ -1,4 +1,4 @@
-"""A file in TOML that a person wrote, and where it is none."""
+"""Reads a TOML file, and reports where a file is invalid."""
 
 import re
 import tomllib
@@ -8,14 +8,14 @@ from typing import Any
 from rose.schemas.errors import UsageError
 
 AT_LINE = re.compile(r"\(at line (\d+),")
-"""Where tomllib says that it is; else it is at the end."""
+"""Position in an error of tomllib; an error without position is at the end of the file."""
 
 KEY = re.compile(r"""\s*(\[[^\]]*\]+|[\w.'"-]+(?=\s*=))""")
-"""What a line begins with that sets a key, or begins a table."""
+"""Start of a line that sets a key or begins a table."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """What it says. Raises UsageError, which names the key at which the file is no TOML."""
+    """Return the content of the file. Raises UsageError, which names the key before the first syntax error."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -30,7 +30,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _key_before(reason: str, text: str) -> str:
-    """The key at which it is, without what that is set to: it may be a password."""
+    """Return the key at the error without its value, which may be a password."""
     lines = text.rstrip().splitlines()
     at = AT_LINE.search(reason)
     before = lines[: int(at[1])] if at else lines

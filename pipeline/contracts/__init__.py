@@ -1,1 +1,1 @@
-"""What other programs read of ROSE's topics: AsyncAPI and JSON Schema."""
+"""Descriptions of ROSE's topics for other programs: AsyncAPI and JSON Schema."""

@@ -1,6 +1,6 @@
-"""What others read of ROSE's topics: AsyncAPI 3.1 of all of them, and JSON Schema of a prompt.
+"""Descriptions of ROSE's topics: AsyncAPI 3.1 of all topics, and JSON Schema of a prompt.
 
-Keeps true: both say what `topics/catalog.py` and `schemas/` say; nothing is written down a second time.
+Keeps true: both are derived from `topics/catalog.py` and `schemas/`; nothing is written down a second time.
 """
 
 import inspect
@@ -25,10 +25,10 @@ JSON, MSGPACK = "application/json", "application/msgpack"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 BINDING = {"bindingVersion": "0.5.0"}
-"""Of AsyncAPI's bindings for Kafka."""
+"""Version of AsyncAPI's bindings for Kafka."""
 
 NUMBERS = frozenset({"retention.ms", "retention.bytes", "max.message.bytes", "segment.ms"})
-"""Settings of a topic that are numbers to whoever reads the document."""
+"""Topic settings whose values the document gives as numbers."""
 
 ABOUT = """The topics of ROSE and the records on them. Who produces prompts, or reads samples and outcomes, needs the
 operations below; all other topics are ROSE's own, listed so that a log can be read. A value is one MessagePack map of
@@ -52,10 +52,10 @@ HEADERS = {
     KEY: "The key that it had there, if it had one.",
     SENT_BACK: "There once it was sent back; its value is nothing.",
 }
-"""What is written on a dead letter."""
+"""Headers of a dead letter, with their descriptions."""
 
 WITHIN = (WeightIndex,)
-"""What travels in byte strings of records, and is no record itself: its own sentence says where it is found."""
+"""Structs inside byte strings of records, which are no records; their docstrings say where they occur."""
 
 OPERATIONS: dict[str, tuple[str, str, str]] = {
     "submitPrompt": ("receive", PROMPTS.name, "ROSE opens a group of trajectories for every prompt."),
@@ -63,34 +63,34 @@ OPERATIONS: dict[str, tuple[str, str, str]] = {
     "settleSample": ("send", OUTCOMES.name, "ROSE says once of each trajectory what became of it."),
     "refusePrompt": ("send", PROMPTS.dead_letters, "ROSE gives back what was no prompt, as it came, with the reason."),
 }
-"""What concerns others, from where ROSE stands: receive or send, the topic, what happens."""
+"""The operations for other programs: action from the side of ROSE, topic, summary."""
 
 
 def print_asyncapi(common: Common) -> None:
-    """`rose topics asyncapi`."""
+    """`rose topics asyncapi`: prints the AsyncAPI document."""
     sys.stdout.write(render_document(asyncapi(load(common))))
 
 
 def print_prompt_schema() -> None:
-    """`rose topics prompt-schema`."""
+    """`rose topics prompt-schema`: prints the JSON Schema of a prompt."""
     sys.stdout.write(render_document(prompt_schema()))
 
 
 def render_document(document: Schema) -> str:
-    """As a file, for people and programs."""
+    """Return the document as indented JSON with a line end."""
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
 
 
 def prompt_schema() -> Schema:
-    """JSON Schema of a prompt as JSON. What it cannot say is in `docs/producers.md`."""
+    """Return the JSON Schema of a prompt as JSON. `docs/producers.md` has the rules that a schema cannot express."""
     found = definitions([Prompt], ref=lambda name: f"#/$defs/{name}")
     for schema in found.values():
-        schema["additionalProperties"] = False  # within the record of a group a newer one's are not looked at
+        schema["additionalProperties"] = False  # for producers; a prompt in a group's record may have more
     return {"$schema": DIALECT, **found.pop(Prompt.__name__), "$defs": found}
 
 
 def asyncapi(config: Config) -> Schema:
-    """The document for the namespace, partitions and copies of this configuration."""
+    """Return the AsyncAPI document for the namespace, partitions and replication factor of this configuration."""
     kinds = definitions((*RECORDS, *WITHIN), ref=lambda name: f"#/components/schemas/{name}")
     return {
         "asyncapi": "3.1.0",

@@ -1,10 +1,10 @@
-"""Records as JSON Schema, read from the types that check them: nothing of a record is described twice.
+"""JSON Schema of records, derived from their types, so that no record is described twice.
 
 Keeps true
-- Bounds, patterns and defaults are those of the types; the words are the sentences under the fields.
-- Only keywords that draft-07 and 2020-12 have in common, and `items` of draft-07 for structs that are arrays, which no
-  record that travels as JSON has. Other arrays of fixed places have no schema: they could not grow at their end.
-- Byte strings are `{"type": "string", "format": "binary"}`, their lengths in bytes: in MessagePack they are `bin`.
+- Bounds, patterns and defaults are those of the types; descriptions are the docstrings under the fields.
+- Only keywords that draft-07 and 2020-12 have in common are used, and `items` of draft-07 for structs that are arrays,
+  which no record in JSON has. Other arrays of fixed length have no schema, because they could not grow at their end.
+- Byte strings are `{"type": "string", "format": "binary"}` with lengths in bytes; in MessagePack they are `bin`.
 """
 
 import inspect
@@ -19,13 +19,13 @@ from rose.pipeline.config.field_docs import field_docs
 Schema = dict[str, Any]
 
 END_OF_TEXT = r"\Z"
-"""In Python's patterns; `$` is that in those of JSON Schema."""
+"""End of text in Python's patterns; JSON Schema uses `$`."""
 
 
 def definitions(records: Iterable[type], *, ref: Callable[[str], str]) -> dict[str, Schema]:
-    """The schemas of these structs, and of all structs and enumerations within them, by name.
+    """Return the schemas of these structs, and of all structs and enumerations inside them, by name.
 
-    `ref` makes a reference of a name.
+    `ref` makes a reference from a name. Raises TypeError for a field type without a schema.
     """
     found: dict[str, Schema] = {}
     waiting: list[types.Type] = [types.type_info(record) for record in records]
@@ -76,13 +76,13 @@ def _field(field: types.Field, sentence: str, ref: Callable[[str], str]) -> Sche
         schema["description"] = text
     for default in _default(field):
         schema["default"] = default
-    if "$ref" in own and schema:  # what stands beside a reference is not read
+    if "$ref" in own and schema:  # keywords next to a reference are ignored
         return {"allOf": [own], **schema}
     return own | schema
 
 
 def _default(field: types.Field) -> Iterator[Any]:
-    """Its default, if it has one."""
+    """Yield the default of the field if it has one."""
     if field.default is not msgspec.NODEFAULT:
         yield msgspec.to_builtins(field.default)
     elif field.default_factory is not msgspec.NODEFAULT:

@@ -1,6 +1,6 @@
-"""The broker of a run: one that is named, or one of the run's own on this machine.
+"""The broker of a run: a broker that the configuration names, or the run's own broker on this machine.
 
-Keeps true: a broker that was started here is stopped here; one that is named is never started nor stopped.
+Keeps true: a broker that was started here is stopped here; a named broker is never started or stopped.
 """
 
 import os
@@ -33,17 +33,17 @@ class RunBroker:
     settings: BusSettings
     name: str
     own: "Broker | None"
-    """None: it was named."""
+    """None if the broker is named in the configuration."""
 
     def check(self) -> None:
-        """Raise BrokerFailed if the run's own broker died or has no room left."""
+        """Raise BrokerFailed if the run's own broker has died or its disk is full."""
         if self.own is not None:
             self.own.check()
 
 
 @contextmanager
 def run_broker(config: Config) -> Iterator[RunBroker]:
-    """The named broker, or the run's own, started now and stopped at the end. Raises BrokerFailed or UsageError."""
+    """Yield the named broker, or start the run's own and stop it at the end. Raises BrokerFailed or UsageError."""
     named = config.settings.broker.bootstrap_server
     if named and not _is_own(config):
         _refuse_moved(config)
@@ -51,7 +51,7 @@ def run_broker(config: Config) -> Iterator[RunBroker]:
         return
     if named and _accepts(named):
         raise UsageError(f"the run in {config.run_folder} is going on: look at it with `rose watch --run`")
-    from rose.topics.local_broker.start import start_broker  # a broker that is named needs none of it
+    from rose.topics.local_broker.start import start_broker  # a named broker does not need this import
 
     port = _port(named) if named else None
     with start_broker(config.run_folder / DATA_FOLDER, kafka_home=kafka_home(config), port=port) as broker:
@@ -60,7 +60,10 @@ def run_broker(config: Config) -> Iterator[RunBroker]:
 
 @contextmanager
 def readable_log(config: Config) -> Iterator[BusSettings]:
-    """The log of a run for reading: its own broker is started for as long as that takes, unless it runs anyway."""
+    """Yield the settings to read a run's log. The run's own broker is started for the block, unless it runs already.
+
+    Raises UsageError if the run's folder was moved, BrokerUnreachable if a named broker does not answer.
+    """
     named = config.settings.broker.bootstrap_server
     if named and _is_own(config) and not _accepts(named):
         from rose.topics.local_broker.start import start_broker
@@ -75,19 +78,23 @@ def readable_log(config: Config) -> Iterator[BusSettings]:
 
 @contextmanager
 def live_bus(config: Config) -> Iterator[BusSettings]:
-    """A broker that runs. Where none answers, the sentence says who named it and how to go on. Raises UsageError."""
+    """Yield the settings of a running broker.
+
+    Raises UsageError if the run's folder was moved. Raises BrokerUnreachable if no broker answers; the message then
+    names the file with the address and how to go on.
+    """
     _refuse_moved(config)
     try:
         yield config.bus()
     except BrokerUnreachable as error:
         file = Path(config.origins.get("broker.bootstrap_server", ""))
-        if not file.is_file():  # a flag or a variable
+        if not file.is_file():  # the address comes from a flag or a variable
             raise
         raise BrokerUnreachable(config.settings.broker.bootstrap_server, advice=_advice(config, file)) from error
 
 
 def _advice(config: Config, file: Path) -> str:
-    """About a broker that does not answer and was named by this file."""
+    """Return advice about a broker that does not answer and whose address is in `file`."""
     data = config.run_folder / DATA_FOLDER
     if _is_own(config):
         return "the run has ended: `rose status` starts its broker to look at it, and `rose up` to go on with it"
@@ -96,7 +103,7 @@ def _advice(config: Config, file: Path) -> str:
 
 
 def kafka_home(config: Config) -> Path | None:
-    """The Apache Kafka to start; None is the embedded broker."""
+    """Return the Apache Kafka folder to start; None means the embedded broker."""
     home_variable = os.environ.get("KAFKA_HOME")
     return config.settings.broker.kafka_home or (Path(home_variable) if home_variable else None)
 
@@ -106,13 +113,13 @@ def _settings(config: Config, broker: "Broker") -> BusSettings:
 
 
 def _is_own(config: Config) -> bool:
-    """Whether the address is that of the run's own broker, as the run itself wrote it down."""
+    """Return whether the address is that of the run's own broker, as the run has written it to its folder."""
     origin = config.origins.get("broker.bootstrap_server", "")
     return Path(origin) == config.run_folder / RESOLVED and (config.run_folder / DATA_FOLDER).is_dir()
 
 
 def _refuse_moved(config: Config) -> None:
-    """Raise UsageError for a run's folder with its own broker that is not where the run was, as far as that ended."""
+    """Raise UsageError if the configuration comes from a moved run folder whose own broker does not run."""
     file = Path(config.origins.get("broker.bootstrap_server", ""))
     kept = file.name == RESOLVED and (file.parent / DATA_FOLDER).is_dir()
     if kept and not _is_own(config) and not _accepts(config.settings.broker.bootstrap_server):

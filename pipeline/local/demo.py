@@ -1,4 +1,4 @@
-"""`rose demo`: a policy that learns over the bus, measured on held-out tasks before and after, with a report."""
+"""`rose demo`: trains a policy over the bus, measures held-out success before and after, and writes a report."""
 
 from dataclasses import replace
 from functools import partial
@@ -36,11 +36,11 @@ from rose.workers.evaluate import Evaluation
 from rose.workers.loadgen.request_log import read_request_log
 
 SEEDS_OF_A_RUN = 1_000_000
-"""Every run seed draws its tasks from a range of its own."""
+"""The task seeds of a run begin at run seed times this number, so that runs do not share tasks."""
 
 
 def training_prompts(tasks: TasksSection, *, run: str, seed: int, groups: int) -> list[Prompt]:
-    """The prompts of a run, a task each. Raises UsageError when they would reach into the held-out tasks."""
+    """Return the prompts of a run, one task each. Raises UsageError if a task would be a held-out task."""
     first = tasks.first_seed + seed * SEEDS_OF_A_RUN
     if first + groups > tasks.held_out_seed and first < tasks.held_out_seed + tasks.held_out:
         raise UsageError(
@@ -60,14 +60,17 @@ def training_prompts(tasks: TasksSection, *, run: str, seed: int, groups: int) -
 
 
 CONFIGURATION = "demo.toml"
-"""The demo's own configuration, beside this module; `--config` takes its place."""
+"""The demo's default configuration, in the folder of this module; `--config` replaces it."""
 
 LOOK_SECONDS = 0.2
-"""Between two looks at a process that measures."""
+"""Time between two checks of a process that measures, in seconds."""
 
 
 def run_demo(common: Common) -> None:
-    """Everything on this machine. Raises UsageError, RoleFailed, BrokerFailed, or AuditFailed for an unclean audit."""
+    """Run the demo on this machine.
+
+    Raises UsageError, RoleFailed, BrokerFailed, or AuditFailed if the audit finds lost or doubled trajectories.
+    """
     config = _configuration(common)
     settings, console = config.settings, Console()
     prompts = training_prompts(
@@ -104,7 +107,7 @@ def run_demo(common: Common) -> None:
 
 
 def _configuration(common: Common) -> Config:
-    """The demo's configuration, with a run name that is free. Raises UsageError when the name given is taken."""
+    """Return the demo's configuration with an unused run name. Raises UsageError if the given name is in use."""
     if common.run is not None:
         raise UsageError("a demo is a run of its own: give it --name, or go on with a run by `rose up --run NAME`")
     if common.config is None:
@@ -119,13 +122,13 @@ def _configuration(common: Common) -> Config:
     groups = config.settings.tasks.steps * config.settings.trainer.groups_per_step
     common = common.with_overrides(name=("run.name", name), groups=("trainer.total_groups", groups))
     broker = config.settings.broker
-    if broker.bootstrap_server and not broker.namespace:  # a shared cluster: the demo keeps to topics of its own
+    if broker.bootstrap_server and not broker.namespace:  # the demo uses its own topics on a shared cluster
         common = replace(common, namespace=f"{name}-{int(time())}.")
     return load(common)
 
 
 def _wait_for_users(config: Config, serving: Supervisor, console: Console) -> None:
-    """Until serving has answered its first user. Raises RunInterrupted or RoleFailed."""
+    """Wait until serving has answered its first request. Raises RunInterrupted or RoleFailed."""
     stop = stop_on_signals()
     with console.status("the serving engine comes up"):
         while config.settings.run.lenders and not read_request_log(config.run_folder):
@@ -135,7 +138,7 @@ def _wait_for_users(config: Config, serving: Supervisor, console: Console) -> No
 
 
 def _print_events(serving: Supervisor, console: Console) -> None:
-    """Say what happened to serving and its users."""
+    """Print the events of serving and of its load generator."""
     for happened in serving.tick():
         console.print(Text(escape_control_chars(happened)))
 
@@ -149,7 +152,7 @@ def _measure(
     model: Path,
     moment: str,
 ) -> Evaluation:
-    """Held-out success, in a process of its own. Raises RunInterrupted or RoleFailed."""
+    """Measure held-out success in a process of its own. Raises RunInterrupted or RoleFailed."""
     output = config.run_folder / f"success-{moment}.json"
     arguments = ("evaluate", str(model), "--json", str(output), "--config", str(configuration))
     role = Role(f"evaluate-{moment}", arguments, ends_run_with=output)

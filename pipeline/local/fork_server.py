@@ -1,16 +1,19 @@
-"""Fork server: a process that has imported what roles need, and forks them.
+"""Fork server: a process that has imported the modules of the roles, and forks the roles.
 
 Keeps true
-- A role runs and ends as `python -P -m rose.pipeline.cli.main` would: a session, a log and signals of its own, the
-  environment of the process that opened the fork server, the same exit status and last lines.
-- The fork server imports what a role needs once, before the first such role; never vLLM for a router.
-- A role ends when the fork server ends, and the fork server when its owner ends, however they end: the kernel kills
-  them.
-- What a role has started ends with the role (`process_guard.py`); if its guard is killed, the fork server ends it.
-- Nobody waits for imports: `start` only asks for a role, and a role that does not run yet can be ended at once.
+- A role runs and ends as `python -P -m rose.pipeline.cli.main` would: with its own session, log and signals, the
+  environment of the process that opened the fork server, the same exit status and the same last lines.
+- The fork server imports the modules of a role once, before the first role of that kind; it never imports vLLM for a
+  router.
+- A role ends when the fork server ends, and the fork server ends when its owner ends: the kernel kills both.
+- The processes that a role has started end with the role (`process_guard.py`); if the guard is killed, the fork server
+  ends them.
+- No caller waits for imports: `start` only requests a role, and a requested role can be ended before it runs.
 
 An executor's start is ten seconds of imports and one second of work. A run has several executors, a demo measures
-twice, and crashed roles come back.
+twice, and crashed roles are restarted.
+
+Example
 
     with ForkServer() as fork_server:
         process = fork_server.start(("router", "--config", "rose.toml"), name="router", log=Path("router.log"))
@@ -37,7 +40,7 @@ from rose.pipeline.local.process_guard import GUARD_SIGNALS, guard_process
 from rose.topics.processes import adopt_orphans, die_with_parent, end_children, set_process_name
 
 COMMAND = "rose.pipeline.cli.main"
-"""The module whose `main` runs a role. It is named, not imported, for it imports this module."""
+"""The module whose `main` runs a role. The module is named, not imported, because it imports this module."""
 
 ENGINE_MODULES = (
     "rose.workers.executor.vllm.process_env",
@@ -65,14 +68,14 @@ PRELOAD = {
         "transformers.models.auto.modeling_auto",
     ),
 }
-"""What each command imports when it runs."""
+"""The modules that each command imports when it runs."""
 
 MAX_MESSAGE_BYTES = 1 << 16
-"""Of a message to the fork server or from it."""
+"""Maximum size of a message to or from the fork server."""
 
 
 class ForkedProcess:
-    """A role in a process of its own, which is there from the moment it was asked for."""
+    """A role in its own process. The object exists from the request on, before the process runs."""
 
     def __init__(self, fork_server: "ForkServer") -> None:
         self._server = fork_server
@@ -81,7 +84,7 @@ class ForkedProcess:
 
     @property
     def pid(self) -> int:
-        """Waits until it is born. Raises ProcessLookupError if it never was."""
+        """The process id. Waits until the process runs. Raises ProcessLookupError if it never ran."""
         while self._pid is None and self._status is None:
             self._server.receive(None)
         if self._pid is None:
@@ -89,19 +92,19 @@ class ForkedProcess:
         return self._pid
 
     def poll(self) -> int | None:
-        """The exit status, negative for a signal; None while it runs or is still to be born."""
+        """Return the exit status, negative for a signal; None while the process runs or does not run yet."""
         self._server.receive(0.0)
         return self._status
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """The exit status, once it has ended; None if it has not within that time."""
+        """Wait until the process has ended and return the exit status; None if it still runs after `seconds`."""
         deadline = None if seconds is None else monotonic() + seconds
         while self.poll() is None and (deadline is None or monotonic() < deadline):
             self._server.receive(None if deadline is None else max(0.0, deadline - monotonic()))
         return self._status
 
     def send_signal(self, number: signal.Signals) -> None:
-        """To the role, if it still runs. One that is not born ends at once of what would end it."""
+        """Send a signal to the role if it runs. SIGTERM and SIGKILL end a role that does not run yet at once."""
         if self.poll() is not None:
             return
         if self._pid is None and number in (signal.SIGTERM, signal.SIGKILL):
@@ -114,23 +117,23 @@ class ForkedProcess:
                 os.kill(self.pid, number)
 
     def on_started(self, pid: int) -> None:
-        """It runs, or did: one that was ended before is killed by the fork server."""
+        """Record the process id. A role that was ended before it ran has one too: the fork server kills the process."""
         self._pid = pid
 
     def on_exit(self, status: int) -> None:
-        """It runs no more."""
+        """Record the exit status, unless the role was ended before."""
         if self._status is None:
             self._status = status
 
 
 class ForkServer:
-    """Where roles are forked. Use it from one thread that lives as long as they should.
+    """The owner's side of the fork server. Use it from one thread that lives as long as the roles should.
 
-    Its process begins with the first role, and again with the next one if it was killed, all roles with it.
+    The process starts with the first role. If it was killed, with all its roles, the next role starts it again.
     """
 
     def __init__(self, folder: Path | None = None, environment: Mapping[str, str] | None = None) -> None:
-        """Roles run in this folder and environment; left out, in those of the caller."""
+        """Set the working folder and the environment of the roles; None means the caller's."""
         self._folder = folder
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
@@ -145,7 +148,7 @@ class ForkServer:
         self.close()
 
     def start(self, arguments: Sequence[str], *, name: str, log: Path) -> ForkedProcess:
-        """Ask for a role with these arguments of `rose`; what it prints is appended to the log."""
+        """Request a role with these arguments of `rose`; its output is appended to `log`."""
         self.receive(0.0)
         with log.open("ab") as output:
             if self._process is None:
@@ -156,12 +159,12 @@ class ForkServer:
         return role
 
     def kill_pending(self, role: ForkedProcess) -> None:
-        """Have it killed as soon as it is there, whether anybody asks after it or not."""
+        """Have the fork server kill a role as soon as the role runs."""
         for number in [number for number, each in self._roles.items() if each is role]:
             self._send([number])
 
     def receive(self, seconds: float | None) -> None:
-        """Take in what the fork server has to say; wait so long for the first of it, or for ever."""
+        """Handle the messages of the fork server. Waits at most `seconds` for the first message; None: forever."""
         while self._process is not None:
             self._socket.settimeout(seconds)
             try:
@@ -176,12 +179,12 @@ class ForkServer:
             number, pid, status = json.loads(message)
             if status is None:
                 self._roles[number].on_started(pid)
-            elif number in self._roles:  # else its guard was killed when it had said so
+            elif number in self._roles:  # else its guard was killed after it had reported the end
                 self._roles.pop(number).on_exit(status)
             seconds = 0.0
 
     def close(self) -> None:
-        """End its process, and with it every role that still runs."""
+        """End the fork server, and with it every role that still runs."""
         if self._process is None:
             return
         self._process.kill()
@@ -193,7 +196,7 @@ class ForkServer:
         self._roles.clear()
 
     def _send(self, words: Sequence[object], *descriptors: int) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # it has just ended, as `hear` will find
+        with suppress(BrokenPipeError, ConnectionResetError):  # the fork server has ended: `receive` notices
             socket.send_fds(self._socket, [json.dumps(words).encode()], descriptors)
 
     def _launch(self, output: int) -> None:
@@ -207,21 +210,24 @@ class ForkServer:
                 stdout=output,
                 stderr=output,
                 pass_fds=(remote.fileno(),),
-                start_new_session=True,  # Ctrl-C is for the supervisor, which asks each role to stop
+                start_new_session=True,  # Ctrl-C goes to the supervisor, which stops each role
                 preexec_fn=die_with_parent(os.getpid(), signal.SIGKILL),
             )
 
 
 def _kill(pid: int) -> None:
-    """SIGKILL to a role and to its session: what a server has started does not end with it."""
+    """Send SIGKILL to a role and to its session: the processes that a server has started do not end with the server."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
         os.killpg(pid, signal.SIGKILL)
 
 
 def serve(line_number: int) -> None:
-    """The fork server's program: fork a role for every message, or end one. What follows the loop runs in the roles."""
-    # Whoever looks for GPUs while it is imported must not open CUDA, which no fork inherits; vLLM sets this as well.
+    """Run the fork server: fork or end a role for each message. The code after the loop runs in the forked roles.
+
+    `line_number` is the file descriptor of the socket to the owner.
+    """
+    # A module that looks for GPUs at import must not open CUDA, which a fork does not inherit; vLLM sets this as well.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, TextIOWrapper)
@@ -229,15 +235,15 @@ def serve(line_number: int) -> None:
     line, own, guards = socket.socket(fileno=line_number), os.getpid(), dict[int, int]()
 
     def tell(number: int, role: int, status: int | None) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # nobody wants to know any more
+        with suppress(BrokenPipeError, ConnectionResetError):  # the owner has ended
             line.send(json.dumps([number, role, status]).encode())
 
     def reap(*_: object) -> None:
         for pid in list(guards):
-            with suppress(ChildProcessError):  # the next signal came amid this loop, and took it
+            with suppress(ChildProcessError):  # a signal during this loop has run `reap` already
                 if (ended := os.waitpid(pid, os.WNOHANG))[0]:
                     number = guards.pop(pid)
-                    if status := os.waitstatus_to_exitcode(ended[1]):  # else it has told how its role ended
+                    if status := os.waitstatus_to_exitcode(ended[1]):  # else the guard has reported how its role ended
                         end_children(keep=guards)
                         tell(number, pid, status)
 
@@ -245,7 +251,7 @@ def serve(line_number: int) -> None:
     woken, wakes = socket.socketpair()
     wakes.setblocking(False)
     signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)  # a signal may come just before a wait
-    signal.signal(signal.SIGCHLD, reap)  # also amid an import
+    signal.signal(signal.SIGCHLD, reap)  # also during an import
     while True:
         if line not in select.select([line, woken], [], [])[0]:
             woken.recv(MAX_MESSAGE_BYTES)
@@ -277,7 +283,7 @@ def serve(line_number: int) -> None:
     os.setsid()
     set_process_name(name)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # siblings would draw the same; `random` and OpenSSL see to it themselves
+        sys.modules["numpy"].random.seed()  # siblings would draw equal numbers; `random` and OpenSSL reseed
     sys.argv = ["rose", *arguments]
 
     import_module(COMMAND).main()
@@ -285,8 +291,8 @@ def serve(line_number: int) -> None:
 
 def _preload(command: str) -> None:
     for module in (COMMAND, *PRELOAD.get(command, ())):
-        with suppress(Exception):  # the role imports it again, and says in its own log why it cannot
+        with suppress(Exception):  # the role imports it again and logs the error
             import_module(module)
     sys.stdout.flush()
     sys.stderr.flush()
-    gc.freeze()  # what roles share stays shared: their collectors do not write to it
+    gc.freeze()  # the pages stay shared: the roles' collectors do not write to them

@@ -1,10 +1,10 @@
-"""A guard around a role: a process that stays behind when the role is forked, and leaves nothing of what it started.
+"""Guard of a role: a process that waits for the end of the role and ends all processes that the role has started.
 
 Keeps true
-- Whatever ends a role, and whatever sessions its descendants have made for themselves, none outlives it: an orphan
-  becomes the guard's child, and the guard ends it before it says that the role has ended.
-- Until then nobody else has the role's process id: whoever signals it, or its group, meets no stranger.
-- The role ends when the guard ends, and the guard, role first, when its own parent does: the kernel sees to both.
+- However a role ends, and whatever sessions its descendants have made, no descendant outlives it: an orphan becomes a
+  child of the guard, and the guard ends the orphan before it reports the end of the role.
+- Until then no other process has the role's process id, so a signal to the role or its group reaches no other process.
+- The role ends when the guard ends, and the guard, after the role, when its own parent ends: the kernel signals both.
 """
 
 import os
@@ -14,17 +14,17 @@ from collections.abc import Callable
 from rose.topics.processes import adopt_orphans, die_with_parent, end_children, set_process_name
 
 GRACE_SECONDS = 3.0
-"""What a role has left behind may take so long to end after SIGTERM: a lender's companion hands its turns back."""
+"""How long the processes that a role leaves behind may take to end after SIGTERM: a sidecar returns its turns."""
 
 GUARD_SIGNALS = frozenset({signal.SIGTERM, signal.SIGCHLD})
-"""What a guard waits for; both are blocked, so none comes between a look and the wait."""
+"""The signals that a guard waits for. They are blocked, so that none arrives between a check and the wait."""
 
 
 def guard_process(parent: int, report: Callable[[int, int | None], None]) -> None:
-    """Fork, and return in the role alone. Call it with `GUARD_SIGNALS` blocked.
+    """Fork the role, and return in the role only. Call it with `GUARD_SIGNALS` blocked.
 
-    `tell` is called in the guard: with the role's process id and, once nothing of the role is left, with its exit
-    status too.
+    `parent` is the process id of the fork server. `report` is called in the guard with the role's process id: first
+    with None, then with the exit status when no process of the role is left.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     die_with_parent(parent, signal.SIGTERM)()
@@ -45,7 +45,7 @@ def guard_process(parent: int, report: Callable[[int, int | None], None]) -> Non
 
 
 def _exit_status_of(role: int) -> int:
-    """Its exit status, once nothing that it has started is left. It is still to be reaped."""
+    """Return the exit status of the role when none of its descendants is left. The role itself is not reaped here."""
     grace = GRACE_SECONDS
     status: int | None = None
     while status is None:
@@ -55,7 +55,7 @@ def _exit_status_of(role: int) -> int:
         while status is None and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
             if ended.si_pid == role:
                 status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-            else:  # an orphan that has ended by itself
+            else:  # an orphan has ended by itself
                 os.waitpid(ended.si_pid, 0)
     end_children(grace_seconds=grace, keep=(role,))
     return status

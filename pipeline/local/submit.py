@@ -1,9 +1,9 @@
-"""Prompts from a JSONL file to the input topic: all of them, or none.
+"""Sends the prompts of a JSONL file to the prompts topic: all of them, or none.
 
 Keeps true
-- Nothing is sent before every line was found good; every bad line is named with its number and the reason.
-- A run that is started again sends nothing that its log knows. A prompt that is not what was sent under its id is
-  refused.
+- Nothing is sent before every line is checked; every bad line is reported with its number and the reason.
+- A run that is started again sends no prompt that its log has already. A prompt that differs from the prompt that was
+  sent with its id is refused.
 """
 
 import codecs
@@ -25,7 +25,7 @@ from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 
 SENT = "prompts.sent"
-"""The file in a run's folder that says what was sent: by line, a group id and a digest of its prompt."""
+"""File in a run's folder that records the sent prompts: in each line a group id and a digest of its prompt."""
 
 PACKED = {
     b"\x1f\x8b": ("gzip", "gunzip"),
@@ -34,20 +34,20 @@ PACKED = {
     b"BZh": ("bzip2", "bunzip2"),
     b"PK\x03\x04": ("zip", "unzip"),
 }
-"""What packed files begin with, who packs them, and what unpacks them."""
+"""First bytes of compressed files, the program that compresses them and the program that decompresses them."""
 
 WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
-"""What text begins with that is no UTF-8; that of UTF-32 in the other order begins like the first."""
+"""Byte order marks of text that is not UTF-8. The missing mark, UTF-32 little-endian, begins like the first."""
 
 SHOWN_GROUPS = 5
-"""Changed prompts that are named."""
+"""Number of changed prompts that an error names."""
 
 SHOWN_LINES = 20
-"""Bad lines that are named one by one; of more, the count is told."""
+"""Number of bad lines that an error names; the others are counted."""
 
 
 class BadPrompts(UsageError):
-    """A prompt file with bad lines."""
+    """The prompt file has bad lines, or no prompts."""
 
     def __init__(self, path: Path, lines: int, bad: Sequence[tuple[int, str]]) -> None:
         named = [f"  line {number}: {reason}" for number, reason in bad[:SHOWN_LINES]]
@@ -58,9 +58,9 @@ class BadPrompts(UsageError):
 
 
 def read_prompts(path: Path, environments: Collection[str], *, without: Path | None = None) -> list[Prompt]:
-    """The prompts of a JSONL file, all for one of the `environments`; empty lines are skipped.
+    """Read the prompts of a JSONL file. Every prompt must be for one of the `environments`; empty lines are skipped.
 
-    `without`: a `metrics.jsonl`, whose settled groups are left out. Raises BadPrompts or UsageError.
+    `without` is a `metrics.jsonl`, whose settled groups are left out. Raises BadPrompts or UsageError.
     """
     settled = frozenset() if without is None else settled_groups(without)
     try:
@@ -98,7 +98,7 @@ def read_prompts(path: Path, environments: Collection[str], *, without: Path | N
 
 
 def settled_groups(metrics: Path) -> frozenset[str]:
-    """The groups that the steps in a run's `metrics.jsonl` have settled. Raises UsageError."""
+    """Return the ids of the groups that the steps of a run's `metrics.jsonl` have settled. Raises UsageError."""
     from rose.workers.trainer.step_log import decode_line
 
     try:
@@ -121,13 +121,13 @@ def settled_groups(metrics: Path) -> frozenset[str]:
 
 
 def count_homes(settings: BusSettings) -> int:
-    """How many homes prompts have. Raises TopicMissing or BusError."""
+    """Return the number of home partitions. Raises TopicMissing or BusError."""
     with closing(Writer(settings, "rose-submit")) as writer:
         return writer.partition_count(PROMPTS)
 
 
 def send_prompts(settings: BusSettings, prompts: Iterable[Prompt], *, sent: Callable[[], None] = lambda: None) -> None:
-    """Write each prompt to its home and wait until all are stored; `sent` is called once for each.
+    """Write each prompt to its home partition and wait until all are stored; `sent` is called once for each prompt.
 
     Raises TopicMissing or BusError.
     """
@@ -142,20 +142,20 @@ def send_prompts(settings: BusSettings, prompts: Iterable[Prompt], *, sent: Call
 
 @dataclass(frozen=True, slots=True)
 class RunWork:
-    """What a run has to do."""
+    """The prompts and trajectories that a run has to do."""
 
     prompts: list[Prompt]
-    """To be sent."""
+    """The prompts that are still to be sent."""
     known: int
-    """Prompts that its log knows already."""
+    """Number of given prompts that the log has already."""
     trajectories: int
-    """Asked for in all, on the log or to be sent."""
+    """Number of trajectories of all prompts, on the log or to be sent."""
 
 
 def remaining_work(settings: BusSettings, prompts: Sequence[Prompt], folder: Path) -> RunWork:
-    """What of these prompts its log does not know yet; in the folder of the run it is noted what each was.
+    """Return the prompts that the log does not have yet, and append them to the record of sent prompts in `folder`.
 
-    Raises UsageError for a prompt that was changed since it was sent; TopicMissing or BusError.
+    Raises UsageError if a prompt was changed after it was sent; TopicMissing or BusError.
     """
     asked, noted = read_requested(settings), _read_sent(folder / SENT)
     new = [prompt for prompt in prompts if not asked.knows(prompt.group_id)]
@@ -174,7 +174,7 @@ def remaining_work(settings: BusSettings, prompts: Sequence[Prompt], folder: Pat
 
 
 def _read_sent(file: Path) -> dict[str, str]:
-    """By group id, the digest of the prompt that was sent last; a line that was cut short is none."""
+    """Return the digest of the last prompt that was sent, by group id. A truncated line is skipped."""
     lines = file.read_bytes().splitlines() if file.exists() else []
     noted = {}
     for line in lines:
@@ -185,7 +185,7 @@ def _read_sent(file: Path) -> dict[str, str]:
 
 
 def _was_changed(prompt: Prompt, asked: RequestedWork, noted: Mapping[str, str]) -> bool:
-    """Whether it is another than was sent, as far as anybody knows."""
+    """Return whether the prompt differs from the prompt that was sent with its id, as far as that is known."""
     group, sent = asked.groups.get(prompt.group_id), asked.prompts.get(prompt.group_id)
     if sent is not None:
         return _digest(sent) != _digest(prompt)
@@ -195,13 +195,13 @@ def _was_changed(prompt: Prompt, asked: RequestedWork, noted: Mapping[str, str])
 
 
 def _digest(prompt: Prompt) -> str:
-    """Of all that matters to its trajectories; arguments are the same in any order."""
+    """Return a digest of everything that matters to the trajectories: all but the note. Arguments have no order."""
     encoded = msgspec.msgpack.encode(msgspec.structs.replace(prompt, note=""), order="deterministic")
     return hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
 def _not_jsonl(content: bytes) -> str:
-    """What a file is that has no prompts one a line in UTF-8, and what to do; empty if it is nothing that is known."""
+    """Return what kind of file this is and how to convert it; empty if it may be JSON lines in UTF-8."""
     for magic, (name, tool) in PACKED.items():
         if content.startswith(magic):
             return f"is packed by {name}: unpack it first ({tool})"
@@ -214,5 +214,5 @@ def _not_jsonl(content: bytes) -> str:
 
 def _prompt(line: bytes) -> Prompt:
     prompt = parse_prompt_json(line.strip().removeprefix(codecs.BOM_UTF8))
-    encode(prompt)  # refuses what is too large to travel
+    encode(prompt)  # raises RecordError if the prompt is too large
     return prompt

@@ -1,9 +1,10 @@
-"""The processes of a run on this machine: started, logged, started again when they crash, and ended together.
+"""The processes of a run on this machine: started, logged, restarted after crashes, and ended together.
 
 Keeps true
-- A role that crashes is started again, later each time; one that crashes `MOST_QUICK_CRASHES` times in a row soon after
-  its start, or that refuses its input (exit status 2), ends the run with one sentence and its last words.
-- When the supervisor ends, however it ends, its processes end: the kernel kills them if it cannot.
+- A role that crashes is restarted, with longer pauses each time. A role that crashes `MOST_QUICK_CRASHES` times in a
+  row soon after its start, or that refuses its input (exit status 2), ends the run with one sentence and the last lines
+  of its log.
+- When the supervisor ends, its processes end: the kernel kills them if the supervisor cannot.
 """
 
 import signal
@@ -16,13 +17,13 @@ from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
 from rose.schemas.errors import RoseError, UsageError
 
 QUICK_SECONDS = 120.0
-"""A process that ran for less crashed quickly; an engine takes ten seconds to start, and a minute on a busy machine."""
+"""A crash is quick if the process ran for less. An engine takes ten seconds to start, a minute on a busy machine."""
 
 MOST_QUICK_CRASHES = 5
-"""As many quick crashes in a row, and the run ends."""
+"""Number of quick crashes in a row that ends the run."""
 
 FIRST_PAUSE_SECONDS = 0.5
-"""Before the first new start after a crash; doubled with every quick crash in a row."""
+"""Pause before the first restart after a crash; doubled with every quick crash in a row."""
 
 STOP_SECONDS = 20.0
 """How long a process may take to end after SIGTERM."""
@@ -39,18 +40,18 @@ class RoleFailed(RoseError):
 class RestartPolicy:
     """When a crashed process may start again. Pure.
 
-    Example: crashes after 3 s, 2 s, 70 s -> pauses of 0.5 s, 1 s, 0.5 s.
+    Example: crashes after 3 s, 2 s, 130 s -> pauses of 0.5 s, 1 s, 0.5 s.
     """
 
     quick_crashes: int = 0
 
     def on_crash(self, ran_seconds: float) -> "RestartPolicy":
-        """After a crash."""
+        """Return the policy after a crash of a process that ran for `ran_seconds`."""
         return RestartPolicy(self.quick_crashes + 1 if ran_seconds < QUICK_SECONDS else 1)
 
     @property
     def pause_seconds(self) -> float | None:
-        """Until the next start; None: give up."""
+        """Pause until the restart; None: do not restart."""
         if self.quick_crashes >= MOST_QUICK_CRASHES:
             return None
         return FIRST_PAUSE_SECONDS * 2.0 ** max(0, self.quick_crashes - 1)
@@ -61,14 +62,15 @@ class Role:
     """One process of a run."""
 
     name: str
-    """Also that of its log, and of its process."""
+    """Name of the role, its log and its process."""
     arguments: tuple[str, ...]
-    """Of the `rose` command."""
+    """Arguments of the `rose` command."""
     ends_run_with: Path | None = None
-    """What it has written anew once its work is done: with that its exit with status 0 ends the run, and without it is
-    an end like any other, as somebody asked it to leave."""
+    """File that the role writes when its work is done. An exit with status 0 after a new version of the file ends the
+    run; without a new version the role was asked to stop, and is restarted as after a crash.
+    """
     leaves_first: bool = False
-    """It makes use of the others to its end: they are asked to stop once it has."""
+    """The role uses the other roles until its end: they are asked to stop after it has ended."""
 
 
 class _Supervised:
@@ -90,7 +92,7 @@ class _Supervised:
 
     @property
     def finished_work(self) -> bool:
-        """Of one that ended with status 0."""
+        """Whether a process that exited with status 0 has finished its work."""
         return self._log_size() not in (None, self._log_size_before)
 
     def _log_size(self) -> tuple[int, int] | None:
@@ -111,21 +113,24 @@ class _Supervised:
 
 
 class Supervisor:
-    """Keeps the roles of a run going, forked from a fork server. Call it from the thread that opened that one."""
+    """Keeps the roles of a run running. Call it from the thread that opened the fork server."""
 
     def __init__(self, roles: Sequence[Role], log_folder: Path, fork_server: ForkServer) -> None:
         log_folder.mkdir(parents=True, exist_ok=True)
         self._supervised = [_Supervised(role, log_folder / f"{role.name}.log") for role in roles]
         self._fork_server = fork_server
         self.finished = False
-        """The role that ends the run has ended well."""
+        """Whether the role that ends the run has finished its work."""
 
     def start(self) -> None:
         for each in self._supervised:
             each.start(self._fork_server, monotonic())
 
     def tick(self) -> list[str]:
-        """Look after the processes; return a line for each thing that happened. Raises RoleFailed. Call it often."""
+        """Check the processes, restart those that are due, and return a line for each event. Call it often.
+
+        Raises RoleFailed if a role cannot be kept running.
+        """
         happened = []
         for each in self._supervised:
             if each.process is None:
@@ -141,7 +146,7 @@ class Supervisor:
         return happened
 
     def stop(self) -> None:
-        """Ask every process to stop, and kill what does not."""
+        """Ask every process to stop, and kill those that do not stop within STOP_SECONDS."""
         for first in (True, False):
             self._end([each.process for each in self._supervised if each.process and each.role.leaves_first is first])
 
@@ -156,7 +161,7 @@ class Supervisor:
 
     @property
     def process_ids(self) -> dict[str, int]:
-        """The running processes by role. Waits until each is born."""
+        """The process ids of the running roles, by name. Waits until each process runs."""
         return {each.role.name: each.process.pid for each in self._supervised if each.process is not None}
 
     def _on_crash(self, each: _Supervised, status: int) -> str:

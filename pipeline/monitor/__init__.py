@@ -1,1 +1,1 @@
-"""What a run is doing: its state from the log, the broker's answers, a diagnosis, a live view."""
+"""The monitor of a run: its state from the log, the broker's answers, the diagnosis, and the live view."""

@@ -1,10 +1,11 @@
-"""Where work waits: what the log and the broker's answers say of each home, cell and inbox. Pure.
+"""Where work waits: by home, cell and inbox, from the log and the broker's answers. Pure.
 
 Keeps true
-- A home stands still from when its work was there, somebody owned it who had room for it, and nothing of that kind was
-  taken in there. What held already when the looking began may have held for long: stamps tell how long at most.
-- Homes of one worker whose prompts wait compete for its window: while one of them opens groups, the others wait.
-- An inbox is unread from when it got something, until its executor holds a turn or has ended one.
+- A home is stalled from the time when its work was there, its owner had room for the work, and no work of that kind was
+  taken. A condition that held at the first answer may have held for long: timestamps bound how long.
+- Homes of one worker with waiting prompts compete for the worker's window: while the worker opens groups of one home,
+  the others wait.
+- An inbox counts as unread from the time when it got a record until its executor holds a turn or has ended one.
 """
 
 import math
@@ -21,39 +22,39 @@ if TYPE_CHECKING:
     from rose.pipeline.monitor.broker_probe import BrokerSnapshot, WorkerMember
 
 STALE_SECONDS = 10.0
-"""Nothing is concluded of homes from answers that are older."""
+"""Age in seconds above which the broker's answers are not used for homes."""
 
 
 @dataclass(slots=True)
 class Backlog:
-    """Give it the broker's answers as they come."""
+    """The waiting work of a run. Give it the broker's snapshots as they arrive."""
 
     view: RunState
     window_groups: int
-    """Of one worker."""
+    """Maximum number of open groups of one worker."""
     cells: int = 1
     began: float = 0.0
-    """When the broker first answered."""
+    """When the broker answered first."""
     _snapshot: "BrokerSnapshot | None" = None
     _asked_at: float = 0.0
-    """When it answered last."""
+    """When the broker answered last."""
     _owned: ConditionTimer = field(default_factory=ConditionTimer)
-    """Homes with the worker that owns them."""
+    """Pairs of home and name of the worker that owns it."""
     _roomy: ConditionTimer = field(default_factory=ConditionTimer)
-    """Homes whose worker's window has room."""
+    """Homes whose worker has room in its window."""
     _unreadable: ConditionTimer = field(default_factory=ConditionTimer)
-    """Homes whose prompts lie behind a transaction that is open."""
+    """Homes whose prompts are behind an open transaction."""
     _prompts: ConditionTimer = field(default_factory=ConditionTimer)
-    """Homes in which prompts wait."""
+    """Homes with waiting prompts."""
     _results: ConditionTimer = field(default_factory=ConditionTimer)
-    """Homes in which results wait."""
+    """Homes with waiting results."""
     _sent: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """By inbox, the answers between which it last got something."""
+    """The times of the two answers between which an inbox last got a record, by inbox."""
     _unread: dict[str, float] = field(default_factory=dict)
-    """By executor, since when something lies unread in its inbox."""
+    """Time since which the inbox has unread records, by executor."""
 
     def on_snapshot(self, snapshot: "BrokerSnapshot", now: float) -> None:
-        """The broker has answered."""
+        """Fold a snapshot of the broker."""
         before, self._snapshot = self._snapshot, snapshot
         if before is None:
             self.began = self._asked_at = now
@@ -71,7 +72,7 @@ class Backlog:
         self._asked_at = now
 
     def add_absence(self, seconds: float) -> None:
-        """Nobody looked for so long until now."""
+        """Move all times forward: the reader did not read for `seconds` until now."""
         for held in (self._owned, self._roomy, self._unreadable, self._prompts, self._results):
             held.add_absence(seconds)
         self._sent = {slot: (since + seconds, at + seconds) for slot, (since, at) in self._sent.items()}
@@ -80,20 +81,20 @@ class Backlog:
 
     @property
     def openable(self) -> int:
-        """Prompts that wait for a worker whose window has room."""
+        """Number of prompts that wait for a worker with room in its window."""
         waiting = self._snapshot.waiting_at if self._snapshot else {}
         return sum(count for home, count in waiting.items() if self._roomy.is_active(home))
 
     def held_homes(self) -> list[int]:
-        """Homes whose prompts nobody can read."""
+        """The homes whose prompts cannot be read because of an open transaction."""
         return sorted(self._snapshot.held_at) if self._snapshot else []
 
     def held_seconds(self, now: float) -> float:
-        """For how long that was seen of the first of them."""
+        """Longest time for which a home was seen to be held by an open transaction."""
         return max((self._unreadable.seen_seconds(home, now) for home in self.held_homes()), default=0.0)
 
     def homes(self, now: float, *, later: float = 0.0) -> Iterator[HomeFacts]:
-        """The homes that somebody owns and in which something waits; see `RunFollower.facts`."""
+        """The homes that have an owner and waiting work; `later` as in `RunFollower.facts`."""
         if self._snapshot is None or now - self._asked_at > STALE_SECONDS:
             return
         live, then = self.view.live_by_home(), now + later
@@ -101,17 +102,17 @@ class Backlog:
             idle = self.view.stage_clock.seconds_still(then, Stage.OPENED, Stage.APPLIED, homes=owner.homes)
             for home in sorted(owner.homes):
                 prompts = self._prompts_of(owner, home, then)
-                results = self._results_of(owner, home, then) if live[home] else None  # else they are of no use
+                results = self._results_of(owner, home, then) if live[home] else None  # else no result is of use
                 if prompts is not None or results is not None:
                     yield HomeFacts(home=home, worker=owner.name, idle_seconds=idle, prompts=prompts, results=results)
 
     def executors(self, now: float, *, later: float = 0.0) -> list[ExecutorFacts]:
-        """The executors, with what lies unread in their inboxes; see `RunFollower.facts`."""
+        """The executors with the unread time of their inboxes; `later` as in `RunFollower.facts`."""
         unread = {worker: max(0.0, now + later - at) for worker, at in self._unread.items()}
         return [replace(each, unread_seconds=unread.get(each.worker, 0.0)) for each in self.view.present_executors(now)]
 
     def cell_facts(self, executors: Sequence[ExecutorFacts], now: float, *, later: float = 0.0) -> Iterator[CellFacts]:
-        """Each cell, where there are several; see `RunFollower.facts`."""
+        """The facts of each cell if there are several; `later` as in `RunFollower.facts`."""
         if self.cells == 1 or self._snapshot is None:
             return
         live, then = self.view.live_by_home(), now + later
@@ -165,18 +166,18 @@ class Backlog:
         )
 
     def _waited(self, waits: ConditionTimer, home: int, stamp: float | None, now: float) -> float:
-        """For how long what waits there may have, of which the oldest has this stamp."""
+        """Return the longest time for which work may have waited in the home; `stamp` is that of the oldest record."""
         by_stamp = math.inf if stamp is None else self.view.stage_clock.since_stamp(now, stamp)
         return min(waits.most_seconds(home, now), max(by_stamp, waits.seen_seconds(home, now)))
 
     def _seen(self, waits: ConditionTimer, owner: "WorkerMember", home: int, now: float) -> float:
-        """For how long something was seen to wait there for this worker."""
+        """Return for how long work was seen to wait in the home under this owner."""
         return min(waits.seen_seconds(home, now), self._owned.seen_seconds((home, owner.name), now))
 
     def _unread_now(self) -> Iterator[tuple[str, float]]:
         slots = [state.beat.slot for state in self.view.executors.values()]
         for worker, state in self.view.executors.items():
             since, at = self._sent.get(state.beat.slot, (-math.inf, -math.inf))
-            alone = slots.count(state.beat.slot) == 1  # else nobody knows for whom it is
+            alone = slots.count(state.beat.slot) == 1  # else the executor that should read is unknown
             if alone and state.took_at < since and state.able_at <= at:
                 yield worker, self._unread.get(worker, at)

@@ -1,10 +1,10 @@
-"""What the broker itself knows of a run: who is a member of which group, how far everybody has read, what waits.
+"""Queries to the broker about a run: group members, committed offsets, and waiting records.
 
 Keeps true
-- It only asks; a broker that does not answer leaves the last sounding standing, and says that it did not.
-- Offsets count transactions' markers too: what waits is counted by reading where it could be few.
-- A prompt waits until its group is on the log. Groups also open behind one whose environments are still being reset:
-  up to that one alone prompts are committed, so who knows the groups tells those apart (`without`).
+- The probe only reads. If the broker does not answer, the last snapshot stays, and the error says so.
+- Offsets also count transaction markers, so a small number of waiting prompts is counted by reading them.
+- A prompt waits until its group is on the log. A worker may open groups behind a prompt whose environments are still
+  being reset, but commits prompts only up to that prompt. `without` removes prompts whose groups are known.
 """
 
 import math
@@ -45,59 +45,59 @@ from rose.topics.settings import BusSettings
 CLIENT = "rose-status"
 
 ANSWER_SECONDS = 3.0
-"""How long one question to the broker may take."""
+"""Timeout of one query to the broker."""
 
 PREFIX = "rose-"
-"""Of the names of ROSE's clients."""
+"""Prefix of the client ids of ROSE."""
 
 EVERY_SECONDS = 2.0
-"""Between two soundings."""
+"""Time between two probes."""
 
 COUNTED = 1_000
-"""Up to so many offsets, the prompts that wait are counted one by one; above, markers of transactions count too."""
+"""Up to this number of offsets the waiting prompts are counted by reading; above, transaction markers count too."""
 
 COUNT_SECONDS = 5.0
-"""Between two such counts: each takes a reader of its own."""
+"""Time between two counts by reading: each one opens a reader."""
 
 LAGGING = {ENVIRONMENT_GROUP: (PROMPTS, COMPLETED), ROUTER_GROUP: (REQUESTED,)}
-"""Whose committed offsets say how far which topics are read."""
+"""Consumer groups, and the topics whose lag their committed offsets give."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerSnapshot:
-    """The broker's answers."""
+    """The broker's answers of one probe."""
 
     at: float
-    """Seconds on this machine's monotonic clock."""
+    """Time of the probe in seconds on this machine's monotonic clock."""
     ends: Mapping[Place, int] = field(default_factory=dict)
     """Next offset of every partition."""
     environment_workers: int | None = None
     homes_owned: int | None = None
     homes: int = 0
     routers: int | None = None
-    """Members of the routers' group: one serves, the others wait."""
+    """Number of members of the routers' group."""
     lag: Mapping[Topic, int] = field(default_factory=dict)
-    """Offsets that the topic's consumer has not come to."""
+    """Number of offsets that the topic's consumer has not read, by topic."""
     prompts_waiting: int = 0
     held_at: frozenset[int] = frozenset()
-    """Homes in which no prompt can be read, and a transaction is open before the end."""
+    """Homes whose next prompt is behind an open transaction, so that no consumer can read it."""
     waiting_at: Mapping[int, int] = field(default_factory=dict)
-    """The same by home, where any wait."""
+    """Number of waiting prompts by home, of the homes that have any."""
     waiting_stamps: Mapping[int, float] = field(default_factory=dict)
-    """By home, the broker's stamp of the prompt that waits longest, unix seconds; where that is known."""
+    """The broker's timestamp of the prompt that waits longest, by home, Unix seconds; only if known."""
     results_at: Mapping[int, int] = field(default_factory=dict)
-    """By home, offsets of results that no environment worker has taken in, where there are any."""
+    """Number of offsets of results that no environment worker has read, by home, of homes that have any."""
     results_stamps: Mapping[int, float] = field(default_factory=dict)
-    """The stamp of the oldest of them, where that is known."""
+    """The broker's timestamp of the oldest waiting result, by home, Unix seconds; only if known."""
     workers: Sequence["WorkerMember"] = ()
     """The environment workers."""
     letters: Mapping[str, int] = field(default_factory=dict)
-    """Dead letters by topic."""
+    """Number of dead letters by topic."""
     counted: Sequence["Unread"] = ()
-    """The prompts that wait, where they were counted one by one."""
+    """The waiting prompts, if they were counted by reading."""
 
     def without(self, decided: Callable[[int, int], bool]) -> "BrokerSnapshot":
-        """Less those of which it is known, by home and offset, that they are decided."""
+        """Return the snapshot without the prompts that have a decision; `decided` takes home and offset."""
         left = [each for each in self.counted if not decided(each.home, each.offset)]
         if len(left) == len(self.counted):
             return self
@@ -106,35 +106,35 @@ class BrokerSnapshot:
         )
 
     def end(self, topic: Topic) -> int:
-        """Of all partitions together."""
+        """Return the sum of the next offsets of all partitions of the topic."""
         return sum(offset for (other, _), offset in self.ends.items() if other is topic)
 
 
 class WorkerMember(NamedTuple):
-    """A member of a group."""
+    """An environment worker or router as a member of its consumer group."""
 
     name: str
-    """As its client calls itself."""
+    """The client id without the prefix of ROSE."""
     homes: frozenset[int]
-    """That it owns."""
+    """The partitions of the prompts topic that the member owns."""
 
 
 class Unread(NamedTuple):
-    """A prompt that no environment worker's commit says is done."""
+    """A prompt at or after the committed offset of its partition."""
 
     home: int
     offset: int
     stamp: float
-    """Unix seconds."""
+    """The broker's timestamp, Unix seconds."""
 
 
 def _count(found: Iterable[Unread]) -> Mapping[int, int]:
-    """By home."""
+    """Return the number of prompts by home."""
     return Counter(each.home for each in found)
 
 
 def _oldest(found: Iterable[Unread]) -> dict[int, float]:
-    """By home, the earliest stamp."""
+    """Return the earliest timestamp by home."""
     stamps: dict[int, float] = {}
     for each in found:
         stamps[each.home] = min(each.stamp, stamps.get(each.home, math.inf))
@@ -142,34 +142,34 @@ def _oldest(found: Iterable[Unread]) -> dict[int, float]:
 
 
 class BrokerProbe:
-    """Sounds a broker out. Raises BrokerUnreachable or TopicMissing at the start; later a failure is None."""
+    """Queries a broker. The constructor raises BrokerUnreachable or TopicMissing; a failed probe later returns None."""
 
     def __init__(self, settings: BusSettings) -> None:
         self._settings = settings
         self._client: AdminClient | None = connect(settings)
-        """None: to be made anew. One that met a failure may hold on to a leader's old epoch, and fail for good."""
+        """None: to be created again. A client that met an error may keep an old leader epoch and fail for good."""
         self._places = _places(self._client, settings)
         unstable: dict[str, Any] = {"isolation.level": "read_uncommitted"}
         self._offsets = {group: Reader(settings, CLIENT, group=group, **unstable) for group in LAGGING}
-        """Members of nothing: an AdminClient that asks for offsets crashes when a group's coordinator is moving
-        (librdkafka 2.16 follows a pointer that only consumers have). What is committed is asked for as it is: who reads
-        committed records alone would wait here for every open transaction."""
+        """Readers without group membership: an AdminClient that queries committed offsets crashes while the group's
+        coordinator moves (librdkafka 2.16 uses a pointer that only consumers have). The offsets are read uncommitted: a
+        reader of committed records would wait here for every open transaction."""
         self._letters = DeadLetterIndex(settings, *DEAD_LETTER_SOURCES, client_id=CLIENT)
         self._letter_ends_read: list[int] = []
         self._counted_at = -math.inf
-        """When the prompts that wait were last counted one by one."""
+        """When the waiting prompts were last counted by reading."""
         self._counted: list[Unread] = []
         self._looked_at = -math.inf
-        """When results that wait were last looked at."""
+        """When the timestamps of waiting results were last read."""
         self._results_read: dict[Place, int] = {}
-        """How far each home's results were read by then."""
+        """The committed offset of each home's results at that time."""
         self._stamped: dict[Place, tuple[int, float]] = {}
-        """Where that has not moved, with the stamp of the result there."""
+        """The committed offset with the timestamp of the result there, for homes whose offset has not moved."""
         self.trouble = ""
-        """Why the last sounding failed; empty if it did not."""
+        """Error of the last probe; empty if it succeeded."""
 
     def probe(self) -> BrokerSnapshot | None:
-        """Ask everything once; None when the broker does not answer."""
+        """Query everything once; None if the broker does not answer."""
         try:
             client = self._client = self._client or connect(self._settings)
             ends = self._ends(client)
@@ -224,13 +224,13 @@ class BrokerProbe:
         return {names[each.topic, each.partition]: offset_in(future) for each, future in answers.items()}
 
     def _committed(self, group: str, topics: tuple[Topic, ...]) -> dict[Place, int]:
-        """The next offset that the group reads of each partition; 0 where it has committed none."""
+        """Return the group's committed offset by partition; 0 if it has committed none."""
         places = [place for place in self._places if place[0] in topics]
         found = self._offsets[group].committed(places, seconds=ANSWER_SECONDS)
         return {place: offset or 0 for place, offset in found.items()}
 
     def _members(self, client: AdminClient, group: str) -> list[WorkerMember]:
-        """The members of a group, with the homes that each owns."""
+        """Return the members of a group with the homes that each one owns."""
         name = self._settings.name(group)
         described = client.describe_consumer_groups([name], request_timeout=ANSWER_SECONDS)[name].result()
         prompts = self._name(PROMPTS)
@@ -247,7 +247,7 @@ class BrokerProbe:
         ]
 
     def _unread(self, read: Mapping[Place, int], *, few: bool) -> list[Unread]:
-        """The prompts that wait, looked at now and then: all of them where they are `few`, else one."""
+        """Return the waiting prompts, read every COUNT_SECONDS: all of them if they are `few`, else one."""
         if monotonic() - self._counted_at >= COUNT_SECONDS:
             begins = {place: offset for place, offset in read.items() if place[0] is PROMPTS}
             with closing(read_keyed_messages(self._settings, begins, client_id=CLIENT)) as prompts:
@@ -257,7 +257,7 @@ class BrokerProbe:
         return [each for each in self._counted if each.offset >= read[PROMPTS, each.home]]
 
     def _held(self, client: AdminClient, read: Mapping[Place, int], ends: Mapping[Place, int]) -> frozenset[int]:
-        """The homes whose next prompt lies behind an open transaction, which readers do not pass."""
+        """Return the homes whose next prompt is behind an open transaction, which readers do not pass."""
         homes = [home for (topic, home), offset in read.items() if topic is PROMPTS and offset < ends[PROMPTS, home]]
         if not homes:
             return frozenset()
@@ -269,7 +269,7 @@ class BrokerProbe:
         return frozenset(home for home in homes if readable[home] <= read[PROMPTS, home])
 
     def _results_stamps(self, read: Mapping[Place, int], waiting: Mapping[int, int]) -> dict[int, float]:
-        """By home, the stamp of the oldest result that waits. It is looked at where no result was done for a while."""
+        """Return the timestamp of the oldest waiting result by home, of homes without commits for a while."""
         if monotonic() - self._looked_at >= COUNT_SECONDS:
             places: list[Place] = [(COMPLETED, home) for home in waiting]
             still = {place: read[place] for place in places if self._results_read.get(place) == read[place]}
@@ -282,7 +282,7 @@ class BrokerProbe:
         return {home: known[1] for home, known in stamps.items() if known and known[0] == read[COMPLETED, home]}
 
     def _first(self, begins: Mapping[Place, int]) -> dict[Place, tuple[int, float]]:
-        """Of each partition, where it is to begin, and the stamp of the first message from there on."""
+        """Return, by partition, its offset in `begins` and the timestamp of the first message from there on."""
         left, found = dict(begins), {}
         with closing(read_keyed_messages(self._settings, begins, client_id=CLIENT)) as messages:
             for each in islice(messages, COUNTED):
@@ -294,7 +294,7 @@ class BrokerProbe:
         return found
 
     def _count_letters(self, client: AdminClient) -> dict[str, int]:
-        """Read on when there is something new."""
+        """Return the number of pending dead letters by topic. The topics are read only if they have grown."""
         ends = self._letter_ends(client)
         if ends != self._letter_ends_read:
             self._letters.read()
@@ -312,25 +312,25 @@ class BrokerProbe:
 
 
 class BrokerProbeThread:
-    """Sounds on a thread of its own, so that a broker that does not answer holds nobody up."""
+    """Probes on a thread of its own, so that a broker that does not answer blocks no caller."""
 
     def __init__(self, settings: BusSettings) -> None:
-        """Raises BrokerUnreachable or TopicMissing."""
+        """Start the thread. Raises BrokerUnreachable or TopicMissing."""
         self._probe = BrokerProbe(settings)
         self._stop = Event()
         self.latest: BrokerSnapshot | None = None
         self.dispatched_at = monotonic()
-        """When a turn was last seen to be sent to an executor, or the beginning."""
+        """When a dispatch was last seen; the start of the thread if never."""
         self.answered_at = monotonic()
-        """When the broker last answered."""
+        """When the broker last answered; the start of the thread if never."""
         self.workers_at = math.inf
-        """Since when some environment worker was seen to be there, without a break."""
+        """Since when the group has had environment workers, without a break; infinite if it has none."""
         self._thread = Thread(target=self._run, name="soundings", daemon=True)
         self._thread.start()
 
     @property
     def trouble(self) -> str:
-        """Why the broker's last answer failed; empty if it did not."""
+        """Error of the last probe; empty if it succeeded."""
         return self._probe.trouble
 
     def close(self) -> None:

@@ -1,13 +1,15 @@
-"""Why is nothing happening: from what was seen of a run to sentences that say who waits for whom.
+"""The diagnosis of a run: from facts to sentences that say why nothing happens.
 
 Keeps true
-- Silence is told by when something was last received here, never by another host's clock.
-- A finding is unwell when somebody has to mend it; waiting for one another is how a run works.
-- Where nothing was applied for `STALLED_SECONDS`, there is one line that says why.
-- A stage stands still from when it could have moved: its work was there, and somebody who could do it.
-- While work is left and nothing moves, something is unwell once no work that is under way may take so long.
+- Silence is measured by when a record last arrived here, never by another machine's clock.
+- A finding is UNWELL if an operator has to act; a role that waits for another role is normal.
+- If nothing was applied for `STALLED_SECONDS`, one line says why.
+- A stage is stalled from the time when it could have moved: its work was there, and a process that could do the work.
+- While work is left and nothing moves, a finding is UNWELL as soon as no running work may take that long.
 
-Pure. Example
+Pure.
+
+Example
     2 executors STARTING, both refusing version 0 for the same reason, 16 trajectories in a turn
         -> unwell: "2 executors refuse version 0: float32 on the wire, the engine holds bfloat16"
 """
@@ -22,47 +24,47 @@ from rose.topics import health
 from rose.topics.health import RESTART_LIMIT
 
 STALLED_SECONDS = 10.0
-"""A run in which no turn was applied for so long says why."""
+"""A run in which no turn was applied for this long gets a sentence that says why."""
 
 SILENT_SECONDS = 5.0
-"""So long without a word of whoever should speak is told: a trainer, a router."""
+"""Silence of a role, such as a trainer or router, that is reported."""
 
 STANDSTILL_SECONDS = 120.0
-"""A run in which nothing at all moved for so long is unwell, whoever waits for whom; where a kind of work may take
-longer (`Patience`) and is under way, once it has taken that long."""
+"""A run in which nothing moved for this long is UNWELL, whatever waits for what. Where running work may take
+longer (`Patience`), the limit is that time."""
 
 RECENT_START_SECONDS = health.RESTART_WINDOW_SECONDS
-"""Beginnings that lie longer back do not count."""
+"""Only role starts within this period count."""
 
 CLOCK_SECONDS = 5.0
-"""A heartbeat whose sender's clock differs by more from its receiver's is told; what it took to come is in it."""
+"""Clock differences above this are reported; the difference includes the delivery time of the heartbeat."""
 
 NAMED = 4
-"""Executors that are named one by one; of more, the number is told."""
+"""Up to this number of executors are named one by one; above, a sentence gives the number."""
 
 
 class Severity(Enum):
-    """How much a finding matters, the worst first."""
+    """How much a finding matters, the most severe first."""
 
     UNWELL = "unwell"
-    """It stands still, or does less than it could, until somebody mends it."""
+    """Something stands still, or does less than it could, until an operator acts."""
     WAITS = "waits"
-    """Somebody waits for somebody else."""
+    """A role waits for another role."""
     NOTE = "note"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing to know, in a sentence."""
+    """One result of the diagnosis, as a sentence."""
 
     severity: Severity
     who: str
-    """`roles`, `executors`, `router`, `environments`, `trainer`, `prompts`, `letters`, `broker` or `run`."""
+    """Subject: `roles`, `executors`, `router`, `environments`, `trainer`, `prompts`, `letters`, `broker` or `run`."""
     sentence: str
 
 
 def diagnose(facts: Facts) -> list[Finding]:
-    """What is to be known, what is unwell first."""
+    """Return all findings, the most severe first."""
     found = [
         *_beginnings(facts),
         *_executors(facts),
@@ -78,7 +80,7 @@ def diagnose(facts: Facts) -> list[Finding]:
 
 
 def headline(facts: Facts, findings: Sequence[Finding]) -> str | None:
-    """Why nothing moves, in one line; None while something does."""
+    """Return in one line why nothing moves; None if something does."""
     if facts.applied_seconds < STALLED_SECONDS:
         return None
     for severity in (Severity.UNWELL, Severity.WAITS):
@@ -91,7 +93,7 @@ def headline(facts: Facts, findings: Sequence[Finding]) -> str | None:
 
 
 def _standstill(facts: Facts, findings: Sequence[Finding]) -> Iterator[Finding]:
-    """What is to be said of a run in which nothing moves beyond what was found."""
+    """Yield a finding for a run in which nothing moves, unless `findings` has an UNWELL finding already."""
     still = facts.moved_seconds
     if not facts.work_left or still < STALLED_SECONDS or any(each.severity is Severity.UNWELL for each in findings):
         return
@@ -105,7 +107,7 @@ def _standstill(facts: Facts, findings: Sequence[Finding]) -> Iterator[Finding]:
 
 
 def _longest(facts: Facts) -> float:
-    """How long nothing may move while the work that is under way goes on as it should."""
+    """Return the longest time for which nothing may move while the present work proceeds normally."""
     longest = max(STANDSTILL_SECONDS, facts.patience.step_seconds)
     if facts.in_a_turn:
         return max(longest, facts.patience.turn_seconds)
@@ -193,7 +195,7 @@ def _routers(facts: Facts) -> Iterator[Finding]:
 
 
 def _routing(facts: Facts | CellFacts, where: str) -> Iterator[Finding]:
-    """Of the turns that one router routes."""
+    """Yield findings on the turns that one router routes."""
     if facts.applied_seconds < SILENT_SECONDS or not facts.in_a_turn:
         return
     held = sum(each.held for each in facts.executors)
@@ -204,7 +206,7 @@ def _routing(facts: Facts | CellFacts, where: str) -> Iterator[Finding]:
 
 
 def _dispatching(facts: Facts | CellFacts, where: str) -> Iterator[Finding]:
-    """Of turns that are asked for while no executor runs any."""
+    """Yield findings on requested turns while no executor runs any."""
     there = [each for each in facts.executors if not each.silent and each.state is not ExecutorState.STOPPING]
     ready = [each for each in there if each.ready]
     room = [each for each in ready if each.max_turns > each.held]
@@ -244,7 +246,7 @@ def _environments(facts: Facts) -> Iterator[Finding]:
 
 
 def _applying(facts: Facts) -> Iterator[Finding]:
-    """Results that somebody could apply, and nobody does."""
+    """Yield findings on results that an environment worker could apply and does not."""
     by_home = [(each, each.results) for each in facts.home_facts if each.results is not None]
     standing = list(_standing(by_home, facts.patience))
     for who, homes, waits, severity in standing:
@@ -262,7 +264,7 @@ def _applying(facts: Facts) -> Iterator[Finding]:
 
 
 def _opening(facts: Facts) -> Iterator[Finding]:
-    """Prompts that somebody could open, and nobody does."""
+    """Yield findings on prompts that an environment worker could open and does not."""
     by_home = [(each, each.prompts) for each in facts.home_facts if each.prompts is not None]
     standing = list(_standing(by_home, facts.patience))
     no_group = "and the window has room, but no group was opened for"
@@ -284,7 +286,7 @@ def _opening(facts: Facts) -> Iterator[Finding]:
 def _standing(
     waits: Sequence[tuple[HomeFacts, StalledWork]], patience: Patience
 ) -> Iterator[tuple[str, str, list[StalledWork], Severity]]:
-    """Worker by worker, the homes that stand still: who, which, what waits in them, and how bad that is."""
+    """Yield, by worker and severity, the stalled homes: worker, homes, their waiting work, severity."""
     found: dict[tuple[str, Severity], list[tuple[int, StalledWork]]] = {}
     for home, waiting in waits:
         if waiting.stalled_seconds >= STALLED_SECONDS:

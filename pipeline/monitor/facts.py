@@ -1,6 +1,6 @@
-"""What was seen of a run: the facts that a diagnosis is made of.
+"""Facts about a run, from which the diagnosis is made.
 
-Keeps true: what is not known is None or the least that can be, and nothing is concluded from it.
+Keeps true: an unknown fact is None or the smallest possible value, and no finding follows from it.
 """
 
 import math
@@ -12,10 +12,10 @@ from rose.schemas.heartbeats import ExecutorState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long each kind of work may take, as the run is configured. Shorter than STANDSTILL_SECONDS says nothing."""
+    """How long each kind of work may take in this configuration. Values below STANDSTILL_SECONDS have no effect."""
 
     step_seconds: float = 0.0
-    """A reset or step of an environment."""
+    """A reset or a step of an environment."""
     turn_seconds: float = 0.0
     """A turn."""
     training_seconds: float = 0.0
@@ -27,40 +27,40 @@ PATIENCE = Patience()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorFacts:
-    """One executor, by its newest heartbeat."""
+    """The state of one executor by its newest heartbeat."""
 
     worker: str
     slot: int = 0
-    """Of its inbox."""
+    """Number of its inbox."""
     state: ExecutorState
     version: int
     refused_version: int = -1
     refused_reason: str = ""
     silent_seconds: float
-    """Since the heartbeat came here; since the beginning of looking for one that came before."""
+    """Since the heartbeat arrived; since the start of reading if it arrived before."""
     ttl_seconds: float
     held: int = 0
-    """Turns that it runs or keeps waiting."""
+    """Number of turns that run or wait in the executor."""
     max_turns: int = 0
     clock_off_seconds: float = 0.0
-    """Its clock against this machine's."""
+    """The executor's clock minus this machine's clock."""
     kv_used: float = 0.0
-    """Share of its KV cache."""
+    """Share of the KV cache that is used, 0 to 1."""
     tokens_per_second: float = 0.0
-    """Of one sequence."""
+    """Decode speed of one sequence."""
     swap_seconds: float = 0.0
-    """The engine's pause at its latest version."""
+    """Pause of the engine when it activated its newest version."""
     paused_reason: str = ""
     cuts: int = 0
-    """Times that serving took room back from rollouts."""
+    """Number of times that serving took KV memory back from rollouts."""
     frozen: bool = False
-    """It was cut, and grows no more for now."""
+    """The budget was cut, and does not grow for now."""
     rivals: bool = False
-    """Two run under its name."""
+    """Two executors run under this name."""
     ended_seconds: float = 0.0
-    """Since a turn of its ended, or since it holds any."""
+    """Since a turn of the executor ended, or since it holds turns."""
     unread_seconds: float = 0.0
-    """Since its inbox has got more, of which it has shown no sign."""
+    """Since its inbox got records of which its heartbeats show no sign."""
 
     @property
     def silent(self) -> bool:
@@ -73,13 +73,13 @@ class ExecutorFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleFacts:
-    """A process that has begun of late, for the first time or anew."""
+    """A role that has started recently, for the first time or again."""
 
     role: str
     times: int
-    """Within ANEW_SECONDS."""
+    """Number of starts within RECENT_START_SECONDS."""
     reason: str = ""
-    """Why it began anew at last; empty where its process was started."""
+    """Reason of the last start; empty if its process was started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,33 +89,33 @@ class StalledWork:
     count: int
     """Prompts or results that wait."""
     seconds: float
-    """Since any of that kind was taken in there, as far as is known."""
+    """Since work of this kind was last taken in the home, as far as that is known."""
     seen_seconds: float
-    """For how long it was seen that it could be."""
+    """Time for which it was observed that the work could be taken."""
 
     @property
     def stalled_seconds(self) -> float:
-        """For how long it stands still, for all that was seen."""
+        """Time for which the work is certainly stalled."""
         return min(self.seconds, self.seen_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HomeFacts:
-    """What waits in one home for the environment worker that owns it."""
+    """The work in one home that waits for its environment worker."""
 
     home: int
     worker: str
     idle_seconds: float = math.inf
-    """Since the worker took anything in, in any of its homes."""
+    """Since the worker took any work in any of its homes."""
     prompts: StalledWork | None = None
-    """None where none waits, or the worker's window has no room."""
+    """None if no prompt waits, or the worker's window has no room."""
     results: StalledWork | None = None
-    """None where none waits."""
+    """None if no result waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellFacts:
-    """One of several cells: what is routed there apart from all else. See Facts."""
+    """One of several cells, each of which is routed separately. The fields are those of `Facts`."""
 
     cell: int
     executors: Sequence[ExecutorFacts] = ()
@@ -128,55 +128,55 @@ class CellFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What was seen of a run. What is not known is None, and nothing is concluded from it."""
+    """The facts about a run. A fact that is not known is None, and no finding follows from it."""
 
     executors: Sequence[ExecutorFacts] = ()
     begun: Sequence[RoleFacts] = ()
     newest_version: int = -1
-    """On the log, of those that are believed."""
+    """The newest trusted policy version on the log."""
     disbelieved: int = 0
-    """Manifests on the log that are of another run, or not signed by the trusted key."""
+    """Number of manifests on the log that are of another run, or not signed by the trusted key."""
     max_lag_versions: int = 2**53
-    """Executors that are further behind the newest version that is served get no turns."""
+    """Executors that are further behind the newest served version get no turns."""
     environment_workers: int | None = None
     homes: int = 0
     homes_owned: int | None = None
     routers: int | None = None
     prompts_waiting: int = 0
     held_homes: Sequence[int] = ()
-    """Homes whose prompts nobody can read, as they lie behind a transaction that is open."""
+    """Homes whose prompts cannot be read because of an open transaction."""
     held_seconds: float = 0.0
-    """For how long that was seen of the first of them."""
+    """Longest time for which a home was seen to be held by an open transaction."""
     open_groups: int = 0
     window_groups: int | None = None
-    """Groups that all environment workers together may hold open."""
+    """Maximum number of open groups of all environment workers together."""
     in_a_turn: int = 0
-    """Trajectories of open groups that are under way."""
+    """Number of trajectories of open groups that have not ended."""
     waiting_for_trainer: int = 0
-    """Trajectories of open groups that have ended and have no outcome."""
+    """Number of trajectories of open groups that have ended and have no outcome."""
     results_waiting: int = 0
-    """Results that no environment worker has taken in."""
+    """Number of results that no environment worker has read."""
     openable: int | None = None
-    """Prompts that wait for a worker whose window has room."""
+    """Number of prompts that wait for a worker with room in its window."""
     opened_seconds: float | None = None
-    """Since a group was last seen to be opened, refused or settled, or an outcome to make room, or a prompt to wait."""
+    """Since a group was opened, refused or settled, an outcome made room, or a prompt waits."""
     workers_seconds: float | None = None
-    """Since an environment worker is there, as far as that was seen."""
+    """Time for which environment workers have been there, as far as that was observed."""
     applied_seconds: float = 0.0
-    """Since a turn was last seen to be applied, or since the beginning of looking where nothing tells more."""
+    """Since a turn was applied; since the start of reading if nothing else is known."""
     dispatched_seconds: float = 0.0
-    """The same of a turn sent to an executor."""
+    """Since a turn was dispatched; since the start of reading if nothing else is known."""
     able_seconds: float | None = None
-    """Since some executor could take one more turn."""
+    """Longest time for which an executor has been able to accept a turn."""
     settled_seconds: float = 0.0
-    """The same of an outcome, or of a sample that the trainer could settle."""
+    """Since an outcome, or a sample that the trainer could settle."""
     home_facts: Sequence[HomeFacts] = ()
-    """Of the homes that somebody owns and in which something waits."""
+    """The homes that have an owner and waiting work."""
     cells: Sequence[CellFacts] = ()
-    """Where there are several."""
+    """The cells, if there are several."""
     patience: Patience = PATIENCE
     letters: Mapping[str, int] = field(default_factory=dict)
-    """Dead letters by topic."""
+    """Number of dead letters by topic."""
 
     @property
     def work_left(self) -> bool:
@@ -184,13 +184,13 @@ class Facts:
 
     @property
     def moved_seconds(self) -> float:
-        """Since anything was last seen to come further. A turn that is sent out again and again does not."""
+        """Since anything was last seen to progress. Repeated dispatches of a turn are no progress."""
         stages = self.applied_seconds, self.settled_seconds, self.opened_seconds
         return min(seconds for seconds in stages if seconds is not None)
 
     @property
     def can_be_opened(self) -> int:
-        """Prompts that wait though a worker has room for them."""
+        """Number of prompts that wait although a worker has room for them."""
         if not self.environment_workers:
             return 0
         if self.openable is not None:

@@ -1,9 +1,9 @@
-"""Looking at a run: records folded into a `RunState`, soundings of the broker, and the facts that both give.
+"""Follows a run: folds records into a `RunState`, adds snapshots of the broker, and gives the facts of both.
 
 Keeps true
-- Reading begins where the present state begins: open groups and their outcomes, live trajectories, a minute of
-  heartbeats. What lies before the end that the topics had at the start is history: it moves nothing.
-- Facts are as of the last look. A reader that was held up, or its machine, takes its own absence for nobody's silence.
+- Reading starts where the present state starts: open groups and their outcomes, live trajectories, a minute of
+  heartbeats. Records before the end offsets at the start are history: they do not count as progress.
+- Facts are as of the last poll. Time in which the reader itself did not run is not counted as silence of others.
 """
 
 import time
@@ -44,17 +44,17 @@ if TYPE_CHECKING:
 CLIENT = "rose-watch"
 
 HEARTBEATS_SECONDS = 60.0
-"""Executors that were silent for longer before the looking began are not known."""
+"""Heartbeats that are older at the start of reading are not read."""
 
 BATCH = 2_000
-"""Records taken at once."""
+"""Maximum number of records of one poll."""
 
 ABSENCE_SECONDS = 0.5
-"""Between two looks: what is longer, besides the time that a look waits for records, was an absence."""
+"""Time between two polls, apart from the wait for records, above which the reader was absent."""
 
 
 class RunFollower:
-    """A run as it goes on. `read` it often; `close` it."""
+    """The state of a run as it changes. Call `poll` often, and `close` at the end."""
 
     def __init__(
         self,
@@ -67,9 +67,11 @@ class RunFollower:
         patience: Patience = PATIENCE,
         on_wait: Callable[[], None] = noop,
     ) -> None:
-        """`trust`: whose versions count. `whole`: from the run's beginning, so that its counts are complete.
-        `window_groups`: of one worker. `patience`: how long each kind of work may take. `meanwhile` is called every few
-        seconds until the reading has begun; what it raises ends that.
+        """Start to follow the run.
+
+        `trust` decides which versions count. `whole` reads the run from its beginning, so that its counts are complete.
+        `window_groups` is the window of one worker. `on_wait` is called every few seconds until reading has begun; an
+        exception from it ends the wait.
 
         Raises BrokerUnreachable, TopicMissing or BusError.
         """
@@ -82,7 +84,7 @@ class RunFollower:
         self.run_state = RunState(began=time.monotonic())
         self._backlog = Backlog(self.run_state, window_groups)
         self._applied_snapshot: BrokerSnapshot | None = None
-        """The newest answers that were taken in."""
+        """The newest snapshot that was folded."""
         self._history: dict[Place, int] = {}
         self._behind: set[Place] = set()
         try:
@@ -94,31 +96,31 @@ class RunFollower:
 
     @property
     def caught_up(self) -> bool:
-        """Whether all that was there at the beginning has been read."""
+        """Whether all records that were there at the start have been read."""
         return not self._behind
 
     @property
     def snapshot(self) -> BrokerSnapshot | None:
-        """The broker's newest answers; None until the first."""
+        """The broker's newest answers; None before the first."""
         return self._probe.latest
 
     @property
     def known_seconds(self) -> float:
-        """For how long the broker's answers are known, beside the log."""
+        """Time for which the broker's answers have been known."""
         return self._looked_at - self._backlog.began if self._applied_snapshot is not None else 0.0
 
     @property
     def broker_error(self) -> str:
-        """Why the broker's last answer failed; empty if it did not."""
+        """Error of the broker's last answer; empty if it succeeded."""
         return self._probe.trouble
 
     @property
     def unanswered_seconds(self) -> float:
-        """Since the broker last answered, to a question or with something new to read; absences do not count."""
+        """Since the broker last answered a query or delivered a record, without absences of the reader."""
         return self._looked_at - max(self._probe.answered_at, self._answered_at)
 
     def poll(self, seconds: float) -> None:
-        """Take in what came, waiting for it so long at most. Raises TopicMissing or BusError."""
+        """Fold the records that arrive, waiting at most `seconds` for them. Raises TopicMissing or BusError."""
         found = self._reader.read(BATCH, seconds)
         now = time.monotonic()
         absence = max(0.0, now - self._looked_at - seconds - ABSENCE_SECONDS)
@@ -140,7 +142,7 @@ class RunFollower:
             self._applied_snapshot = sounding
 
     def facts(self, *, later: float = 0.0) -> Facts:
-        """What was known at the last look; as it will be `later`, in seconds, if nothing moves until then."""
+        """Return the facts of the last poll, or those `later` seconds after it if nothing moves until then."""
         now, view, sounding = self._looked_at, self.run_state, self.snapshot
         known = (sounding or BrokerSnapshot(at=now)).without(view.has_decided)
         workers, then, able = known.environment_workers, now + later, view.able_seconds(now)
@@ -202,7 +204,7 @@ class RunFollower:
         )
         topics = (HEARTBEATS, MANIFESTS, GROUPS, PROGRESS, OUTCOMES, COMPLETED, SAMPLES)
         places: list[Place] = [(topic, part) for topic in topics for part in range(self._reader.partition_count(topic))]
-        with suppress(TopicMissing, BusError):  # a broker whose topics or rights are of 0.2.0
+        with suppress(TopicMissing, BusError):  # a broker with the topics or rights of 0.2.0
             places += [(ROLE_STARTS, part) for part in range(self._reader.partition_count(ROLE_STARTS))]
         bounds = self._reader.all_watermarks(places)
         self._history = {place: end for place, (_, end) in bounds.items()}
@@ -218,7 +220,7 @@ class RunFollower:
         self._reader.assign(begins)
 
     def _open_groups_from(self, settings: BusSettings, on_wait: Callable[[], None]) -> int | None:
-        """Take the groups in; the offset from which the outcomes of the open ones lie, None where none is open."""
+        """Fold the groups, and return the lowest offset of outcomes of open groups; None if no group is open."""
         newest: dict[str, tuple[Group, float | None]] = {}
         begins = {(GROUPS, part): OFFSET_BEGINNING for part in range(self._reader.partition_count(GROUPS))}
         for envelope in read_to_end(settings, begins, client_id=CLIENT, on_wait=on_wait):
@@ -233,7 +235,7 @@ class RunFollower:
 def follow_run(
     config: "Config", settings: BusSettings, *, whole: bool, on_wait: Callable[[], None] = noop
 ) -> RunFollower:
-    """A watch of this configuration's run. Raises UsageError, and what `RunFollower` does."""
+    """Return a follower of this configuration's run. Raises UsageError and the errors of `RunFollower`."""
     environment, trainer = config.settings.environment, config.settings.trainer
     return RunFollower(
         settings,
@@ -251,12 +253,12 @@ def follow_run(
 
 
 def broker_timestamp(envelope: Envelope) -> float | None:
-    """The broker's stamp of a record; None where its writer has stamped it."""
+    """Return the broker's timestamp of a record in Unix seconds; None if the writer has set it."""
     return envelope.timestamp_seconds if envelope.stamped_by_broker else None
 
 
 def _begin_offset(topic: Topic, low: int, end: int, *, whole: bool, recent: int, open_from: int | None) -> int:
-    """The offset at which to begin with a partition."""
+    """Return the offset from which a partition is read."""
     if topic is HEARTBEATS:
         return recent
     if topic in (MANIFESTS, PROGRESS, ROLE_STARTS):

@@ -1,15 +1,16 @@
-"""What a run looks like at this moment, from its log: the state behind `rose watch`, `rose status` and `rose up`.
+"""The present state of a run, folded from its log: the state behind `rose watch`, `rose status` and `rose up`.
 
 Keeps true
-- A pure fold. `now` is seconds on the reader's own clock, the moment at which a record came here: who is silent is
-  told by that alone.
-- What was on the log before the looking began says how things stand, and is not taken for a sign of life.
-- For how long a stage has stood still is told beyond the beginning by two stamps of the broker: that of the stage's
-  last record, and that of one that came while looking. No other clocks are compared. A run that was ended meanwhile has
-  stood still since the first of its processes began again.
-- Time in which nobody looked is nobody's silence.
-- An executor is forgotten when the router would forget it: others were heard for long after its silence began.
-- A policy version is one whose manifest is believed; whoever feeds the view judges that, as every reader does.
+- A pure fold. `now` is seconds on the reader's own clock, the time at which a record arrived here; silence is measured
+  by that clock only.
+- Records that were on the log before the start of reading give the state, and are not taken as a sign of life.
+- How long a stage had been still before the start of reading is measured by two timestamps of the broker: that of the
+  stage's last record, and that of a record that arrived since. No other clocks are compared. A run that was stopped in
+  between counts as still only since its first process started again.
+- Time in which the reader did not read is not counted as silence of any process.
+- An executor is forgotten when the router would forget it: other executors sent heartbeats for FORGET_SECONDS after its
+  time to live.
+- A policy version counts if its manifest is trusted; the caller decides that, as every reader does.
 """
 
 import math
@@ -32,49 +33,49 @@ from rose.schemas.turns import TurnOutcome, TurnResult
 from rose.schemas.weights import WeightManifest
 
 RATE_SECONDS = 10.0
-"""Over which rates are averaged."""
+"""Period over which rates are averaged."""
 
 RECENT_SAMPLES = 512
-"""Finished trajectories that the share of solved ones is taken over."""
+"""Number of finished trajectories over which success is averaged."""
 
 CURVE_POINTS = 400
-"""Policy versions that the curve remembers."""
+"""Maximum number of policy versions in the success curve."""
 
 
 @dataclass(slots=True)
 class ExecutorRecord:
-    """The newest heartbeat of an executor."""
+    """The newest heartbeat of an executor, and times derived from its heartbeats and results."""
 
     beat: SlackHeartbeat
     at: float
-    """When it came; for one from before, when the looking began."""
+    """When the heartbeat arrived; the start of reading if it was on the log before."""
     clock_off_seconds: float
-    """The sender's clock against ours."""
+    """The sender's clock minus this machine's clock, with the time of the delivery."""
     previous_start: tuple[int, int] | None = None
-    """Slot and incarnation of the start that was heard before this one under its name."""
+    """Slot and incarnation of the start before the present one under the same name."""
     rival_at: float = -math.inf
-    """When a start was heard again behind another of its name: both run."""
+    """When a heartbeat of the previous start arrived after one of a newer start: two executors run under one name."""
     able_at: float = math.inf
-    """Since when it could have taken one more turn, without a break."""
+    """Since when the executor has been able to accept one more turn, without a break; infinite if it is not able."""
     held_at: float = math.inf
-    """Since when it holds turns, without a break."""
+    """Since when the executor has held turns, without a break; infinite if it holds none."""
     took_at: float = -math.inf
-    """When it was last seen to hold a turn, or to have ended one."""
+    """When the executor was last seen to hold a turn or to end one."""
     ended_at: float = -math.inf
-    """When a turn of its was last seen to end."""
+    """When a turn of the executor was last seen to end."""
 
 
 @dataclass(slots=True)
 class RunState:
-    """Give it records with the moment at which they came; ask it for what to show."""
+    """The state of a run. Give it records with their times of arrival; read its properties."""
 
     began: float
-    """When the looking began; later by each absence since."""
+    """Start of reading, moved forward by each absence of the reader since."""
     homes: int = 1
-    """How many there are."""
+    """Number of home partitions."""
     executors: dict[str, ExecutorRecord] = field(default_factory=dict)
     ends: Counter[Outcome] = field(default_factory=Counter)
-    """Settled trajectories."""
+    """Settled trajectories, by outcome."""
     turns: Counter[TurnOutcome] = field(default_factory=Counter)
     samples: int = 0
     step: int = 0
@@ -84,17 +85,17 @@ class RunState:
     versions: int = 0
     """Policy versions on the log."""
     disbelieved: int = 0
-    """Manifests on the log that are of another run, or not signed by the trusted key."""
+    """Number of manifests on the log that are of another run, or not signed by the trusted key."""
     curve: deque[float] = field(default_factory=lambda: deque(maxlen=CURVE_POINTS))
-    """Share of recent trajectories that were solved, at the moment of each policy version."""
+    """Success of the recent trajectories at the time of each policy version."""
     _unsettled: dict[str, set[str]] = field(default_factory=dict)
-    """By open group, the trajectories that have no outcome."""
+    """Open groups with their trajectories that have no outcome."""
     _refused: dict[str, int] = field(default_factory=dict)
-    """By group whose prompt was refused, its size."""
+    """Refused groups with their sizes."""
     _decided_to: dict[int, int] = field(default_factory=dict)
-    """By home, the offset before which all prompts were decided."""
+    """The offset below which every prompt has a decision, by home."""
     _decided: dict[int, set[int]] = field(default_factory=dict)
-    """By home, the offsets from there on of prompts that were."""
+    """The offsets of further prompts with a decision, by home."""
     _live: set[str] = field(default_factory=set)
     _recent: deque[tuple[bool | None, int]] = field(default_factory=lambda: deque(maxlen=RECENT_SAMPLES))
     _turn_moments: deque[float] = field(default_factory=deque)
@@ -113,9 +114,10 @@ class RunState:
         wall: float | None = None,
         stamp: float | None = None,
     ) -> None:
-        """Fold a record in.
+        """Fold a record into the state.
 
-        `fresh`: it came after the looking began; `wall`: our wall clock then, unix seconds; `stamp`: the broker's.
+        `fresh`: the record arrived after the start of reading. `wall`: this machine's wall clock at the arrival, Unix
+        seconds. `stamp`: the broker's timestamp, Unix seconds.
         """
         self._compare_clocks(now, stamp, fresh=fresh)
         match record:
@@ -154,13 +156,13 @@ class RunState:
     def on_progress(
         self, trajectory_id: str, now: float, *, live: bool, fresh: bool = True, stamp: float | None = None
     ) -> None:
-        """A trajectory has moved on: it asks for a turn, or (not `live`) has ended."""
+        """Fold the progress of a trajectory: it requests a turn, or has ended (not `live`)."""
         self._compare_clocks(now, stamp, fresh=fresh)
         (self._live.add if live else self._live.discard)(trajectory_id)
         self._on_stage_progress(Stage.APPLIED, group_id_of(trajectory_id), now, stamp, fresh=fresh)
 
     def add_absence(self, seconds: float) -> None:
-        """Nobody looked for so long until now: what came meanwhile is yet to be taken in."""
+        """Move all times forward: the reader did not read for `seconds` until now, and has records to catch up on."""
         self.began += seconds
         self.stage_clock.add_absence(seconds)
         for state in self.executors.values():
@@ -172,24 +174,24 @@ class RunState:
 
     @property
     def applied_at(self) -> float:
-        """When a turn was last seen to be applied; before the beginning if never."""
+        """When a turn was last seen to be applied; before the start of reading if never."""
         return self.stage_clock.last_seen(Stage.APPLIED)
 
     def applied_seconds(self, now: float) -> float:
-        """Since a turn was applied, as far as is known."""
+        """Seconds since a turn was applied, as far as that is known."""
         return self.stage_clock.seconds_still(now, Stage.APPLIED)
 
     def settled_seconds(self, now: float) -> float:
-        """Since an outcome, or a sample that the trainer could settle; samples come with the ends of trajectories."""
+        """Seconds since an outcome, or a sample that the trainer could settle; samples arrive when trajectories end."""
         if self.stage_clock.last_seen(Stage.SETTLED, Stage.SAMPLED) >= self.began:
             return self.stage_clock.seconds_still(now, Stage.SETTLED, Stage.SAMPLED)
         before = self.stage_clock.seconds_still_before(now, Stage.SETTLED, Stage.SAMPLED, Stage.APPLIED)
         return now - self.began if before is None else before
 
     def opened_seconds(self, now: float, waiting_since: float | None) -> float:
-        """Since a group was opened, refused or settled, or an outcome made room; or since a prompt waits for it.
+        """Seconds since a group was opened, refused or settled, since an outcome made room, or since a prompt waits.
 
-        `waiting_since`: the broker's stamp of the prompt that waits longest.
+        `waiting_since`: the broker's timestamp of the prompt that waits longest, Unix seconds.
         """
         since = self.stage_clock.seconds_still(now, Stage.OPENED)
         if self.stage_clock.has_moved(Stage.SETTLED):
@@ -197,81 +199,81 @@ class RunState:
         return since if waiting_since is None else min(since, self.stage_clock.since_stamp(now, waiting_since))
 
     def able_seconds(self, now: float, workers: Collection[str] | None = None) -> float:
-        """For how long some executor that is heard, of these if any are said, could have taken one more turn."""
+        """Longest time for which a live executor has been able to accept a turn; of `workers` only, if given."""
         known = [each for name, each in self.executors.items() if workers is None or name in workers]
         alive = [each for each in known if now - each.at <= each.beat.ttl_seconds]
         return max((0.0, *(now - each.able_at for each in alive)))
 
     def turns_per_second(self, now: float) -> float:
-        """Completed turns, over the last seconds."""
+        """Completed turns per second over the last RATE_SECONDS."""
         while self._turn_moments and self._turn_moments[0] < now - RATE_SECONDS:
             self._turn_moments.popleft()
         return len(self._turn_moments) / RATE_SECONDS
 
     def present_executors(self, now: float) -> list[ExecutorFacts]:
-        """The executors by name; who said that it stops is gone once it is silent."""
+        """The executors by name, without those that announced their stop and have fallen silent."""
         self._forget()
         facts = [_facts(state, now) for _, state in sorted(self.executors.items())]
         return [each for each in facts if not (each.silent and each.state is ExecutorState.STOPPING)]
 
     @property
     def open_groups(self) -> int:
-        """Groups of which not every trajectory has an outcome."""
+        """Number of groups of which at least one trajectory has no outcome."""
         return sum(bool(names) for names in self._unsettled.values())
 
     @property
     def in_a_turn(self) -> int:
-        """Trajectories of open groups that are under way."""
+        """Number of trajectories of open groups that have not ended."""
         return sum(len(names & self._live) for names in self._unsettled.values())
 
     @property
     def waiting_for_trainer(self) -> int:
-        """Trajectories of open groups that have ended and have no outcome."""
+        """Number of trajectories of open groups that have ended and have no outcome."""
         return sum(len(names - self._live) for names in self._unsettled.values())
 
     @property
     def refused(self) -> int:
-        """Trajectories of prompts that were refused: nobody will ever settle them."""
+        """Number of trajectories of refused prompts, which never get an outcome."""
         return sum(self._refused.values())
 
     @property
     def settled(self) -> int:
-        """Trajectories with an outcome."""
+        """Number of trajectories with an outcome."""
         return self.ends.total()
 
     @property
     def opened(self) -> int:
-        """Trajectories with an outcome, and those of open groups that have none."""
+        """Number of trajectories that have an outcome or belong to an open group."""
         return self.settled + sum(len(names) for names in self._unsettled.values())
 
     @property
     def solved(self) -> float | None:
-        """Share that was solved of the recent trajectories of which that is known; None where it is of none."""
+        """Share of the recent trajectories with known success that succeeded; None if success is known of none."""
         known = [solved for solved, _ in self._recent if solved is not None]
         return sum(known) / len(known) if known else None
 
     @property
     def turns_each(self) -> float:
-        """Mean turns of the recent trajectories."""
+        """Mean number of turns of the recent trajectories."""
         return sum(turns for _, turns in self._recent) / len(self._recent) if self._recent else 0.0
 
     def recent_role_starts(self, now: float) -> list[RoleFacts]:
-        """The roles that have begun of late, and how often."""
+        """The roles that have started recently, with the number of their starts."""
         return self.stage_clock.role_starts.recent(now)
 
     def open_groups_by_home(self) -> Counter[int]:
-        """Open groups by home."""
+        """Number of open groups by home."""
         return Counter(self._home(name) for name, names in self._unsettled.items() if names)
 
     def live_by_home(self) -> Counter[int]:
-        """By home, the trajectories of open groups that are under way."""
+        """Number of trajectories of open groups that have not ended, by home."""
         found: Counter[int] = Counter()
         for name, names in self._unsettled.items():
             found[self._home(name)] += len(names & self._live)
         return found
 
     def has_decided(self, home: int, offset: int) -> bool:
-        """Whether this prompt's group is known to be open, or to have ended."""
+        """Return whether the prompt at this offset has a decision: its group was opened, refused, or has ended."""
         return offset < self._decided_to.get(home, 0) or offset in self._decided.get(home, ())
 
     def _home(self, group_id: str) -> int:
@@ -285,7 +287,7 @@ class RunState:
             self.stage_clock.clock.compare(now, stamp)
 
     def _forget(self) -> None:
-        """Nobody is forgotten while nobody is heard: it may be us who hear nothing."""
+        """Remove executors that are silent for long. Nothing is removed while no executor at all sends heartbeats."""
         last = max((state.at for state in self.executors.values()), default=self.began)
         for worker, state in list(self.executors.items()):
             if state.at + state.beat.ttl_seconds + FORGET_SECONDS <= last:
@@ -312,7 +314,7 @@ class RunState:
             self._unsettled[group.group_id] = names
 
     def _on_outcome(self, outcome: SampleOutcome) -> None:
-        """One of a group that is not open says nothing: groups are read before outcomes."""
+        """Outcomes of groups that are not open are ignored: groups are read before outcomes."""
         self._unsettled.get(outcome.group_id, set()).discard(outcome.trajectory_id)
 
     def _on_version(self, version: int) -> None:
@@ -339,7 +341,7 @@ def _held(beat: SlackHeartbeat) -> int:
 
 
 def _merge_states(known: ExecutorRecord | None, newest: ExecutorRecord) -> ExecutorRecord:
-    """What is heard now, with what is known of others under its name."""
+    """Return the newest record, completed with what is known of earlier heartbeats under the same name."""
     if known is None:
         return newest
     newest.previous_start, newest.rival_at = known.previous_start, known.rival_at
@@ -355,7 +357,7 @@ def _merge_states(known: ExecutorRecord | None, newest: ExecutorRecord) -> Execu
 
 
 def _has_capacity(beat: SlackHeartbeat) -> bool:
-    """Whether it could take one more turn."""
+    """Return whether the executor can accept one more turn."""
     ready = beat.state is ExecutorState.READY and beat.policy_version >= 0
     return ready and _held(beat) < beat.max_turns
 

@@ -1,10 +1,10 @@
-"""When the stages of a run last moved, home by home, and when its roles began. Pure.
+"""When each stage of a run last moved in each home, and when the roles started. Pure.
 
 Keeps true
-- `now` is seconds on the reader's own clock. What came while looking is told by it alone.
-- What lay on the log before is told by two stamps of the broker: its own, and that of a record that came while looking.
-- Time in which nobody looked counts in no duration.
-- What is kept is bounded by the homes and the roles, not by the records.
+- `now` is seconds on the reader's own clock. Records that arrive after the start of reading are timed by it only.
+- Older records are timed by two timestamps of the broker: their own, and that of a record that arrived since.
+- Time in which the reader did not read counts in no duration.
+- Memory is bounded by the number of homes and roles, not of records.
 """
 
 import math
@@ -18,34 +18,34 @@ from rose.pipeline.monitor.facts import RoleFacts
 from rose.schemas.role_starts import RoleBegun
 
 REMEMBERED_STARTS = 64
-"""Of one role, that are remembered."""
+"""Number of starts that are remembered of one role."""
 
 
 class Stage(Enum):
-    """What moves in a run."""
+    """A stage of the work of a run."""
 
     OPENED = "opened"
-    """Groups of prompts."""
+    """Groups were opened, refused or settled."""
     APPLIED = "applied"
-    """Turns."""
+    """Turn results were applied to trajectories."""
     SETTLED = "settled"
-    """Outcomes of samples."""
+    """Samples got outcomes."""
     SAMPLED = "sampled"
-    """Finished trajectories, which are what the trainer waits for."""
+    """Trajectories finished; the trainer waits for their samples."""
 
 
 @dataclass(slots=True)
 class BrokerClock:
-    """The broker's stamps as times on our clock."""
+    """Converts timestamps of the broker to ages on this machine's clock."""
 
     _ahead: float | None = None
-    """Our clock less the broker's, as of the newest record that came while looking."""
+    """This machine's clock minus the broker's, from the newest record that arrived after the start of reading."""
     _newest: float = -math.inf
-    """The newest stamp that came while looking."""
+    """The newest timestamp that arrived after the start of reading."""
     _away: float = 0.0
-    """How long nobody looked, all absences together."""
+    """Sum of the reader's absences, in seconds."""
     _left: float = -math.inf
-    """The newest stamp that was known when the last absence began."""
+    """The newest timestamp that was known when the last absence began."""
 
     def compare(self, now: float, stamp: float) -> None:
         self._ahead, self._newest = now - stamp, max(self._newest, stamp)
@@ -55,7 +55,7 @@ class BrokerClock:
             self._away, self._left = self._away + seconds, self._newest
 
     def seconds_since(self, now: float, stamp: float) -> float | None:
-        """Since that stamp, less the absences since; None where the clocks were not compared yet."""
+        """Return the age of a timestamp without later absences; None if the clocks were not compared yet."""
         if self._ahead is None:
             return None
         away = self._away if stamp <= self._left else 0.0
@@ -64,21 +64,21 @@ class BrokerClock:
 
 @dataclass(slots=True)
 class RoleStart:
-    """What a role has told of one beginning, or of several."""
+    """The record of a role start."""
 
     event: RoleBegun
     at: float | None
-    """When it came; None where it lay there before the looking began."""
+    """When the record arrived; None if it was on the log before the start of reading."""
     stamp: float | None
 
 
 @dataclass(slots=True)
 class RoleStarts:
-    """Who has begun of late. Namesakes that run in different places are counted apart."""
+    """The recent starts of roles. Roles of one name in different places are counted separately."""
 
     clock: BrokerClock
     _begun: dict[str, deque[RoleStart]] = field(default_factory=dict)
-    """By role, its newest beginnings."""
+    """The newest starts by role."""
 
     def on_role_begun(self, event: RoleBegun, at: float | None, stamp: float | None) -> None:
         self._begun.setdefault(event.role, deque(maxlen=REMEMBERED_STARTS)).append(RoleStart(event, at, stamp))
@@ -89,7 +89,7 @@ class RoleStarts:
                 each.at = None if each.at is None else each.at + seconds
 
     def recent(self, now: float) -> list[RoleFacts]:
-        """The roles that have begun of late, and how often one of each name did that did so most often."""
+        """Return the roles that have started recently, for each name by the place with most starts."""
         found = []
         for role, beginnings in sorted(self._begun.items()):
             late = [each.event for each in beginnings if self._seconds(each, now) <= RECENT_START_SECONDS]
@@ -103,7 +103,7 @@ class RoleStarts:
         return found
 
     def first_within(self, seconds: float, now: float) -> float:
-        """Since the first process that began within so long; so long if none did."""
+        """Return the age of the oldest start within `seconds`; `seconds` if there is none."""
         begun = (self._seconds(each, now) for beginnings in self._begun.values() for each in beginnings)
         return max((since for since in begun if since <= seconds), default=seconds)
 
@@ -119,16 +119,16 @@ class StageClock:
     """When each stage last moved in each home."""
 
     began: float
-    """When the looking began; later by each absence since."""
+    """Start of reading, moved forward by each absence of the reader since."""
     clock: BrokerClock
     role_starts: RoleStarts
     _at: dict[tuple[Stage, int], float] = field(default_factory=dict)
-    """While looking."""
+    """When the stage last moved after the start of reading."""
     _stamps: dict[tuple[Stage, int], float] = field(default_factory=dict)
-    """The broker's stamp of the newest record from before."""
+    """The broker's timestamp of the newest record from before the start of reading."""
 
     def on_progress(self, stage: Stage, home: int, now: float, stamp: float | None, *, fresh: bool) -> None:
-        """A record of this stage: it came while looking, or lay there before."""
+        """Fold a record of this stage. `fresh`: the record arrived after the start of reading."""
         place = stage, home
         if fresh:
             self._at[place] = now
@@ -142,15 +142,15 @@ class StageClock:
         self.role_starts.add_absence(seconds)
 
     def last_seen(self, *stages: Stage) -> float:
-        """When any of these was last seen to move; before the beginning if never."""
+        """Return when any of the stages was last seen to move; -1 if never."""
         return max((at for (stage, _), at in self._at.items() if stage in stages), default=-1.0)
 
     def has_moved(self, stage: Stage) -> bool:
-        """Whether it has moved, while looking or before."""
+        """Return whether the stage has moved, before or after the start of reading."""
         return any(stage is other for places in (self._at, self._stamps) for other, _ in places)
 
     def seconds_still(self, now: float, *stages: Stage, homes: Collection[int] | None = None) -> float:
-        """Since any of these stages moved, in one of these homes."""
+        """Return the seconds since any of the stages moved in any of the homes; None means all homes."""
         at = max(_of(self._at, stages, homes), default=-math.inf)
         if at >= self.began:
             return now - at
@@ -158,12 +158,12 @@ class StageClock:
         return now - self.began if before is None else before
 
     def seconds_still_before(self, now: float, *stages: Stage, homes: Collection[int] | None = None) -> float | None:
-        """The same of what moved before the looking began; None of what did not."""
+        """Return `seconds_still` from the records before the start of reading only; None if there are none."""
         stamp = max(_of(self._stamps, stages, homes), default=None)
         return None if stamp is None else self.since_stamp(now, stamp)
 
     def since_stamp(self, now: float, stamp: float) -> float:
-        """Since that stamp, or since the first process that began later."""
+        """Return the seconds since the timestamp, or since the first role start after it."""
         since = self.clock.seconds_since(now, stamp)
         return now - self.began if since is None else self.role_starts.first_within(since, now)
 
@@ -174,14 +174,14 @@ def _of(places: dict[tuple[Stage, int], float], stages: Iterable[Stage], homes: 
 
 @dataclass(slots=True)
 class ConditionTimer:
-    """Since when something holds of a place without a break, as it is seen now and then."""
+    """Since when a condition holds of a place without a break, from observations at intervals."""
 
     _since: dict[Hashable, float] = field(default_factory=dict)
     _first: float | None = None
-    """When it was looked at for the first time: what held then may have for long."""
+    """When the first observation was made: conditions that held then may have held for long."""
 
     def set_active(self, places: Iterable[Hashable], now: float) -> None:
-        """It holds now of these, and of no others."""
+        """Observe the condition: it holds now of these places only."""
         self._first = now if self._first is None else self._first
         self._since = {place: self._since.get(place, now) for place in places}
 
@@ -193,10 +193,10 @@ class ConditionTimer:
         return place in self._since
 
     def seen_seconds(self, place: Hashable, now: float) -> float:
-        """For how long it was seen to hold."""
+        """Return for how long the condition was observed to hold."""
         return max(0.0, now - self._since.get(place, now))
 
     def most_seconds(self, place: Hashable, now: float) -> float:
-        """For how long it may have held."""
+        """Return for how long the condition may have held; infinite if it held at the first observation."""
         since = self._since.get(place, now)
         return math.inf if since == self._first else max(0.0, now - since)

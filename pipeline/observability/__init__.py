@@ -1,1 +1,1 @@
-"""The exported metrics and their dashboards: declared once, written out by `python -m rose.pipeline.observability`."""
+"""The exported metrics and their dashboards. `python -m rose.pipeline.observability` writes the generated files."""

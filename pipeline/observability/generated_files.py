@@ -1,4 +1,4 @@
-"""All that is written from the code, by its place in the checkout."""
+"""The files that are generated from the metrics and dashboards, by path in the checkout."""
 
 import json
 

@@ -1,6 +1,6 @@
-"""Dashboards as Grafana reads them from files.
+"""Dashboards in Grafana's file format.
 
-Keeps true: a query asks for metrics of the table alone, each of the jobs that the reader chose (`$job`).
+Keeps true: a query uses only metrics of the table, and each metric is restricted to the jobs of the variable `$job`.
 """
 
 import re

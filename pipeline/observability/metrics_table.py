@@ -1,8 +1,8 @@
-"""The table of all metrics, as the code declares them.
+"""The table of all metrics, from their declarations in the code.
 
 Keeps true
-- Nothing is said here that a declaration says: name, type, labels and sentence are the code's own.
-- Every name says its unit, in Prometheus' base units, and a counter ends in `_total`.
+- Name, type, labels and description of a metric come from its declaration; nothing is written down a second time.
+- Every name contains its unit, in Prometheus' base units, and the name of a counter ends in `_total`.
 """
 
 from collections.abc import Iterator, Sequence

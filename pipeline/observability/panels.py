@@ -1,8 +1,8 @@
-"""What a dashboard is made of.
+"""Dashboards, panels and the queries that panels share.
 
 Keeps true
-- A fleet is shown as its mean beside its worst member: a mean of a hundred engines hides the one that stands still.
-- A query names metrics of the table alone, and says nothing of which run: that is the reader's choice (`$job`).
+- A fleet is shown as its mean and its worst member: the mean of a hundred engines hides one engine that is stalled.
+- A query uses only metrics of the table, and selects no run: the reader selects it with the variable `$job`.
 """
 
 from dataclasses import dataclass, field

@@ -1,1 +1,1 @@
-"""What every program has as a process: terminal, logs, health over HTTP, the lock on a run's folder."""
+"""Facilities of a process that all programs share: terminal, logs, health over HTTP, the lock on a run's folder."""

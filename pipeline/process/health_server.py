@@ -1,10 +1,10 @@
-"""What a process answers over HTTP, metrics and how it is, and `rose health`, which asks.
+"""HTTP server for a process's metrics and health, and `rose health`, its client.
 
 Keeps true
-- `/healthz` is 200 while the loop turns over and `/readyz` while it does what it is there for, 503 otherwise; the body
-  is the sentence. Any other path is 404, and nothing that is sent changes anything.
-- Who asks and then says nothing holds one thread, for PATIENCE_SECONDS at most; however many ask, and however slowly,
-  they hold no more than MOST_LINES: the process's own files and sockets are not theirs to use up.
+- `/healthz` is 200 while the loop runs, `/readyz` is 200 while the process does its work, and both are 503 otherwise;
+  the body is one sentence. Any other path is 404. No request changes state.
+- A silent connection holds one thread, for at most PATIENCE_SECONDS. Connections never hold more than MOST_LINES
+  threads and sockets, however many clients there are and however slow they are.
 """
 
 import re
@@ -29,22 +29,22 @@ LIVE, READY, METRICS = "/healthz", "/readyz", "/metrics"
 PORT = re.compile("[0-9]{1,5}")
 
 TEXT = "text/plain; charset=utf-8"
-"""The type of what is told of a process."""
+"""The content type of a health answer."""
 
 ASK_SECONDS = 3.0
-"""How long a process that is asked by `rose health` may be silent."""
+"""How long `rose health` waits for the next bytes of an answer."""
 
 ANSWER_SECONDS = 10.0
-"""How long its whole answer may take."""
+"""How long the complete answer may take."""
 
 PATIENCE_SECONDS = 10.0
-"""With whoever is connected and says nothing."""
+"""How long a connection may be silent."""
 
 MOST_LINES = 32
-"""Connections at once. Who comes when there are so many takes the place of the one that has lasted longest."""
+"""Maximum number of connections. A new connection above the maximum replaces the oldest one."""
 
 WAITING_REQUESTS = 128
-"""One more has to knock again."""
+"""Length of the listen queue; further clients have to connect again."""
 
 WsgiApp = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
@@ -55,7 +55,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def __init__(self, *arguments: Any) -> None:
         self._lines: dict[Any, None] = {}
-        """Connections, in the order in which they came."""
+        """Open connections, oldest first."""
         self._changing = Lock()
         super().__init__(*arguments)
 
@@ -67,8 +67,8 @@ class _Server(ThreadingMixIn, WSGIServer):
                 del self._lines[oldest]
             self._lines[request] = None
         if oldest is not None:
-            with suppress(OSError):  # it has just ended by itself
-                oldest.shutdown(socket.SHUT_RDWR)  # whoever waits for it finds its end, and closes it
+            with suppress(OSError):  # the connection has just ended by itself
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread sees the end and closes the socket
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
@@ -77,7 +77,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Who goes away or falls silent before the answer is no trouble of ours."""
+        """Ignore clients that disconnect or fall silent before the answer; report other errors."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -86,14 +86,14 @@ class _Handler(WSGIRequestHandler):
     timeout = PATIENCE_SECONDS
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A probe every few seconds is no decision: not logged."""
+        """Do not log requests: health checks come every few seconds."""
 
 
 def health_app(health: Health) -> WsgiApp:
-    """The process's WSGI application."""
+    """Return the WSGI application that answers with the metrics and the health of the process."""
     from prometheus_client import make_wsgi_app
 
-    import rose.topics.metrics  # noqa: F401  exports what the process counts
+    import rose.topics.metrics  # noqa: F401  exports the process's metrics
 
     metrics: WsgiApp = make_wsgi_app()
 
@@ -114,12 +114,12 @@ def health_app(health: Health) -> WsgiApp:
 
 
 def serve_health(host: str, port: int, health: Health = HEALTH) -> int:
-    """Answer at this address for as long as the process lives; returns the port. Raises UsageError."""
+    """Serve on this address while the process lives, and return the port. Raises UsageError if it cannot be used."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         of_family = type("_Server", (_Server,), {"address_family": family})
         server: WSGIServer = make_server(host, port, health_app(health), server_class=of_family, handler_class=_Handler)
-    except (OSError, UnicodeError, OverflowError) as error:  # the second: no name of a host; the third: no port
+    except (OSError, UnicodeError, OverflowError) as error:  # the second: invalid host name; the third: invalid port
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"metrics cannot be served on {host}:{port} ({reason}): choose another") from None
     Thread(target=server.serve_forever, name="http", daemon=True).start()
@@ -127,7 +127,11 @@ def serve_health(host: str, port: int, health: Health = HEALTH) -> int:
 
 
 def print_health(common: Common, address: str | None, *, live: bool) -> None:
-    """Print how the process at HOST:PORT is; left out, the one of this container. Raises UsageError or Unwell."""
+    """Print the health of the process at HOST:PORT; if `address` is None, of the process on the own metrics port.
+
+    `live` asks whether the loop runs instead of whether the process does its work. Raises UsageError for a bad address,
+    ProcessUnhealthy if the process does not answer or reports a problem.
+    """
     address = address or _own_address(common)
     host, colon, port = address.rpartition(":")
     if not colon or not PORT.fullmatch(port) or not 0 < int(port) <= HIGHEST_PORT:
@@ -153,7 +157,7 @@ def print_health(common: Common, address: str | None, *, live: bool) -> None:
 
 @contextmanager
 def _hung_up(connection: HTTPConnection, seconds: float) -> Iterator[None]:
-    """End the connection, which is made here, after so long, though something comes now and then. Raises OSError."""
+    """Connect, and shut the connection down after `seconds`, even if it is not silent. Raises OSError."""
     connection.connect()
     line: socket.socket = connection.sock
 
@@ -180,4 +184,4 @@ def _own_address(common: Common) -> str:
 
 
 class ProcessUnhealthy(RoseError):
-    """A process that is not what it was asked to be."""
+    """The process does not answer, or is not healthy."""

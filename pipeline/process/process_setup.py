@@ -1,4 +1,4 @@
-"""What every role has as a process: logs, metrics, and a way to be asked to stop."""
+"""Process set-up that all roles share: logs, metrics and stop signals."""
 
 import signal
 from threading import Event
@@ -12,7 +12,7 @@ from rose.topics.processes import signal_safe_setter
 
 
 def configure_logging() -> None:
-    """One line a decision on standard error: for eyes on a terminal, `key=value` in a file."""
+    """Log one line for each event on standard error: coloured on a terminal, `key=value` otherwise."""
     import sys
 
     pretty = sys.stderr.isatty()
@@ -31,22 +31,22 @@ def configure_logging() -> None:
 
 
 def dump_stacks_on_crash() -> None:
-    """A crash, or SIGABRT to a process that hangs, puts the stacks of all its threads on standard error."""
+    """Write the stacks of all threads to standard error on a crash, or on SIGABRT to a process that hangs."""
     import faulthandler
 
-    if not faulthandler.is_enabled():  # where a test calls a command it is, and tells what the tests do
+    if not faulthandler.is_enabled():  # a test that calls a command has enabled it for its own output
         faulthandler.enable(file=2)
 
 
 def _escape_event(logger: object, name: str, event: EventDict) -> EventDict:
-    """Logs are read on terminals, and have words of others in them."""
+    """Escape control characters: logs are read on terminals and contain text from other programs."""
     return {key: escape_control_chars(value) if isinstance(value, str) else value for key, value in event.items()}
 
 
 def stop_on_signals() -> Event:
-    """An event that SIGTERM, SIGHUP or the first Ctrl-C sets; a second Ctrl-C ends the process at once.
+    """Return an event that SIGTERM, SIGHUP or the first Ctrl-C sets; a second Ctrl-C ends the process at once.
 
-    SIGHUP, the end of a terminal, stays without effect where it was (`nohup`).
+    SIGHUP, sent when a terminal closes, stays ignored if it was ignored before (`nohup`).
     """
     stop = Event()
     set_stop = signal_safe_setter(stop)
@@ -63,7 +63,7 @@ def stop_on_signals() -> Event:
 
 
 def serve_metrics(host: str, port: int) -> None:
-    """Serve this process's metrics and how it is; port 0 is off. Raises UsageError when the port cannot be had."""
+    """Serve this process's metrics and health; port 0 means off. Raises UsageError if the port cannot be used."""
     if port:
         from rose.pipeline.process.health_server import serve_health
 

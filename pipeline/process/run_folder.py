@@ -1,8 +1,9 @@
-"""The folder of a run: there, writable, and of one process that runs it.
+"""The folder of a run: it exists, is writable, and is locked by the process that runs it.
 
 Keeps true
-- Two processes never run one folder: its lock is held for as long as a process lives, and goes with it however it ends.
-- A folder in which a run cannot write is refused in a sentence before anything is started.
+- Two processes never run one folder: the lock is held as long as the process lives, and the kernel releases it when the
+  process ends.
+- A folder in which a run cannot write is refused with one sentence before any process starts.
 """
 
 import errno
@@ -15,18 +16,18 @@ from typing import IO
 from rose.schemas.errors import UsageError
 
 RUN_LOCK, TRAINER_LOCK_FILE = "run.lock", "trainer.lock"
-"""Files in it: `rose up` and `rose demo` hold the first, a trainer the second, which is one of their processes too."""
+"""Lock files in the folder. `rose up` and `rose demo` hold the first, a trainer, which they start, the second."""
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""A file system that knows no locks says one of these."""
+"""Error numbers of a file system without locks."""
 
 
 @contextmanager
 def run_folder_lock(folder: Path, lock: str) -> Iterator[None]:
-    """Have the folder, which is made if need be, for as long as the block runs. Where a file system knows no locks,
-    nobody is kept out.
+    """Hold a lock file in the folder during the block. The folder is created if it does not exist.
 
-    Raises UsageError when another process has it, or when nothing can be written there.
+    A file system without locks keeps no other process out. Raises UsageError if another process holds the lock, or if
+    the folder cannot be written.
     """
     with _opened(folder, lock) as file:
         try:
@@ -43,7 +44,7 @@ def run_folder_lock(folder: Path, lock: str) -> Iterator[None]:
 
 
 def ensure_folder(folder: Path) -> None:
-    """Make it if need be. Raises UsageError."""
+    """Create the folder if it does not exist. Raises UsageError if it cannot be created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

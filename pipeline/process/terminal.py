@@ -1,9 +1,8 @@
-"""What a command says, on a terminal that obeys what it is sent.
+"""Output of a command to a terminal, with control characters escaped.
 
-Keeps true: what others wrote into a record, a key or a reason is shown, and does nothing: control characters are
-written out.
+Keeps true: control characters in a record, a key or a reason are shown as text and do not reach the terminal.
 
-Example: "\\x1b[2J" -> the five characters \\x1b, and [2J.
+Example: "\\x1b[2J" -> the four characters \\x1b, and [2J.
 """
 
 import errno
@@ -15,31 +14,31 @@ from threading import Timer
 from rose.schemas.errors import RoseError, UsageError
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""What steers a terminal, or turns the order of letters round; but for tabs and the ends of lines."""
+"""Characters that control a terminal or change the direction of text, except tabs and line ends."""
 
 
 def escape_control_chars(text: str) -> str:
-    """The text, with what is no letter written out."""
+    """Return the text with its control characters written as escapes."""
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def print_line(line: str) -> None:
-    """A line on standard output."""
+    """Write a line to standard output, with control characters escaped."""
     sys.stdout.write(f"{escape_control_chars(line)}\n")
 
 
 WAIT_SECONDS = 1.0
-"""A wait that lasts for longer is told."""
+"""A notice is printed for a wait that lasts longer, in seconds."""
 
 
 class WaitNotice:
-    """Tells on standard error what a command waits for, each thing once it has lasted for WAIT_SECONDS."""
+    """Prints to standard error what a command waits for, if the wait lasts longer than WAIT_SECONDS."""
 
     def __init__(self) -> None:
         self._timer: Timer | None = None
 
     def show(self, reason: str) -> None:
-        """It waits for this from now on, and for nothing else; empty for nothing."""
+        """Set the present reason of the wait, which replaces the one before; empty if the command does not wait."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = Timer(WAIT_SECONDS, _print_notice, [reason]) if reason else None
@@ -54,14 +53,14 @@ def _print_notice(what: str) -> None:
 
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Nothing more can be written."""
+"""Error numbers of a full disk or quota."""
 
 TRANSIENT = (errno.ENOENT, errno.EIO, errno.ESTALE)
-"""What was wrong with a file may be mended by itself."""
+"""Error numbers of file errors that may go away without a change of the configuration."""
 
 
 def file_error(error: OSError) -> RoseError | None:
-    """What a person can mend about a file or a disk; None of any other error."""
+    """Return an error with advice about a file or a disk; None for errors of other kinds."""
     if error.errno in DISK_FULL:
         where = f" ({error.filename})" if error.filename else ""
         return RoseError(
@@ -74,7 +73,7 @@ def file_error(error: OSError) -> RoseError | None:
 
 
 def _working_folder_error() -> UsageError | None:
-    """That the folder which all relative paths begin at is there no more; None while it is."""
+    """Return an error if the working folder does not exist any more; None otherwise."""
     try:
         Path.cwd()
     except OSError as error:

@@ -1,1 +1,1 @@
-"""A trajectory's life, told from the log."""
+"""The history of one trajectory, read from the log."""

@@ -1,6 +1,6 @@
-"""A trajectory's life in words.
+"""Text of a trajectory's history.
 
-Keeps true: without a tokenizer it says how many tokens there were, and guesses nothing.
+Keeps true: without a tokenizer the text gives the numbers of tokens and nothing else of them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,14 +13,14 @@ from rose.schemas.samples import Sample, SampleTurn
 from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes, VersionSpan
 
 Decode = Callable[[Sequence[int]], str]
-"""Text of tokens."""
+"""Decodes token ids to text."""
 
 SOLVED = {True: "solved, ", False: "not solved, ", None: ""}
-"""As its environment says."""
+"""Text for the success that the environment reports."""
 
 
 def describe_trajectory(history: TrajectoryHistory, decode: Decode | None = None) -> Iterator[str]:
-    """What the log says of a trajectory, line by line."""
+    """Yield the history of a trajectory, line by line. `decode` adds the text of observations and actions."""
     yield f"trajectory {history.trajectory_id}"
     if history.prompt is not None:
         prompt = history.prompt
@@ -89,7 +89,7 @@ def _attempt(number: int, attempt: Attempt, turn: EpisodeTurn, decode: Decode | 
         yield from _dispatch(dispatch, number)
     for result in attempt.results:
         applied = turn.was_applied(result)
-        yield from _result(result, decode, timed=not applied)  # the applied one's legs follow, to their end
+        yield from _result(result, decode, timed=not applied)  # the stages of the applied result follow in `_applied`
         if turn.applied is not None and result.outcome is TurnOutcome.COMPLETED and not applied:
             yield "             dropped: another result of this turn was applied"
 
@@ -157,7 +157,7 @@ def _legs(times: TurnTimes) -> str:
 
 
 def _length_after(turn: EpisodeTurn, seen: int) -> int:
-    """Tokens of the context and of the result that was applied."""
+    """Return the number of tokens of the context with the result that finished; `seen` if nothing is known."""
     context = turn.request.context_tokens if turn.request is not None else seen
     for _, attempt in sorted(turn.attempts.items()):
         for result in attempt.results:
@@ -174,7 +174,7 @@ def _versions(spans: Sequence[VersionSpan]) -> str:
 
 
 def _whole(packed: bytes) -> bytes:
-    """Without the part of an element at its end: what was written by whom is told, sound or not."""
+    """Return the array without an incomplete element at its end: invalid records are printed too."""
     return packed[: ITEM_BYTES * count(packed)]
 
 

@@ -1,9 +1,9 @@
-"""Everything that the log holds of one trajectory, put in its order.
+"""The records of one trajectory, ordered by episode, turn and attempt.
 
 Keeps true
-- Nothing is left out: every attempt of every turn is there, with each dispatch and result that came, applied or not.
-- Lives are not mixed: a trajectory that began anew, on a log that knew its group no more, is told twice. A result
-  belongs to the request whose moment it carries.
+- Nothing is left out: every attempt of every turn is there, with each dispatch and each result, applied or not.
+- Episodes are separate: a trajectory that started again, because the log no longer had its group, has two episodes. A
+  result belongs to the request with the same `requested_at`.
 """
 
 from collections.abc import Iterable
@@ -18,27 +18,27 @@ ENDED = {
     Ending.MAX_TURNS: "cut off by max_turns",
     Ending.CONTEXT: "cut off by the end of its context",
 }
-"""How a trajectory ended that has a reward, in words; nothing where its sample does not say."""
+"""Text for the end of a trajectory that has a reward; no entry if the sample does not give the end."""
 
 
 @dataclass(slots=True)
 class Attempt:
-    """One execution of a turn, as far as the log knows."""
+    """One execution of a turn, as recorded on the log."""
 
     dispatches: list[TurnDispatch] = field(default_factory=list)
-    """More than one when a router was started again at the wrong moment."""
+    """More than one if a router restarted and dispatched the attempt again."""
     results: list[TurnResult] = field(default_factory=list)
-    """In the order of the log; a second one was dropped."""
+    """In the order of the log; results after the first were dropped."""
 
 
 @dataclass(slots=True)
 class EpisodeTurn:
-    """One turn: asked for once, tried at least once."""
+    """One turn of a trajectory, with its request and attempts."""
 
     request: TurnRequest | None = None
     attempts: dict[int, Attempt] = field(default_factory=dict)
     applied: SampleTurn | None = None
-    """As the finished sample has it; None while the trajectory goes on."""
+    """The turn in the finished sample; None if there is no sample yet."""
 
     def was_applied(self, result: TurnResult) -> bool:
         applied = self.applied
@@ -51,28 +51,28 @@ class EpisodeTurn:
 
 @dataclass(slots=True)
 class Episode:
-    """A trajectory from its first request to its sample."""
+    """One life of a trajectory, from its first request to its sample."""
 
     turns: dict[int, EpisodeTurn] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
-    """One at most, or the conservation law is broken."""
+    """At most one, or the conservation law is broken."""
 
 
 @dataclass(slots=True)
 class TrajectoryHistory:
-    """What the log says of a trajectory."""
+    """The records of a trajectory, in order."""
 
     trajectory_id: str
     prompt: Prompt | None = None
     episodes: list[Episode] = field(default_factory=list)
     outcomes: list[SampleOutcome] = field(default_factory=list)
     since: float | None = None
-    """Unix seconds: the stamp of the oldest request or result of its home that the log still has."""
+    """Timestamp in Unix seconds of the oldest request or result of its home that the log still has."""
 
 
 @dataclass(slots=True)
 class TrajectoryRecords:
-    """The records of one trajectory, each kind in the order of the log."""
+    """The records of one trajectory, by kind, each kind in the order of the log."""
 
     prompt: Prompt | None = None
     requests: list[TurnRequest] = field(default_factory=list)
@@ -81,11 +81,11 @@ class TrajectoryRecords:
     samples: list[Sample] = field(default_factory=list)
     outcomes: list[SampleOutcome] = field(default_factory=list)
     since: float | None = None
-    """As in `Lives`."""
+    """The same as in `TrajectoryHistory`."""
 
 
 def fold_trajectory(trajectory_id: str, records: TrajectoryRecords) -> TrajectoryHistory:
-    """Put the records of a trajectory in their places."""
+    """Arrange the records of a trajectory by episode, turn and attempt."""
     history = TrajectoryHistory(trajectory_id, records.prompt, outcomes=list(records.outcomes), since=records.since)
     for request in records.requests:
         if not history.episodes or (request.turn == 0 and 0 in history.episodes[-1].turns):
@@ -106,7 +106,7 @@ def fold_trajectory(trajectory_id: str, records: TrajectoryRecords) -> Trajector
 
 
 def _place(history: TrajectoryHistory, sample: Sample) -> None:
-    """Give a sample to the life whose turns it holds."""
+    """Add a sample to the episode whose turns it holds."""
     asked = [(turn.turn, turn.times.requested_at) for turn in sample.turns]
     life = _episode_of(history, *asked[0]) if asked else _newest(history)
     life.samples.append(sample)
@@ -120,7 +120,7 @@ def _turn_of(history: TrajectoryHistory, number: int, requested_at: float) -> Ep
 
 
 def _episode_of(history: TrajectoryHistory, number: int, requested_at: float) -> Episode:
-    """The life that asked for the turn at that moment; else the newest, whose request the log has no more."""
+    """Return the episode that requested the turn at that time; the newest one if the log has lost the request."""
     for life in history.episodes:
         request = life.turns.get(number, EpisodeTurn()).request
         if request is not None and request.requested_at == requested_at:
@@ -135,7 +135,7 @@ def _newest(history: TrajectoryHistory) -> Episode:
 
 
 def sort_records(records: TrajectoryRecords, more: Iterable[object]) -> None:
-    """Sort records of one trajectory by their kind."""
+    """Append each record to the list of its kind in `records`."""
     for record in more:
         match record:
             case Prompt():

@@ -1,9 +1,9 @@
-"""Finding what the log holds of one group or trajectory, reading little else.
+"""Finds the records of one group or trajectory on the log, and reads little else.
 
 Keeps true
-- Of the home's topics its home partition alone is read, from `CLOCKS_APART_SECONDS` before its prompt was stamped;
-  and what belongs to others is not decoded.
-- A prompt is found wherever it lies: in its home, or on its way there.
+- Of topics that are partitioned by home, only the home partition is read, from `CLOCKS_APART_SECONDS` before the
+  timestamp of the prompt. Records of other groups are not decoded.
+- A prompt is found wherever it is: in its home partition, or in another one before it is forwarded.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,13 +31,13 @@ from rose.topics.settings import BusSettings
 CLIENT = "rose-replay"
 
 CLOCKS_APART_SECONDS = 3600.0
-"""By as much the clocks may differ of who stamped a prompt and of who stamped what followed from it."""
+"""Largest difference between the clocks that set the timestamps of a prompt and of the records that follow from it."""
 
 R = TypeVar("R", bound=Record)
 
 
 class UnknownTrajectory(UsageError):
-    """Nothing on the log is of this trajectory."""
+    """The log has no record of this trajectory."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -47,33 +47,33 @@ class UnknownTrajectory(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class PromptFound:
-    """A prompt and where it lies."""
+    """A prompt with its position on the log."""
 
     prompt: Prompt
     partition: int
     offset: int
     stamp: float
-    """Unix seconds."""
+    """Timestamp in Unix seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFound:
-    """What the log says of a group."""
+    """The records of a group."""
 
     group_id: str
     home: int
     record: Group | None
-    """The newest of its home; None: the home knows nothing of it."""
+    """The newest record of the group in its home; None if there is none."""
     prompts: tuple[PromptFound, ...]
-    """By partition and offset; where its record is of an opened group, the one that opened it, if it is still kept."""
+    """In the order of partition and offset. For an opened group only the prompt that opened it, if the log has it."""
     letters: tuple[DeadLetter, ...]
-    """Its prompts that were refused, oldest first."""
+    """Dead letters of its refused prompts, oldest first."""
     open_at_home: int
-    """Groups of its home that are open."""
+    """Number of open groups of its home."""
 
     @property
     def size(self) -> int | None:
-        """Trajectories; None: nothing on the log is of this group."""
+        """Number of trajectories; None if the log has nothing of this group."""
         sizes = [found.prompt.group_size for found in self.prompts]
         return self.record.group_size if self.record is not None else next(iter(sizes), None)
 
@@ -84,21 +84,21 @@ class GroupFound:
 
 @dataclass(slots=True)
 class TrajectoryFound:
-    """What the log says of a trajectory and of its group's others."""
+    """The records of a trajectory, and the state of the other trajectories of its group."""
 
     records: TrajectoryRecords
     progress: TrajectoryProgress | None = None
-    """None: it is not live."""
+    """None if the trajectory is not live."""
     live: set[str] = field(default_factory=set)
-    """Of its group, those under way."""
+    """Live trajectories of the group."""
     sampled: set[str] = field(default_factory=set)
-    """Of its group, those with a sample."""
+    """Trajectories of the group that have a sample."""
     settled: list[SampleOutcome] = field(default_factory=list)
-    """Of its group, in the order of the log."""
+    """Outcomes of the group in the order of the log."""
 
 
 def find_group(settings: BusSettings, group_id: str) -> GroupFound:
-    """Raises TopicMissing or BusError."""
+    """Find the records of a group. Raises TopicMissing or BusError."""
     homes = topic_starts(settings, [PROMPTS], client_id=CLIENT)
     home = home_partition(group_id, len(homes))
     groups: dict[str, Group | None] = {}
@@ -126,7 +126,7 @@ def find_group(settings: BusSettings, group_id: str) -> GroupFound:
 
 
 def find_trajectory(settings: BusSettings, group: GroupFound, trajectory_id: str) -> TrajectoryFound:
-    """Everything of one trajectory. Raises TopicMissing or BusError."""
+    """Find all records of one trajectory. Raises TopicMissing or BusError."""
     result = TrajectoryFound(TrajectoryRecords())
     for message in read_keyed_messages(settings, {(PROGRESS, group.home): 0}, client_id=CLIENT):
         if message.key.rpartition(":")[0] == group.group_id:
@@ -158,7 +158,7 @@ def _records(settings: BusSettings, group: GroupFound, trajectory_id: str, resul
 
 
 def _begins(settings: BusSettings, group: GroupFound) -> dict[Place, int]:
-    """Where to begin in each partition that may hold something of the group."""
+    """Return the offset to begin with, by partition that may hold records of the group."""
     spread: tuple[Topic, ...] = (DISPATCHED, SAMPLES, OUTCOMES)
     places: list[Place] = [
         (REQUESTED, group.home),
@@ -173,7 +173,7 @@ def _begins(settings: BusSettings, group: GroupFound) -> dict[Place, int]:
 
 
 def _sample(message: KeyedMessage, group_id: str, trajectory_id: str, result: TrajectoryFound) -> Sample | None:
-    """The sample, if it is of this trajectory; of the group's others, the name is noted."""
+    """Return the sample if it is of this trajectory; note the trajectory id if it is of the group."""
     if not _names(message.raw.value, group_id):
         return None
     sample = _decoded(Sample, message)
@@ -184,7 +184,7 @@ def _sample(message: KeyedMessage, group_id: str, trajectory_id: str, result: Tr
 
 
 def _outcome(message: KeyedMessage, group_id: str, trajectory_id: str, result: TrajectoryFound) -> SampleOutcome | None:
-    """The outcome, if it is of this trajectory; those of the group are noted."""
+    """Return the outcome if it is of this trajectory; note the outcome if it is of the group."""
     if message.key.rpartition(":")[0] != group_id:
         return None
     outcome = _decoded(SampleOutcome, message)
@@ -199,17 +199,17 @@ def _prompt_of(group_id: str, message: KeyedMessage) -> Prompt | None:
 
 
 def _names(value: bytes | None, group_id: str) -> bool:
-    """Whether a record may be of the group: what does not hold its id need not be decoded."""
+    """Return whether a record may be of the group: a value without the group id need not be decoded."""
     if value is None:
         return False
-    if value[:1] == b"{" and b"\\" in value:  # JSON, which may have the id in escapes
+    if value[:1] == b"{" and b"\\" in value:  # JSON may have the id in escapes
         with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             value = msgspec.json.encode(msgspec.json.decode(value))
     return group_id.encode() in value
 
 
 def _decoded(record: type[R], message: KeyedMessage) -> R | None:
-    """None for a tombstone, and for what does not decode: it is a dead letter, or will be."""
+    """Return the record; None for a tombstone and for an invalid message, which is or will be a dead letter."""
     if message.raw.value is None:
         return None
     try:

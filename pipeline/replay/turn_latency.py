@@ -1,11 +1,12 @@
-"""Where a turn's time went: one leg between each two stations that it passed.
+"""Latency of a turn by stage: the time between each two stations that the turn passed.
 
-Keeps true: the legs add up to the time from the first station to the last; a station that it never came by makes no
-leg, so a turn that was given up has no prefill and no decode.
+Keeps true: the stages add up to the time from the first station to the last. A station that the turn did not pass has
+no stage: a turn that was given up has no prefill and no decode.
 
-A worker hears of its commit about when others may read what it wrote: the leg behind it may be a little less than 0.
+A worker learns of its commit at about the time when others can read its records, so the stage after the commit can be
+slightly negative.
 
-Example: asked at 1.0, in the router at 1.2, given up at 9.2   -> to the router 0.2 s, to its end 8.0 s
+Example: requested at 1.0, queued at 1.2, finished at 9.2 without a token -> to the router 0.2 s, to its end 8.0 s
 """
 
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from rose.schemas.turns import TurnTimes
 
 
 class LatencyStage(NamedTuple):
-    """The way to one station, and how long it took."""
+    """The way to one station, and its duration in seconds."""
 
     name: str
     seconds: float
@@ -31,14 +32,14 @@ _STATIONS = (
     ("decode", "finished_at"),
     ("back", "applied_at"),
 )
-"""In the order in which a turn passes them; each leg ends at the station beside its name."""
+"""Names of the stages with the station at which each one ends, in the order in which a turn passes them."""
 
 _CUT_SHORT = "to its end"
-"""The leg to the end of a turn that has sampled no token."""
+"""Name of the stage to the end of a turn that has sampled no token."""
 
 
 def latency_stages(times: TurnTimes) -> list[LatencyStage]:
-    """The legs of one execution; stations of different hosts are told by their own clocks."""
+    """Return the stages of one execution. Each station's time is by the clock of its own machine."""
     legs: list[LatencyStage] = []
     before = 0.0
     for name, station in _STATIONS:

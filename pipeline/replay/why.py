@@ -1,8 +1,11 @@
-"""Where a trajectory is, and why, in a sentence.
+"""Where a trajectory or a group is, and why, in one sentence.
 
-Keeps true: it says what the log says, from the first thing that has not happened yet; it guesses no reason.
+Keeps true: the sentence describes the first step that is missing on the log, and infers no reason that the log does not
+give.
 
-Pure. Example
+Pure.
+
+Example
     g:0 has a request for turn 2 and no dispatch  -> "turn 2 waits in the router since 12:00:01 UTC"
 """
 
@@ -17,36 +20,36 @@ from rose.schemas.samples import TRUNCATED, Outcome, Sample, SampleOutcome
 from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult
 
 NAMED = 5
-"""Trajectories or reasons that are named one by one."""
+"""Maximum number of trajectories or reasons that a sentence names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptAt:
-    """A prompt's place, and what stands before it."""
+    """The place of a prompt, and the number of prompts before it."""
 
     place: str
     """`topic/partition/offset`."""
     home: int
     at_home: bool
     refused: str | None = None
-    """Why it was dead-lettered; None: it was not."""
+    """Reason of its dead letter; None if there is none."""
     before: int = 0
-    """Prompts of the same partition that nobody has come to yet, before this one."""
+    """Number of earlier prompts in the same partition that the workers have not committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFacts:
-    """What is known of a group."""
+    """The facts about a group."""
 
     group_id: str
     group: Group | None = None
-    """None: its home knows nothing of it."""
+    """None if its home has no record of the group."""
     prompts: tuple[PromptAt, ...] = ()
     open_at_home: int = 0
-    """Groups of its home that are open."""
+    """Number of open groups of its home."""
     size: int = 0
     live: frozenset[str] = frozenset()
-    """Trajectories under way."""
+    """Live trajectories."""
     sampled: frozenset[str] = frozenset()
     settled: tuple[SampleOutcome, ...] = ()
 
@@ -57,11 +60,11 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryFacts:
-    """What is known of a trajectory beside its group."""
+    """The facts about one trajectory of a group."""
 
     trajectory_id: str
     progress: TrajectoryProgress | None = None
-    """None: it is not under way."""
+    """None if the trajectory is not live."""
     requests: tuple[TurnRequest, ...] = ()
     dispatches: tuple[TurnDispatch, ...] = ()
     results: tuple[TurnResult, ...] = ()
@@ -70,7 +73,7 @@ class TrajectoryFacts:
 
 
 def why_trajectory(group: GroupFacts, facts: TrajectoryFacts) -> str:
-    """Where it is, and why."""
+    """Return where the trajectory is, and why."""
     if facts.outcomes:
         return _ended(facts)
     if facts.samples:
@@ -85,7 +88,7 @@ def why_trajectory(group: GroupFacts, facts: TrajectoryFacts) -> str:
 
 
 def why_group(group: GroupFacts) -> str:
-    """How far the group is; where it waits, for whom."""
+    """Return how far the group is, and what its trajectories wait for."""
     if not group.opened:
         return why_not_opened(group)
     settled = {outcome.trajectory_id for outcome in group.settled}
@@ -106,7 +109,7 @@ def why_group(group: GroupFacts) -> str:
 
 
 def why_not_opened(group: GroupFacts) -> str:
-    """Why nothing of it has begun."""
+    """Return why the group is not opened."""
     waiting = [prompt for prompt in group.prompts if prompt.refused is None]
     at_home = [prompt for prompt in waiting if prompt.at_home]
     refused = [prompt for prompt in group.prompts if prompt.refused is not None]

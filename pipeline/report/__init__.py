@@ -1,1 +1,1 @@
-"""What a run was: its history from the log, `summary.json`, and a report that a person wants to look at."""
+"""The report of a run: its history from the log, `summary.json`, and `report.html`."""

@@ -1,8 +1,8 @@
-"""The pictures of a run, as plotly figures in one calm style.
+"""Charts of a run, as plotly figures in one style.
 
 Keeps true
-- A figure shows what the history holds, nothing smoothed or made up; one without data is left out.
-- Of many workers it tells some apart, and says how many others there are: whoever writes names makes no figure large.
+- A figure shows the data of the history without smoothing; a chart without data is left out.
+- Of many workers a figure shows the busiest and the number of the others, so that worker names do not make it large.
 """
 
 from collections import Counter, defaultdict
@@ -22,26 +22,26 @@ from rose.pipeline.report.summary import Success
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e9edf1"
 BLUE, TEAL, AMBER, ROSE, GREY = "#3b6fb6", "#3a9d8f", "#d9a441", "#c8506b", "#b8c2cc"
 VERSION_COLOURS = ["#9db7d9", BLUE, TEAL, AMBER, ROSE]
-"""Of policy versions, in turn: neighbours are told apart, also where versions are many."""
+"""Colours of policy versions, in rotation, so that neighbouring versions differ however many there are."""
 
 FONT = "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 
 TIMELINE_TURNS = 700
-"""As many turns as one timeline shows legibly: a window around a weight swap."""
+"""Number of turns that one timeline shows legibly: a window around a weight swap."""
 
 OCCUPANCY_POINTS = 400
-"""Points in time at which the turns in the engines are counted."""
+"""Number of points in time at which the turns in the engines are counted."""
 
 SHOWN_WORKERS = 8
-"""Those with the most turns are told apart."""
+"""Maximum number of workers that a chart shows separately: those with the most turns."""
 
 
 QUANTILES = ((0.99, "99th percentile", GREY), (0.9, "90th percentile", "#7fa3d1"), (0.5, "median", BLUE))
-"""Of latencies, the widest bar last."""
+"""Quantiles of latencies with label and colour; the widest bar comes last."""
 
 
 def learning_curve(history: RunHistory, success: Success) -> go.Figure | None:
-    """Success of the trajectories that began under each policy version, between the two held-out measurements."""
+    """Success of the trajectories that began under each policy version, with the two held-out measurements."""
     versions = history.by_version()
     if not versions:
         return None
@@ -95,7 +95,7 @@ def learning_curve(history: RunHistory, success: Success) -> go.Figure | None:
 
 
 def trajectory_turns(history: RunHistory) -> go.Figure | None:
-    """How many turns trajectories took, solved or not: the long tail."""
+    """Distribution of the number of turns of trajectories, by success."""
     counts = {
         solved: Counter(each.turns for each in history.trajectories if each.success is solved and not each.failure)
         for solved in (True, False, None)
@@ -121,7 +121,7 @@ def trajectory_turns(history: RunHistory) -> go.Figure | None:
 
 
 def occupancy(history: RunHistory) -> go.Figure | None:
-    """Turns in each engine over the whole run, and when policy versions were published."""
+    """Number of turns in each engine over the run, with the times at which policy versions were published."""
     turns = [turn for turn in history.turns if turn.worker]
     if not turns:
         return None
@@ -151,7 +151,7 @@ def occupancy(history: RunHistory) -> go.Figure | None:
 
 
 def timeline(history: RunHistory) -> go.Figure | None:
-    """Single turns on the workers, coloured by policy version, in a window around a swap."""
+    """Individual turns on the workers, coloured by policy version, in a window around a swap."""
     window = _window(history)
     if not window:
         return None
@@ -189,7 +189,7 @@ def timeline(history: RunHistory) -> go.Figure | None:
 
 
 def latency(history: RunHistory) -> go.Figure | None:
-    """Where a turn's time goes: the median and the tail of each stage."""
+    """Quantiles of the duration of each stage of a turn."""
     turns = history.turns
     if not turns:
         return None
@@ -220,7 +220,7 @@ def latency(history: RunHistory) -> go.Figure | None:
 
 
 def prefix_cache(history: RunHistory) -> go.Figure | None:
-    """By turn number, how much of a context came from the cache."""
+    """Share of the context that came from the prefix cache, by turn number."""
     totals: dict[int, list[int]] = {}
     for turn in history.turns:
         context, cached, reusable = totals.setdefault(turn.turn, [0, 0, 0])
@@ -254,7 +254,7 @@ def prefix_cache(history: RunHistory) -> go.Figure | None:
 
 
 def step_seconds(steps: Sequence[Mapping[str, Any]]) -> go.Figure | None:
-    """What the trainer did between two policy versions; `steps` are the lines of its `metrics.jsonl`."""
+    """Time of the trainer between two policy versions; `steps` are the lines of its `metrics.jsonl`."""
     if not steps:
         return None
     figure = _figure(height=300)
@@ -290,13 +290,13 @@ def _by_worker(turns: Iterable[TurnFact]) -> dict[str, list[TurnFact]]:
 
 
 def _shown(by_worker: Mapping[str, Sequence[TurnFact]]) -> list[str]:
-    """Workers that are told apart."""
+    """Return the workers that are shown separately."""
     busiest = sorted(by_worker, key=lambda worker: (-len(by_worker[worker]), worker))
     return sorted(busiest[:SHOWN_WORKERS])
 
 
 def _held(turns: Sequence[TurnFact], moments: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """How many of one engine's turns it held at each moment."""
+    """Return the number of turns that one engine held at each of the `moments` (Unix seconds)."""
     starts = np.sort([turn.times.received_at for turn in turns])
     ends = np.sort([turn.times.finished_at for turn in turns])
     return np.searchsorted(starts, moments, "right") - np.searchsorted(ends, moments, "right")
@@ -311,7 +311,7 @@ def _ends(turns: Sequence[TurnFact]) -> float:
 
 
 def _window(history: RunHistory) -> list[TurnFact]:
-    """Turns in order of arrival around the swap that the most turns lived through."""
+    """Return the turns around the swap during which the most turns were held, in the order of their arrival."""
     turns = sorted((turn for turn in history.turns if turn.worker), key=_starts)
     swaps: defaultdict[str, list[float]] = defaultdict(list)
     for swap in history.swaps:
@@ -329,7 +329,7 @@ def _window(history: RunHistory) -> list[TurnFact]:
 
 
 def _lanes(turns: Sequence[TurnFact]) -> list[tuple[int, TurnFact]]:
-    """Each turn in the lowest lane that is free when it arrives."""
+    """Put each turn into the lowest lane that is free when the turn arrives."""
     free_at: list[float] = []
     placed = []
     for turn in turns:
@@ -370,7 +370,7 @@ def _figure(*, height: int) -> go.Figure:
 
 
 def styled(figure: go.Figure, *, height: int) -> go.Figure:
-    """In the one style."""
+    """Set the common style of the report on a figure, and return the figure."""
     figure.update_layout(
         height=height,
         margin={"l": 64, "r": 24, "t": 36, "b": 52},

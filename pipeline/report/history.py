@@ -1,4 +1,4 @@
-"""A run as its log tells it: turns, trajectories, policy versions and the moments at which workers took them up.
+"""History of a run from its log: turns, trajectories, policy versions, and when workers activated the versions.
 
 Keeps true: a pure fold; the same records give the same history, whatever the order of topics.
 """
@@ -18,7 +18,7 @@ from rose.topics.settings import BusSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnFact:
-    """One applied turn."""
+    """One applied turn, from its sample."""
 
     trajectory_id: str
     turn: int
@@ -30,25 +30,25 @@ class TurnFact:
     context_tokens: int
     cached_tokens: int
     reusable_tokens: int
-    """Tokens that the turn before had computed under the same policy version: what a perfect cache would hold."""
+    """Tokens that the previous turn had computed under the same policy version: the hits of a perfect cache."""
     times: TurnTimes
     environment_seconds: float
 
     @property
     def bus_seconds(self) -> float:
-        """On the way: from the request to the router, from there to the inbox, and from the engine back."""
+        """Time on the bus: from the request to the router, from the router to the inbox, and from the engine back."""
         times = self.times
         to_router, to_inbox = times.queued_at - times.requested_at, times.received_at - times.dispatched_at
         return to_router + to_inbox + times.applied_at - times.finished_at
 
     @property
     def room_seconds(self) -> float:
-        """In the router, until an executor had room."""
+        """Time in the router until an executor had room."""
         return self.times.dispatched_at - self.times.queued_at
 
     @property
     def queue_seconds(self) -> float:
-        """In the engine, before its prefill began."""
+        """Time in the engine before the prefill began."""
         return self.times.scheduled_at - self.times.received_at
 
     @property
@@ -72,7 +72,7 @@ class TrajectoryFact:
     turns: int
     sampled_tokens: int
     first_version: int
-    """The policy version that it began under; -1 if it sampled no token."""
+    """The policy version of its first token; -1 if it sampled none."""
     completed_at: float
 
 
@@ -84,24 +84,24 @@ class VersionFact:
     step: int
     published_at: float
     bytes: int
-    """Of its chunks' payloads."""
+    """Size of the payloads of its chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swap:
-    """A worker took a policy version up."""
+    """The activation of a policy version by a worker."""
 
     worker: str
     version: int
     at: float
-    """Unix seconds of the first heartbeat that says so."""
+    """Time of the first heartbeat with the version, Unix seconds."""
     seconds: float
-    """The engine's pause."""
+    """Pause of the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LenderStatus:
-    """What a lender says of itself, each time that it says something new; one that falls silent is frozen no more."""
+    """The status of a lender from its heartbeats, one for each change. A lender that falls silent is not frozen."""
 
     worker: str
     incarnation: int
@@ -109,32 +109,32 @@ class LenderStatus:
     """Unix seconds."""
     version: int
     cuts: int
-    """Since its start."""
+    """Number of cuts since its start."""
     frozen: bool
 
 
 @dataclass(slots=True)
 class RunHistory:
-    """Everything in order of time."""
+    """The history of a run; each list is in the order of time."""
 
     turns: list[TurnFact] = field(default_factory=list)
     trajectories: list[TrajectoryFact] = field(default_factory=list)
     versions: list[VersionFact] = field(default_factory=list)
     swaps: list[Swap] = field(default_factory=list)
     lender_statuses: list[LenderStatus] = field(default_factory=list)
-    """Of lenders."""
+    """Status changes of the lenders."""
     outcomes: dict[str, SampleOutcome] = field(default_factory=dict)
-    """By trajectory id."""
+    """Outcomes by trajectory id."""
 
     @property
     def lenders(self) -> set[str]:
-        """The workers that serve, and lend."""
+        """The workers of the serving class, which lend."""
         return {standing.worker for standing in self.lender_statuses}
 
     def by_version(self) -> dict[int, list[TrajectoryFact]]:
-        """Trajectories by the policy version that they began under, without those of which success is not known.
+        """Return the trajectories with known success by the policy version under which they began.
 
-        Unlike the steps that trained on them, this does not depend on which of them ended first.
+        Unlike the steps that trained on the trajectories, this does not depend on which of them ended first.
         """
         versions: dict[int, list[TrajectoryFact]] = {}
         for trajectory in self.trajectories:
@@ -144,20 +144,20 @@ class RunHistory:
 
     @property
     def span_seconds(self) -> tuple[float, float]:
-        """Unix seconds of the first and the last thing that happened; zeros if nothing did."""
+        """Unix seconds of the first and the last event; zeros if there was none."""
         moments = [turn.times.requested_at for turn in self.turns] + [turn.times.applied_at for turn in self.turns]
         moments += [version.published_at for version in self.versions]
         return (min(moments), max(moments)) if moments else (0.0, 0.0)
 
 
 def read_history(settings: BusSettings) -> RunHistory:
-    """The history of all that the log keeps. Raises TopicMissing or BusError."""
+    """Read the history of all records that the log keeps. Raises TopicMissing or BusError."""
     envelopes = read_whole_topics(settings, [SAMPLES, OUTCOMES, HEARTBEATS, MANIFESTS], client_id="rose-report")
     return fold_history(envelope.record for envelope in envelopes if envelope.record is not None)
 
 
 def fold_history(records: Iterable[Record]) -> RunHistory:
-    """The history that these records tell; samples that come twice count once."""
+    """Fold the history from records; a sample that appears twice counts once."""
     history = RunHistory()
     known: set[str] = set()
     proven: dict[str, tuple[int, int]] = {}
@@ -250,7 +250,7 @@ def _lender_status(beat: SlackHeartbeat) -> LenderStatus:
 
 
 def _changed_status(before: SlackHeartbeat | None, beat: SlackHeartbeat) -> Iterator[LenderStatus]:
-    """What a heartbeat says that the one before did not; it may come after a silence."""
+    """Yield the status changes of a heartbeat; a silence before it ends a freeze."""
     stood = None if before is None else _lender_status(before)
     if before is not None and stood is not None and stood.frozen and beat.sent_at > before.sent_at + before.ttl_seconds:
         yield (stood := _silent_status(before))
@@ -260,7 +260,7 @@ def _changed_status(before: SlackHeartbeat | None, beat: SlackHeartbeat) -> Iter
 
 
 def _silent_status(beat: SlackHeartbeat) -> LenderStatus:
-    """After its last heartbeat: killed, or halted, it holds nobody back."""
+    """Return the status after the last heartbeat: a lender that was killed or stopped is not frozen."""
     return replace(_lender_status(beat), at=beat.sent_at + beat.ttl_seconds, frozen=False)
 
 

@@ -1,4 +1,4 @@
-"""What lending came to: whether serving's promise held, and what was got for it.
+"""Results of lending: whether serving kept its promise, and how many tokens were lent.
 
 Keeps true: a request kept the promise if it did not fail and both its latencies were within their budgets.
 """
@@ -14,14 +14,14 @@ from rose.schemas.user_requests import UserRequest
 
 
 class LatencyBudgets(msgspec.Struct, frozen=True, kw_only=True):
-    """Serving's budgets, in seconds."""
+    """Latency budgets of serving, in seconds."""
 
     ttft: float
     tpot: float
 
 
 class Lending(msgspec.Struct, frozen=True, kw_only=True):
-    """A run's lending servers and their users."""
+    """Figures of a run's lending servers and their users."""
 
     promised: LatencyBudgets
     requests: int
@@ -33,15 +33,15 @@ class Lending(msgspec.Struct, frozen=True, kw_only=True):
     tpot_p50: float
     tpot_p99: float
     busy: float
-    """Share of the time in which the servers held a request of a user."""
+    """Share of the time in which the servers had a request of a user."""
     turns: int
-    """That ran on the servers that lend."""
+    """Number of turns that ran on lending servers."""
     undrawn: int = 0
-    """Of these, that are in no second: their times cannot be, or are older than the seconds that are told."""
+    """Number of `turns` in no row of `moments.jsonl`: their times are invalid, or older than the oldest row."""
     tokens: int
-    """That these sampled."""
+    """Number of tokens that all `turns` sampled."""
     share: float
-    """Of all tokens that the run sampled."""
+    """Share of `tokens` in all tokens that the run sampled."""
     tokens_per_second: float
     cuts: int
     frozen_seconds: int
@@ -50,7 +50,7 @@ class Lending(msgspec.Struct, frozen=True, kw_only=True):
 def summarise_lending(
     history: RunHistory, served: Sequence[UserRequest], rows: Sequence[LendingSecond], promised: LatencyBudgets
 ) -> Lending | None:
-    """None where nobody asked and nothing was lent."""
+    """Return the figures of lending; None if there were no users and no lent turns."""
     if not rows:
         return None
     first = [each.first_token_seconds for each in served if not each.error and each.first_token_seconds is not None]
@@ -87,7 +87,7 @@ def summarise_lending(
 
 
 def lending_sentence(lending: Lending) -> str:
-    """What is to be known before anything else."""
+    """Return the main result of lending in one or two sentences."""
     if not lending.requests:
         return "Nobody asked the serving engine for anything: what was lent was idle."
     if not lending.turns:

@@ -1,6 +1,6 @@
-"""The picture of lending: serving's users and their latencies against the budgets, over the work lent meanwhile.
+"""Chart of lending: requests of serving's users and their latencies against the budgets, and the lent work.
 
-Keeps true: it is drawn from the rows of `moments.jsonl` alone; nothing is smoothed, no outlier cut off.
+Keeps true: the chart uses the rows of `moments.jsonl` only; nothing is smoothed and no outlier is cut off.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from rose.pipeline.report.lending import LatencyBudgets
 from rose.pipeline.report.lending_seconds import LendingSecond
 
 HEIGHTS = (0.15, 0.25, 0.25, 0.35)
-"""Of the picture's panels."""
+"""Relative heights of the panels."""
 
 CAPTIONS = (
     ("What serving’s users got", "tokens a second", BLUE),
@@ -21,17 +21,17 @@ CAPTIONS = (
     ("How long for each further token", "ms", TEAL),
     ("What rollouts got from the same engine meanwhile", "tokens a second", ROSE),
 )
-"""What each panel shows, its unit, its colour."""
+"""Caption, unit and colour of each panel."""
 
 WAIT, LATE = "#9dc9c1", AMBER
-"""Colours of a second's slowest request: within its budget, and beyond."""
+"""Colours of a second's slowest request: within its budget, and above it."""
 
 HEADROOM = 1.18
-"""Above the highest value of a panel."""
+"""Upper end of a latency axis, relative to the highest value."""
 
 
 def lending_chart(rows: Sequence[LendingSecond], promised: LatencyBudgets) -> go.Figure | None:
-    """Four panels over one time axis; None without rows."""
+    """Return the chart, four panels over one time axis; None without rows."""
     if not rows:
         return None
     seconds = [row.at - rows[0].at for row in rows]
@@ -80,7 +80,7 @@ def _latency(
     waits: Sequence[tuple[float | None, float | None]],
     budget: float,
 ) -> None:
-    """A stroke from the median to the slowest request of each second, under the line of their budget; in seconds."""
+    """Draw a bar from the median to the slowest request of each second, with the budget as a line; times in seconds."""
     there = [
         (at, 1000 * median, 1000 * most)
         for at, (median, most) in zip(seconds, waits, strict=True)
@@ -126,7 +126,7 @@ def _latency(
 
 
 def _marks(figure: go.Figure, rows: Sequence[LendingSecond], seconds: Sequence[int]) -> None:
-    """Freezes as bands, cuts as triangles on top of what was lent."""
+    """Draw freezes as bands, and cuts as triangles above the lent tokens."""
     for begin, end in _runs([at for at, row in zip(seconds, rows, strict=True) if row.frozen]):
         figure.add_vrect(x0=begin, x1=end + 1, fillcolor=INK, opacity=0.12, line_width=0, row=4, col=1)
     cut = [(at, row) for at, row in zip(seconds, rows, strict=True) if row.cuts]
@@ -147,7 +147,7 @@ def _marks(figure: go.Figure, rows: Sequence[LendingSecond], seconds: Sequence[i
 
 
 def _runs(seconds: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last of each unbroken run."""
+    """Return the first and last second of each unbroken run of seconds."""
     runs: list[tuple[int, int]] = []
     for second in seconds:
         if runs and runs[-1][1] == second - 1:

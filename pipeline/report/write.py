@@ -1,4 +1,4 @@
-"""The end of a run: `summary.json`, `report.html`, and the same figures on the terminal."""
+"""Writes the report of a run: `summary.json`, `report.html`, and the main figures on the terminal."""
 
 from pathlib import Path
 from time import time
@@ -19,11 +19,11 @@ from rose.workers.loadgen.request_log import read_request_log
 from rose.workers.trainer.step_log import read_step_log
 
 SUMMARY, REPORT, MOMENTS = "summary.json", "report.html", "moments.jsonl"
-"""Names in a run's folder."""
+"""Names of files in a run's folder."""
 
 
 class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What the log does not know of a run; `summary.json` holds it too."""
+    """Facts about a run that the log does not have; `summary.json` contains them too."""
 
     broker: str
     started_at: float
@@ -33,7 +33,7 @@ class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_report(config: Config, settings: BusSettings, facts: RunMetadata) -> Summary:
-    """Compute the figures from the log and write both files. Raises TopicMissing or BusError."""
+    """Compute the figures from the log and write the files of the report. Raises TopicMissing or BusError."""
     from rose.pipeline.report.page import report_html
 
     history, promise = read_history(settings), config.settings.lender.promise
@@ -65,7 +65,7 @@ def write_report(config: Config, settings: BusSettings, facts: RunMetadata) -> S
 
 
 def stored_metadata(folder: Path) -> RunMetadata:
-    """The facts that an earlier report of the run holds. Raises UsageError when there is none."""
+    """Return the metadata from an earlier summary of the run. Raises UsageError if there is none."""
     try:
         return msgspec.json.decode((folder / SUMMARY).read_bytes(), type=RunMetadata)
     except (OSError, msgspec.DecodeError) as error:
@@ -73,14 +73,14 @@ def stored_metadata(folder: Path) -> RunMetadata:
 
 
 def run_metadata(broker: str, *, started_at: float, seconds: float, success: Success) -> RunMetadata:
-    """Of a run on this machine."""
+    """Return the metadata of a run on this machine; `seconds` is its duration."""
     return RunMetadata(
         broker=broker, started_at=started_at, seconds=seconds, success=success, machine=describe_machine()
     )
 
 
 def print_summary(console: Console, summary: Summary, folder: Path) -> None:
-    """The figures that matter most, and where the rest is."""
+    """Print the most important figures and the path of the report."""
     terms = summary.trajectories
     cache, weights, bus = summary.prefix_cache, summary.weights, summary.bus_seconds
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))

@@ -1,4 +1,4 @@
-"""The dashboards: what is worth a look, page by page."""
+"""The dashboards, one module for each page."""
 
 from rose.pipeline.observability.pages.bus import BUS
 from rose.pipeline.observability.pages.rollout import ROLLOUT

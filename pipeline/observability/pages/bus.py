@@ -1,4 +1,4 @@
-"""The page of the bus and the ledger: records, transactions, and what became of all that was opened."""
+"""Dashboard of the bus and the ledger: records, transactions, and the outcomes of opened trajectories."""
 
 from rose.pipeline.observability.panels import RATE, Dashboard, Panel, each_mean, mean_and_worst, quantiles, rate_by
 

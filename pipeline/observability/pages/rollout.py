@@ -1,4 +1,4 @@
-"""The page of rollouts: turns from being asked for to their result, executors, environments."""
+"""Dashboard of rollouts: turns from request to result, executors, environments."""
 
 from rose.pipeline.observability.panels import RATE, Dashboard, Panel, each_mean, mean_and_worst, quantiles, rate_by
 

@@ -1,4 +1,4 @@
-"""The page of serving: what its users wait for, and what guests take from it."""
+"""Dashboard of serving: latencies of its users, and the capacity that guests use."""
 
 from rose.pipeline.observability.panels import (
     CONTROL,

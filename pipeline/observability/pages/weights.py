@@ -1,4 +1,4 @@
-"""The page of training and weights: a step's time, what it learns, and how versions travel."""
+"""Dashboard of training and weights: time of a step, training metrics, and the transfer of versions."""
 
 from rose.pipeline.observability.panels import RATE, Dashboard, Panel, each_mean, mean_and_worst, quantiles
 
