@@ -72,7 +72,7 @@ class ResetResult:
 
 
 class DecisionKind(Enum):
-    """What becomes of a prompt."""
+    """Kind of the decision on a prompt."""
 
     OPEN = "open"
     REFUSE = "refuse"
@@ -100,7 +100,7 @@ class PromptDecision:
     awaited: int = 0
     """Number of environments that are still being reset."""
     reset_results: dict[int, ResetResult | str] = field(default_factory=dict)
-    """By index in the group; a string is the reason of a failure."""
+    """Results of the resets, by index in the group; a string is the reason of a failure."""
 
     @property
     def opens(self) -> Prompt:
@@ -110,7 +110,7 @@ class PromptDecision:
 
 
 class KnownGroup(NamedTuple):
-    """What a home remembers of a group."""
+    """The state of a group that a home remembers."""
 
     size: int
     state: GroupState
@@ -150,7 +150,7 @@ class Home:
         self.orphaned_trajectories: list[str] = []
         """Trajectories whose groups have settled without them; their records are to be deleted."""
         self.settle_requests: dict[str, SettleRequest] = {}
-        """By trajectory, settle requests that are not carried out yet."""
+        """Settle requests that are not carried out yet, by trajectory."""
         self.decisions: deque[PromptDecision] = deque()
         """Decisions that are not on the log yet, in order."""
         self._homes = homes
@@ -284,7 +284,7 @@ class Home:
             self.settle_requests[request.trajectory_id] = request
 
     def settle_requests_of(self, decision: PromptDecision) -> dict[int, str]:
-        """By index, the reasons why trajectories of the group to be opened must not start."""
+        """The reasons why trajectories of the group to be opened must not start, by index."""
         group_id, offset = decision.opens.group_id, decision.message.offset
         found = {
             index: self.settle_requests.get(trajectory_id(group_id, index))

@@ -110,7 +110,7 @@ class Outbox:
         self._committed_at = 0.0
         self._sweep_at = 0.0
         self._request_next: dict[int, int] = {}
-        """By home, a lower bound of the offset of the next request."""
+        """Lower bound of the offset of the next request, by home."""
         self.began_at = 0.0
         """Monotonic seconds at the beginning of the last transaction."""
         self._asking: list[Trajectory] = []
@@ -272,7 +272,7 @@ class Outbox:
         home.on_group(group)
 
     def _old_groups(self, homes: Iterable[Home]) -> dict[int, list[str]]:
-        """By home, the groups that can be forgotten; seldom any."""
+        """The groups that can be forgotten, by home; seldom any."""
         if time.monotonic() < self._sweep_at:
             return {}
         found = {home.partition: home.take_expired(self._clock(), OUTCOME_RETENTION_SECONDS) for home in homes}

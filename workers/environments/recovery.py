@@ -220,7 +220,7 @@ class RecoveredHomes:
     begins: dict[Place, int]
     """Offsets from which prompts and results are read."""
     request_ends: dict[int, int]
-    """By home, a lower bound of the offset of the next request."""
+    """Lower bound of the offset of the next request, by home."""
     newest: int
     """Records read from compacted topics."""
     fetched: int
@@ -284,7 +284,7 @@ def _begin(
 def _dead_letters(
     settings: BusSettings, places: Sequence[Place], on_wait: Callable[[], None]
 ) -> dict[int, list[tuple[str, int]]]:
-    """By home, the dead letters (topic name, offset) of the inputs without a committed offset."""
+    """The dead letters (topic name, offset) of the inputs without a committed offset, by home."""
     found: dict[int, list[tuple[str, int]]] = {}
     for topic in dict.fromkeys(topic for topic, _ in places):
         for partition, offset in dead_lettered_places(settings, topic, on_wait=on_wait):

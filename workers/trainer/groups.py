@@ -29,7 +29,7 @@ None is forgotten before all samples have been read that were on the log at the 
 
 
 class SampleStatus(Enum):
-    """What `GroupAssembly.on_sample` did with a sample."""
+    """Result of `GroupAssembly.on_sample` for a sample."""
 
     HELD = "held"
     DUPLICATE = "duplicate"

@@ -25,7 +25,7 @@ COMPUTED = (r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", r"\bmasked_bias$")
 the configuration."""
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By element size, the integer type in which bits are compared, so that a NaN equals itself."""
+"""Integer types in which bits are compared, by element size, so that a NaN equals itself."""
 
 
 class FolderTensors:
@@ -49,7 +49,7 @@ class FolderTensors:
 
     @property
     def files(self) -> Mapping[str, str]:
-        """By tensor name, the file that holds the tensor."""
+        """The file of each tensor, by tensor name."""
         return {name: tensor.file for name, tensor in self._held.items()}
 
     def all_of(self, file: str) -> Iterator[tuple[str, Tensor]]:

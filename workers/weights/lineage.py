@@ -43,17 +43,17 @@ Path = Sequence[Placed]
 
 @dataclass(slots=True)
 class Lineage:
-    """What one receiver knows of the versions of one run."""
+    """The versions of one run that one receiver knows."""
 
     versions: dict[Order, list[Placed]] = field(default_factory=dict)
-    """By order, the manifests of a version, sorted by offset. There are several if the version was published again as
+    """Manifests of each version, by order and sorted by offset. There are several if the version was published again as
     an anchor, or after a failure."""
     held: Order | None = None
     """The version that the receiver holds."""
     failed: dict[int, VersionRefused] = field(default_factory=dict)
-    """By offset, the manifests that have failed; no path contains them."""
+    """Manifests that have failed, by offset; no path contains them."""
     suspects: dict[int, VersionRefused] = field(default_factory=dict)
-    """By offset, the manifests that failed on top of the held version; they are tried once more on a path from an
+    """Manifests that failed on top of the held version, by offset; they are tried once more on a path from an
     anchor."""
 
     def on_manifest(self, manifest: WeightManifest, offset: int) -> None:
@@ -150,8 +150,8 @@ class Lineage:
         return self.held is None or order > self.held
 
     def _paths(self, *, upon_held: bool) -> dict[Order, list[Placed]]:
-        """By order, the cheapest path to every version that can be built on the held version or, otherwise, from an
-        anchor.
+        """The cheapest path to every version that can be built on the held version (`upon_held`) or from an anchor, by
+        order.
         """
         paths: dict[Order, list[Placed]] = {}
         if upon_held:

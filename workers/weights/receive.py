@@ -142,7 +142,7 @@ class StagedVersion:
 
     version: int
     tensors: dict[str, Tensor]
-    """By Hugging Face name, in the published element type. The receiver does not write to them any more."""
+    """Tensors by Hugging Face name, in the published element type. The receiver does not write to them any more."""
     bytes: int
     """Bytes read for the version from the log and the store, including chunks that were read but not needed."""
     manifest: WeightManifest

@@ -48,10 +48,10 @@ log = structlog.get_logger("weights")
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """What can be deleted."""
+    """The chunks, files and manifests that can be deleted."""
 
     before: dict[int, int]
-    """By partition of the chunks topic, the first offset that is needed."""
+    """First offset that is needed in each partition of the chunks topic."""
     files: list[str]
     keys: list[str]
     """Record keys of manifests."""
@@ -105,7 +105,7 @@ def _end(settings: BusSettings, keys: list[str]) -> None:
 
 
 def what_is_released(trust: Trust, envelopes: Iterable[Envelope], *, stored: bool = True) -> Released:
-    """What can be deleted, from all messages of the manifests topic.
+    """Find what can be deleted, from all messages of the manifests topic.
 
     `stored`: whether files of anchors can be deleted; otherwise manifests that name files are kept.
     """
