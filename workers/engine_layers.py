@@ -35,10 +35,10 @@ def replace_unlike_layers(model: Any) -> None:
     if kind == "apertus":
         for layer in model.model.layers:
             layer.mlp.act_fn = BfloatXIELU(layer.mlp.act_fn)
-    elif kind == "bloom":  # vLLM computes the exact GELU, transformers an approximation by tanh
+    elif kind == "bloom":  # vLLM computes the exact GELU, transformers a tanh approximation
         for layer in model.transformer.h:
             layer.mlp.gelu_impl = torch.nn.GELU()
-    elif kind == "minicpm3":  # vLLM's norms of latent vectors add rms_norm_eps, those of transformers 1e-6
+    elif kind == "minicpm3":  # vLLM's norms of latent vectors use rms_norm_eps, transformers' use 1e-6
         for layer in model.model.layers:
             for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
                 if norm is not None:

@@ -112,7 +112,7 @@ def max_context_tokens(config: Mapping[str, Any]) -> int | None:
 
 
 def max_context_tokens_of(folder: Path) -> int | None:
-    """`most_tokens` of its config.json; a folder without a readable one is somebody else's to refuse."""
+    """`max_context_tokens` of the folder's config.json; None if the file is unreadable, which other checks refuse."""
     try:
         config = json.loads((folder / CONFIG).read_bytes())
     except (OSError, ValueError):
@@ -121,7 +121,9 @@ def max_context_tokens_of(folder: Path) -> int | None:
 
 
 def check_context_length(folder: Path, tokens: int) -> None:
-    """For an executor of this folder whose longest turn has so many tokens. Raises ConfigRefused."""
+    """Raises ConfigRefused if an executor's longest context of `tokens` tokens exceeds `max_context_tokens_of` the
+    folder.
+    """
     most = max_context_tokens_of(folder)
     if most is not None and tokens > most:
         raise ConfigRefused(

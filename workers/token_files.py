@@ -18,7 +18,7 @@ from rose.schemas.errors import UsageError
 
 CONFIG_FILE, MAP_FILE, ADDED_FILE = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 MODEL_FILE = "config.json"
-"""Files of a model folder."""
+"""Names of files in a model folder."""
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Names of the special tokens that every tokenizer may have. Other names also end in `_token`."""

@@ -104,7 +104,7 @@ class Calculator:
         return Step(observation=observation, reward=0.0, done=False, success=False, info=_info(state, "open"))
 
     async def snapshot(self) -> bytes:
-        """The state as JSON."""
+        """The state encoded as JSON. Raises LifeCycleError without a task."""
         if self._state is None:
             raise LifeCycleError("snapshot() needs a running task: call reset() or restore() first")
         return msgspec.json.encode(self._state)

@@ -58,7 +58,7 @@ class OffsetTracker:
 
     @property
     def low_water(self) -> int:
-        """The offset to commit."""
+        """The offset to commit: that of the oldest input that is not done."""
         return next(iter(self._open), self.next)
 
 

@@ -27,6 +27,7 @@ class LogCleaner:
     """Runs one sweep at a time on its own thread."""
 
     def __init__(self, settings: BusSettings, name: str, *, keep_seconds: float = RETENTION_SECONDS) -> None:
+        """`keep_seconds`: younger records are kept."""
         self._settings = settings
         self._name = name
         self._keep_seconds = keep_seconds

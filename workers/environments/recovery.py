@@ -117,6 +117,7 @@ class Recovery:
 
     @property
     def live(self) -> int:
+        """Number of live trajectories."""
         return len(self._progress)
 
     def on_request(self, offset: int, request: TurnRequest) -> None:

@@ -35,22 +35,24 @@ class StreamedCompletion(msgspec.Struct):
     cached_tokens: int = 0
     """Prompt tokens from the server's prefix cache. This value and the next three are reported by the server."""
     queue_seconds: float = 0.0
-    """Time in the scheduler until the request was first scheduled. Time that a request waits for a guest's step is not
-    included: vLLM gives the request to the scheduler after the step."""
+    """Seconds in the scheduler until the request was first scheduled. The time that a request waits for a guest's step
+    is not included: vLLM gives the request to the scheduler after the step."""
     prefill_seconds: float = 0.0
-    """From the first scheduling to the first token."""
+    """Seconds from the first scheduling to the first token."""
     decode_seconds: float = 0.0
-    """From the first token to the last token."""
+    """Seconds from the first token to the last token."""
     error: str = ""
 
     @property
     def engine_seconds(self) -> float:
-        """From the scheduler's queue to the last token."""
+        """Seconds from the scheduler's queue to the last token."""
         return self.queue_seconds + self.prefill_seconds + self.decode_seconds
 
     @property
     def outside_seconds(self) -> float:
-        """Time to the first token without queue and prefill: HTTP, and the time until the scheduler has the request."""
+        """Seconds of the time to the first token without queue and prefill: HTTP, and the time until the scheduler has
+        the request.
+        """
         return self.moments[0] - self.sent - self.queue_seconds - self.prefill_seconds
 
 

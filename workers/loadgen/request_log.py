@@ -21,9 +21,11 @@ class RequestLog:
         self._file = (run_folder / REQUEST_LOG).open("ab", buffering=0)
 
     def append(self, line: UserRequest) -> None:
+        """Write the line of a request."""
         self._file.write(msgspec.json.encode(line) + b"\n")
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 

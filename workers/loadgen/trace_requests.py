@@ -36,10 +36,10 @@ class TraceScaling:
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One request as a client sends it."""
+    """One request to the server."""
 
     at: float
-    """Seconds after the beginning of the window."""
+    """Seconds since the beginning of the pass."""
     prompt: list[int]
     tokens: int
     """Number of tokens to generate."""
@@ -58,7 +58,7 @@ class TraceWindow:
         return self.requests[-1].at
 
     def at_pace(self, pace: float) -> "TraceWindow":
-        """The same requests, `pace` times as fast."""
+        """The same requests with all times divided by `pace`."""
         return TraceWindow([msgspec.structs.replace(each, at=each.at / pace) for each in self.requests], self.truncated)
 
 

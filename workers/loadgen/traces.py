@@ -52,7 +52,7 @@ class Arrival:
 
 class _MooncakeRow(msgspec.Struct):
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
-    """Milliseconds."""
+    """Milliseconds since the beginning of the trace."""
     input_length: Annotated[int, msgspec.Meta(gt=0)]
     output_length: Annotated[int, msgspec.Meta(gt=0)]
     hash_ids: list[Annotated[int, msgspec.Meta(ge=0)]]

@@ -106,6 +106,7 @@ class GroupAssembly:
         return len(self._complete)
 
     def is_settled(self, group_id: str) -> bool:
+        """Whether the group is settled and still remembered."""
         return group_id in self._settled
 
     def members(self, group_id: str) -> list[str]:

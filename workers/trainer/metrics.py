@@ -12,7 +12,7 @@ OTHER_MODEL, DEAD_LETTER = "other_model", "dead_letter"
 """Labels of samples that are not given to the group assembly."""
 
 TRAINER = CollectorRegistry()
-"""What a trainer exports, once it has begun."""
+"""Metrics of the trainer, exported once it has started."""
 
 SAMPLES = Counter(
     "rose_trainer_samples_total", "Samples read, by what was done with them.", ["taken"], registry=TRAINER

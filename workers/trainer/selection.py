@@ -73,7 +73,7 @@ class SelectedGroup:
     samples: tuple[Sample, ...]
     """All members of the group, in order of index."""
     decisions: tuple[SampleDecision, ...]
-    """One for each of `samples`, in the same order."""
+    """Decisions on `samples`, in the same order."""
 
     @property
     def trained(self) -> tuple[Sample, ...]:

@@ -80,7 +80,7 @@ class StepMetrics:
     groups_with_signal: int
     """Number of groups whose rewards differ."""
     tokens: int = 0
-    """Sampled tokens trained on."""
+    """Number of sampled tokens that were trained on."""
     loss: float = 0.0
     gradient_norm: float = 0.0
     """Largest gradient norm of the minibatches, before clipping."""
@@ -113,6 +113,7 @@ class _Sums:
     clipped: float = 0.0
 
     def add(self, other: Self) -> None:
+        """Add the sums of another minibatch."""
         self.tokens += other.tokens
         self.loss += other.loss
         self.ratio += other.ratio
@@ -214,7 +215,7 @@ def _gradients(model: Any, rows: Sequence[_Row], settings: StepSettings) -> _Sum
 def _observe(
     sums: _Sums, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, *, mask: Tensor, bounds: LossBounds
 ) -> None:
-    log_ratio = (logprobs - behaviour)[mask.bool()].double()  # the ratio is bounded by that of LEAST_LOGPROB
+    log_ratio = (logprobs - behaviour)[mask.bool()].double()  # the ratio is at most that of MIN_LOGPROB
     ratio = log_ratio.exp()
     sums.ratio += float(ratio.sum())
     # The estimator r - 1 - log r of the KL divergence is never negative and has low variance.

@@ -43,6 +43,7 @@ class Assembled:
         return Assembled({name: tensor.clone() for name, tensor in self.tensors.items()}, self.digests, self.version)
 
     def words(self, name: str) -> Matrix:
+        """The bits of a tensor, as a view of shape [rows, columns]."""
         return bits_of(self.tensors[name])
 
 

@@ -45,9 +45,11 @@ class StoredChunk:
     offset: int = -1
 
     def set_position(self, partition: int, offset: int) -> None:
+        """Set the chunk's position on the log; a delivery callback."""
         self.partition, self.offset = partition, offset
 
     def ref(self) -> ChunkRef:
+        """The reference to the chunk for the manifest."""
         return ChunkRef(partition=self.partition, offset=self.offset, bytes=self.size, digest=self.digest)
 
 

@@ -26,10 +26,12 @@ class WholeDigest:
         self._hash = blake3()
 
     def add(self, name: str, box: Box, digest: bytes) -> None:
+        """Add a slice: its tensor's name, its box and its digest."""
         place = (len(name), box.row_start, box.rows, box.column_start, box.columns)
         self._hash.update(b"".join(number.to_bytes(8, "little") for number in place) + name.encode() + digest)
 
     def digest(self) -> bytes:
+        """The digest of all slices that were added."""
         return self._hash.digest(length=DIGEST_BYTES)
 
 

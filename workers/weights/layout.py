@@ -46,6 +46,7 @@ class Box:
 
     @property
     def elements(self) -> int:
+        """Number of elements."""
         return self.rows * self.columns
 
     def intersects(self, other: "Box") -> bool:

@@ -34,6 +34,7 @@ class Placed:
 
     @property
     def order(self) -> Order:
+        """Epoch and version number, by which versions are compared."""
         return self.manifest.order
 
 
@@ -65,6 +66,7 @@ class Lineage:
 
     @property
     def newest(self) -> Placed | None:
+        """The newest known version, as published last; None if there is none."""
         return self.versions[max(self.versions)][-1] if self.versions else None
 
     def next_path(self) -> Path | None:

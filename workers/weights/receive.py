@@ -67,7 +67,7 @@ class ChunkFetch:
         return self._fetch.bytes_read
 
     def __iter__(self) -> Iterator[tuple[ChunkRef, WeightChunk]]:
-        """Ends early on `stop`. Raises BusError or FetchStalled."""
+        """Yields chunks; ends early on `stop`. Raises BusError or FetchStalled."""
         for envelope in self._fetch:
             ref = self._refs[envelope.partition, envelope.offset]
             if isinstance(envelope.record, WeightChunk):
@@ -201,6 +201,7 @@ class WeightReceiver:
         self._thread = Thread(target=self._run, name=client_id, daemon=True)
 
     def start(self) -> None:
+        """Compile the codec and start the thread."""
         codec.warm_up()
         self._thread.start()
 
