@@ -46,7 +46,7 @@ class NotFinite(LayoutError):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The specs of all tensors and the values of the owned parts, by name."""
+    """The specs of all tensors, and the boxes and bits of the owned parts, by name."""
 
     specs: dict[str, TensorSpec] = field(default_factory=dict)
     boxes: dict[str, Box] = field(default_factory=dict)
