@@ -29,9 +29,9 @@ MISSING_SECONDS = 30.0
 FENCED_TIMES = 6
 FENCED_SECONDS = 120.0
 """A worker that is fenced this often within FENCED_SECONDS, without having been frozen, shares its name with a live
-worker. A worker that comes and goes fences another one twice: it repeats its request while an open transaction is
-aborted, and a successor may have begun by then. Two live workers fence each other once in each recovery, which may
-take a while."""
+worker. A worker that starts and ends under the same name fences another one twice: it repeats its request while the
+open transaction that it found is aborted, and a successor may have begun by then. Two live workers fence each other
+once in each recovery, which may take a while."""
 
 FENCED = (KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED)
 

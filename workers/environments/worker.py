@@ -1,11 +1,10 @@
-"""The environment worker's loop: reads prompts and results; writes requests, progress and samples. It makes no
-decisions itself.
+"""The environment worker's loop: reads prompts and results; writes requests, progress and samples. It decides nothing.
 
 Keeps true
 - State in memory is always a fold of the log: after a failed transaction, a change of homes or an error of the broker
-  it is built again. The worker polls the consumer group meanwhile, and on Apache Kafka also during a commit that
-  contains its offsets, so that members that join or leave need not wait. Records that are read during a commit are
-  kept.
+  the worker builds the state again. It polls the consumer group during a recovery, and on Apache Kafka also during a
+  commit that contains its offsets, so that members that join or leave need not wait. Records that are read during a
+  commit are kept.
 - The bus is read while environments step. Homes, records and the bus client belong to one thread.
 - Groups are opened only while the window has room; results are always read.
 """

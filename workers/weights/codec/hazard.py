@@ -9,7 +9,7 @@ changes of a slice are the events of a Poisson process. Only the distance of eac
 and its distribution is the same everywhere.
 
 Exponents are of three kinds. In *still* exponents nothing changed (hazard 0). *Light* exponents lie on the axis.
-*Heavy* exponents have a hazard above LIGHT_MOST; their elements would span several stretches of the axis and are coded
+*Heavy* exponents have a hazard above LIGHT_MOST; their elements could cross boundaries of stretches and are coded
 one by one.
 """
 
