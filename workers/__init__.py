@@ -1,1 +1,3 @@
-"""The programs that do the work: environments, the rollout executor, the trainer, weight transfer."""
+"""The programs that do the work: environments, rollout executor, lender, load generator, trainer and weight
+transfer.
+"""

@@ -1,7 +1,7 @@
-"""Layers of transformers that compute something else than those of vLLM, whatever a configuration says, and what takes
-their place where a policy is trained or a version is proven: the policy is what samples.
+"""Replacements for layers of transformers that compute something else than vLLM's layers for the same configuration.
+The trainer and the weights proof use them, so that they compute what the engine samples from.
 
-Keeps true: parameters and buffers keep their names, and weights in memory and in a folder are not changed.
+Keeps true: parameters and buffers keep their names; weights in memory and in a folder do not change.
 """
 
 from typing import Any
@@ -11,9 +11,10 @@ from torch import Tensor
 
 
 class BfloatXIELU(torch.nn.Module):
-    """An apertus' activation. vLLM holds its two parameters in bfloat16, whatever the engine computes in.
+    """The activation of an apertus model with the two parameters rounded to bfloat16, as vLLM holds them in every
+    dtype.
 
-    They are rounded as they are used: training goes on in float32.
+    The parameters themselves stay in float32 and are rounded at each use, so training goes on in float32.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -29,15 +30,15 @@ class BfloatXIELU(torch.nn.Module):
 
 
 def replace_unlike_layers(model: Any) -> None:
-    """Replace what a model of transformers has of such layers."""
+    """Replace, in place, the layers of a transformers model that compute something else than vLLM's."""
     kind = model.config.model_type
     if kind == "apertus":
         for layer in model.model.layers:
             layer.mlp.act_fn = BfloatXIELU(layer.mlp.act_fn)
-    elif kind == "bloom":  # vLLM computes the exact GELU, transformers an approximation by tanh
+    elif kind == "bloom":  # vLLM computes the exact GELU, transformers a tanh approximation
         for layer in model.transformer.h:
             layer.mlp.gelu_impl = torch.nn.GELU()
-    elif kind == "minicpm3":  # vLLM's norms of latent vectors add rms_norm_eps, those of transformers 1e-6
+    elif kind == "minicpm3":  # vLLM's norms of latent vectors use rms_norm_eps, transformers' use 1e-6
         for layer in model.model.layers:
             for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
                 if norm is not None:

@@ -1,11 +1,9 @@
-"""Success of a policy on fixed tasks: environments and an engine in one process, no Kafka.
+"""Success rate of a policy on fixed tasks, with environments and an engine in one process and no Kafka.
 
 Keeps true
-- Tasks, and the seed of every turn, follow from the arguments: two policies meet the same tasks with the same luck.
-- Turns are played as over the bus: the same runner of environments, the same turn format, the same sampling, the same
-  ends of a trajectory.
-- An environment that fails is no policy's fault: no figure is given, of the other tasks neither, which are not the same
-  tasks any more.
+- The tasks and the seed of every turn follow from the arguments: two policies get the same tasks and the same seeds.
+- Turns run as they run over the bus: the same runner, turn format, sampling and rules for the end of a trajectory.
+- An environment that fails ends the evaluation without a result, because the remaining tasks would not be comparable.
 """
 
 import hashlib
@@ -40,38 +38,39 @@ from rose.workers.executor.vllm.folder import check_folder
 from rose.workers.executor.vllm.types import EngineConfig
 
 SEED_BYTES = 7
-"""Of a turn's seed: below 2**63."""
+"""Bytes of a turn's seed: the seed stays below 2**63."""
 
 REASON_CHARACTERS = 300
-"""How much is told of what an environment raised."""
+"""Longest part of an environment's error message that is reported."""
 
 LOOKS = 8
-"""An environment that so many of them find in the thread, in the time that it has, blocks it."""
+"""The timeout is waited for in this many parts. A runner whose heartbeats stand still for longer than all of them is
+blocked by an environment."""
 
 
 class EnvironmentFailed(RoseError):
-    """An environment raised, gave what it must not give, or took too long."""
+    """An environment raised an exception, returned an invalid value or exceeded its time limit."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """How a policy did."""
+    """Result of an evaluation."""
 
     tasks: int
     solved: int
     turns: int
-    """Over all tasks."""
+    """Number of turns of all tasks."""
     seconds: float
-    """Of playing; the engine's start is not in it."""
+    """Seconds from the first turn to the last, without the start of the engine."""
 
     @property
     def success(self) -> float:
-        """Share of the tasks that were solved."""
+        """Share of the tasks that the policy solved."""
         return self.solved / self.tasks
 
 
 @dataclass(slots=True, kw_only=True)
 class _Game:
-    """One task while it is played."""
+    """State of one running task."""
 
     seed: int
     tokens: list[int] = field(default_factory=list)
@@ -90,10 +89,12 @@ def evaluate_policy(
     max_context_tokens: int,
     step_timeout_seconds: float,
 ) -> Evaluation:
-    """Play the task of every seed once with the policy of `config.model_folder`.
+    """Run the task of every seed once with the policy of `config.model_folder`.
 
-    Raises UsageError: a broken model folder, an unknown environment, arguments that it does not take. Raises
-    EnvironmentFailed.
+    `max_turns` and `max_context_tokens` end a task as they end a trajectory.
+
+    Raises UsageError if the model folder is broken, the environment is unknown or the environment refuses the
+    arguments. Raises EnvironmentFailed if an environment fails.
     """
     check_folder(config.model_folder)
     turn_format = TurnFormat(config.model_folder)
@@ -126,7 +127,7 @@ def evaluate_policy(
 
 
 class _Environments:
-    """One for each game, run as an environment worker runs them."""
+    """One environment for each task, in the thread runner that environment workers use."""
 
     def __init__(
         self,
@@ -149,25 +150,25 @@ class _Environments:
         )
 
     def begin(self, arguments: Mapping[str, Any]) -> None:
-        """Every game. Raises UsageError or EnvironmentFailed."""
+        """Reset the environment of every task. Raises UsageError or EnvironmentFailed."""
         games = enumerate(self._games)
         jobs = [ResetJob(**self._of(number), seed=game.seed, arguments=dict(arguments)) for number, game in games]
         for number, begun in self._run_jobs(jobs):
             self._games[number].tokens = unpack_tokens(begun.observation)
 
     def step(self, actions: Mapping[int, Sequence[int]]) -> list[tuple[int, StepResult]]:
-        """The games of these numbers, each by what was sampled. Raises EnvironmentFailed."""
-        jobs = [  # without a state to restore: all are held
+        """Step the environments of these tasks, each with its sampled tokens. Raises EnvironmentFailed."""
+        jobs = [  # no state to restore: all environments are live
             StepJob(**self._of(number), tokens=pack_tokens(action), state=b"") for number, action in actions.items()
         ]
         return [(number, stepped) for number, stepped in self._run_jobs(jobs) if isinstance(stepped, StepResult)]
 
     def release(self, number: int) -> None:
-        """Of the environment of a game that has ended."""
+        """Close the environment of a task that has ended."""
         self._runner.release([str(number)])
 
     def close(self) -> None:
-        """Them all."""
+        """Close the runner and all environments."""
         self._runner.close()
 
     def _of(self, number: int) -> dict[str, Any]:
@@ -190,7 +191,9 @@ class _Environments:
         return done
 
     def _answer(self) -> tuple[int, JobResult]:
-        """The next. The runner answers in time for whatever does not block its thread."""
+        """The next result. The runner answers within the timeout unless an environment blocks its thread; then this
+        raises EnvironmentFailed.
+        """
         beats, looks = self._runner.heartbeats, 0
         while True:
             try:
@@ -206,7 +209,7 @@ class _Environments:
 
 @dataclass(frozen=True, slots=True)
 class _GameLoop:
-    """Where the games are played: one engine for all."""
+    """Runs all tasks on one engine."""
 
     engine: Any
     environments: _Environments
@@ -215,7 +218,7 @@ class _GameLoop:
     max_context_tokens: int
 
     def play(self, games: Sequence[_Game]) -> None:
-        """Play every game to its end."""
+        """Run every task to its end."""
         for number, game in enumerate(games):
             self._ask(number, game)
         while len(self.engine):

@@ -1,10 +1,10 @@
-"""What a policy's config.json says that transformers, which trains it, and vLLM, which samples from it, could read in
-different ways.
+"""Checks that transformers, which trains a policy, and vLLM, which samples from it, read its config.json in the same
+way.
 
 Keeps true
-- A configuration by which the two compute different logprobs is refused in one sentence.
-- A context is no longer than both compute alike, whatever comes beside it in a pass: within a sliding window, where
-  vLLM keeps to one, as it does for every type of models, and transformers knows none.
+- A configuration for which the two compute different logprobs is refused with one sentence.
+- The longest context is one for which both compute the same, with any other sequences in the pass. Where vLLM applies a
+  sliding window and transformers does not, the context stays within the window.
 """
 
 import json
@@ -18,22 +18,22 @@ from rose.schemas.errors import UsageError
 CONFIG = "config.json"
 
 LONGEST = ("max_position_embeddings", "n_positions")
-"""What configurations call the number of positions."""
+"""Names of the field with the number of positions."""
 
 OWN_LENGTH, OWN_LENGTH_TYPE = "model_max_length", "cohere"
-"""What goes before them in one type of models."""
+"""Field that takes precedence over LONGEST, and the prefix of the model types that have it."""
 
 ROTARY = ("rope_parameters", "rope_scaling")
-"""What they call the scaling of rotary angles, newer and older ones."""
+"""Names of the field with the scaling of rotary angles: the newer and the older one."""
 
 SHORT_AND_LONG = ("longrope", "su")
-"""Types with one set of angles for short contexts and another for long ones."""
+"""Values of rope_type with one set of angles for short contexts and another for long contexts."""
 
 ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe")
-"""Types of models whose dynamic angles are fixed, by an `alpha`, as far as `max_position_embeddings`."""
+"""Model types with fixed dynamic angles, given by `alpha`, up to `max_position_embeddings`."""
 
 WIDER_WINDOW = ("cohere2", "cohere2_moe")
-"""Types of models of which vLLM takes the sliding window for one token wider than transformers."""
+"""Model types for which vLLM's sliding window is one token wider than that of transformers."""
 
 WINDOW, LOGIT_SCALE, ATTENTION_BIAS = "sliding_window", "logit_scale", "attention_bias"
 
@@ -48,18 +48,18 @@ TAKEN_FOR_GRANTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "qwen3_moe": {ATTENTION_BIAS: (False,)},
     "stablelm": SILU | {"use_parallel_residual": (False,)},
 }
-"""By type of models, fields that vLLM does not read, with the values of which it computes what transformers does."""
+"""By model type: fields that vLLM does not read, and the values for which vLLM computes the same as transformers."""
 
 OWN_SCALE = "phimoe"
-"""The type of model for which transformers reads `short_mscale`, as vLLM does for all."""
+"""The model type for which transformers reads `short_mscale`; vLLM reads the field for all types."""
 
 
 class ConfigRefused(UsageError):
-    """A configuration that trainer and engine would not compute alike."""
+    """Trainer and engine would compute different logprobs from this configuration."""
 
 
 def check_agreement(folder: Path, config: Mapping[str, Any]) -> None:
-    """Of a folder's config.json. Raises ConfigRefused."""
+    """Check the content of a folder's config.json. Raises ConfigRefused if trainer and engine would not agree."""
     if config.get("is_causal") is False or config.get("use_bidirectional_attention") is True:
         raise ConfigRefused(f"{folder}/{CONFIG} lets a token see what comes after it: such a model cannot be sampled")
     if config.get("scale_attn_weights") is False:
@@ -96,7 +96,7 @@ def check_agreement(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def max_context_tokens(config: Mapping[str, Any]) -> int | None:
-    """Of a context; None if the configuration does not say."""
+    """The longest context for which trainer and engine agree, in tokens; None if the configuration sets no limit."""
     positions = _positions(config)
     if positions is None:
         return None
@@ -112,7 +112,7 @@ def max_context_tokens(config: Mapping[str, Any]) -> int | None:
 
 
 def max_context_tokens_of(folder: Path) -> int | None:
-    """`most_tokens` of its config.json; a folder without a readable one is somebody else's to refuse."""
+    """`max_context_tokens` of the folder's config.json; None if the file is unreadable, which other checks refuse."""
     try:
         config = json.loads((folder / CONFIG).read_bytes())
     except (OSError, ValueError):
@@ -121,7 +121,9 @@ def max_context_tokens_of(folder: Path) -> int | None:
 
 
 def check_context_length(folder: Path, tokens: int) -> None:
-    """For an executor of this folder whose longest turn has so many tokens. Raises ConfigRefused."""
+    """Raises ConfigRefused if an executor's longest context of `tokens` tokens exceeds `max_context_tokens_of` the
+    folder.
+    """
     most = max_context_tokens_of(folder)
     if most is not None and tokens > most:
         raise ConfigRefused(
@@ -131,24 +133,27 @@ def check_context_length(folder: Path, tokens: int) -> None:
 
 
 def match_engine_numerics(config: Any) -> None:
-    """Have a model that transformers makes of its configuration compute all that engines compute, and give it in the
-    one form, however the folder was used before. Raises ConfigRefused.
+    """Set a transformers model configuration so that the model computes what vLLM computes and returns its output in
+    one form.
+
+    Raises ConfigRefused if a layer has sliding attention with a window of 0.
     """
     config.output_attentions = config.output_hidden_states = False
     config.return_dict = True
-    if getattr(config, WINDOW, None) == 0:  # so folders say that there is none, and vLLM knows; else all is hidden
+    if getattr(config, WINDOW, None) == 0:  # 0 means no window, which vLLM knows; transformers would hide every token
         kinds = getattr(config, "layer_types", None)
         if kinds and "sliding_attention" in kinds:
             raise ConfigRefused(f"{CONFIG} has layers of sliding attention and a {WINDOW} of 0, which hides all")
         if not kinds:
             setattr(config, WINDOW, None)
-    # torch's own kernel has no cap on the logits of attention, and transformers leaves the cap out in silence. None
-    # lets transformers choose: it keeps to its own code for what else the kernel has not, as sinks.
+    # torch's attention kernel has no cap on logits, and transformers then leaves the cap out without an error. None
+    # lets transformers choose the implementation; it avoids the kernel for other features that the kernel lacks, as
+    # sinks.
     config._attn_implementation = "eager" if getattr(config, "attn_logit_softcapping", None) else None
 
 
 def _angles(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """What it says of rotary angles: once, or once for each type of layer."""
+    """The rotary settings: one mapping, or one for each layer type."""
     for name in ROTARY:
         angles = config.get(name)
         if isinstance(angles, Mapping):
@@ -157,7 +162,9 @@ def _angles(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _known(config: Mapping[str, Any], name: str) -> bool:
-    """Whether transformers' models of this type read the field. Of a type that it has not nobody can say."""
+    """Whether transformers' configuration of this model type has the field. True if transformers does not know the
+    type.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = config.get("model_type")
@@ -180,10 +187,10 @@ def _original(config: Mapping[str, Any], angles: Mapping[str, Any], positions: i
 
 
 def _reach(config: Mapping[str, Any], angles: Mapping[str, Any], positions: int) -> int:
-    """How many positions both have the same angles for."""
+    """Number of positions for which transformers and vLLM compute the same angles."""
     kind, factor = _kind(angles), angles.get("factor")
-    # vLLM takes long angles for all turns of an engine that may have long ones, and leaves out what makes attention
-    # sharper in long contexts.
+    # vLLM uses the long angles for all turns of an engine whose context may be long, and omits the scaling that
+    # sharpens attention in long contexts.
     if kind in SHORT_AND_LONG or angles.get("llama_4_scaling_beta"):
         return min(positions, _original(config, angles, positions))
     if not isinstance(factor, int | float):
@@ -194,7 +201,7 @@ def _reach(config: Mapping[str, Any], angles: Mapping[str, Any], positions: int)
 
 
 def _same_scale(config: Mapping[str, Any], angles: Mapping[str, Any]) -> bool:
-    """Whether short contexts have the same scale in both."""
+    """Whether transformers and vLLM scale attention in short contexts alike."""
     positions = _positions(config)
     if config.get("model_type") == OWN_SCALE or positions is None:
         return True

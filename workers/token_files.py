@@ -1,12 +1,12 @@
-"""What a model folder says of its tokens beside `tokenizer.json`, read as transformers reads it.
+"""The tokens that a model folder defines outside `tokenizer.json`, read as transformers reads them.
 
 Keeps true
-- The names of special tokens (`bos_token`) and the tokens that come to those of `tokenizer.json` are what transformers
-  takes them for: `tokenizer_config.json` says both, and where it has no `added_tokens_decoder`, so do
-  `special_tokens_map.json` and `added_tokens.json`.
-- The size of the model's vocabulary is that of `config.json`, of its text model where it has several.
+- Names of special tokens (`bos_token`) and added tokens are those that transformers finds: from
+  `tokenizer_config.json`, and without its `added_tokens_decoder` also from `special_tokens_map.json` and
+  `added_tokens.json`.
+- The vocabulary size is that of `config.json`; with several models in one configuration, that of the text model.
 
-Needs no library.
+Needs neither transformers nor tokenizers.
 """
 
 import json
@@ -18,37 +18,37 @@ from rose.schemas.errors import UsageError
 
 CONFIG_FILE, MAP_FILE, ADDED_FILE = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 MODEL_FILE = "config.json"
-"""Files of a model folder."""
+"""Names of files in a model folder."""
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Of special tokens that every tokenizer may have. Others end in `_token` too."""
+"""Names of the special tokens that every tokenizer may have. Other names also end in `_token`."""
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-"""Of an added token: how a text is searched for it."""
+"""Fields of an added token that say how the tokenizer matches the token in a text."""
 
 Token = dict[str, Any]
-"""An added token: its `content` and FLAGS."""
+"""An added token: its `content` and some of FLAGS."""
 
 
 class TokenizerError(UsageError):
-    """A file on the tokens of a model folder that cannot be read or contradicts another."""
+    """A token file of a model folder is unreadable or contradicts another one."""
 
 
 class Tokens(NamedTuple):
-    """What the folder says of its tokens."""
+    """The tokens that a folder defines."""
 
     names: dict[str, str | None]
-    """Special tokens by name; None: said to be none."""
+    """Special tokens by name; None if a file sets the name to null."""
     numbered: dict[int, Token]
-    """Added tokens by id; they win over those of `tokenizer.json`."""
+    """Added tokens by id. They replace tokens of `tokenizer.json` with the same id."""
     missing: dict[int, Token]
-    """Added tokens by id, for a tokenizer that lacks them."""
+    """Added tokens by id, to be added only if `tokenizer.json` lacks them."""
     special: tuple[str, ...]
-    """Special tokens without an id, for a tokenizer that lacks them."""
+    """Special tokens without an id, to be added only if `tokenizer.json` lacks them."""
 
 
 def read_tokens(folder: Path) -> Tokens:
-    """Read the folder's files. Raises TokenizerError."""
+    """Read the token files of a model folder. Raises TokenizerError."""
     tokens = read_object(folder / CONFIG_FILE)
     legacy = "added_tokens_decoder" not in tokens
     if legacy:
@@ -87,20 +87,20 @@ def _flagged(token: Token) -> Token:
 
 
 def _text(token: Any) -> str | None:
-    """A token as a file has it: its text, or an object that holds it."""
+    """The text of a token, which a file gives as a string or as an object with `content`; None for anything else."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
 def vocabulary_of(folder: Path) -> int | None:
-    """How many tokens the folder's model knows; None if the folder does not say. Raises TokenizerError."""
+    """Vocabulary size of the folder's model; None if config.json does not give it. Raises TokenizerError."""
     size = _of_model(folder, "vocab_size")
     return size if isinstance(size, int) and size > 0 else None
 
 
 def model_stops(folder: Path) -> tuple[int, ...]:
-    """What `config.json` names as the ends of a sequence. Raises TokenizerError."""
+    """Token ids that `config.json` names as the end of a sequence. Raises TokenizerError."""
     named = _of_model(folder, "eos_token_id")
     return tuple(
         each for each in (named if isinstance(named, list) else [named]) if isinstance(each, int) and each >= 0
@@ -115,15 +115,15 @@ def _of_model(folder: Path, name: str) -> Any:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """A JSON object of the folder; empty if there is no such file. Raises TokenizerError.
+    """Read a JSON object from a file; empty if the file does not exist. Raises TokenizerError.
 
-    It may have Infinity and NaN, which Python and transformers write and read.
+    The object may hold Infinity and NaN, which Python and transformers write and read.
     """
     if not file.is_file():
         return {}
     try:
         found = json.loads(file.read_bytes())
-        json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate is no valid text
     except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"{file}: {error}") from None
     if not isinstance(found, dict):

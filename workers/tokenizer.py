@@ -1,13 +1,13 @@
-"""A model folder's tokenizer: the one way in which ROSE loads a `tokenizer.json`.
+"""Loads the tokenizer of a model folder. ROSE loads every `tokenizer.json` through this module.
 
 Keeps true
-- A text is always the same tokens, all of them and no others. A `tokenizer.json` also remembers how it was used last:
-  truncation, padding, a post-processor that puts tokens around a text, dropout of a BPE model. None of it is loaded.
-- Normalizer and pre-tokenizer belong to what the policy was trained with: they are loaded as they are.
-- Tokens that only the files beside it have are added as transformers adds them, with the ids that the files give.
-- No text can become a token that the model has not.
+- A text always becomes the same tokens. State of earlier use in a `tokenizer.json` is not loaded: truncation, padding,
+  a post-processor that adds tokens around a text, dropout of a BPE model.
+- Normalizer and pre-tokenizer belong to the policy's training and are loaded unchanged.
+- Tokens that only the other files of the folder define are added as transformers adds them, with the ids in the files.
+- `check_vocabulary` refuses a tokenizer whose tokens lie outside of the model's vocabulary.
 
-Needs `tokenizers` alone.
+Needs only the library `tokenizers`.
 """
 
 from collections.abc import Collection
@@ -20,10 +20,10 @@ from rose.workers.token_files import ADDED_FILE, CONFIG_FILE, Tokens, read_token
 from rose.workers.token_files import TokenizerError as TokenizerError
 
 TOKENIZER_FILE = "tokenizer.json"
-"""In a model folder."""
+"""Name of the file in a model folder."""
 
 LOADED = ("version", "added_tokens", "normalizer", "pre_tokenizer", "decoder", "model")
-"""Fields of the file that say what a text is; the others say how it was used."""
+"""Fields of the file that define how a text becomes tokens; other fields hold state of earlier use."""
 
 NULL = msgspec.Raw(b"null")
 
@@ -31,9 +31,10 @@ Fields = dict[str, msgspec.Raw]
 
 
 def load_tokenizer(file: Path, *, special: Collection[str] = ()) -> Any:
-    """The `tokenizers.Tokenizer` of a file and of those beside it. Raises TokenizerError.
+    """Load a `tokenizers.Tokenizer` from a `tokenizer.json` and the token files in the same folder. Raises
+    TokenizerError.
 
-    `special`: added tokens that are to count as special whatever the files say of them.
+    `special`: contents of added tokens that count as special, whatever the files say.
     """
     from tokenizers import Tokenizer
 
@@ -55,7 +56,7 @@ def load_tokenizer(file: Path, *, special: Collection[str] = ()) -> Any:
 
 
 def _add(tokenizer: Any, tokens: Tokens, folder: Path) -> None:
-    """Add what only other files than `tokenizer.json` have. Raises TokenizerError for ids that it cannot give."""
+    """Add the tokens that only other files define. Raises TokenizerError if the tokenizer gives a token another id."""
     from tokenizers import AddedToken
 
     added = tokenizer.get_added_tokens_decoder().values()
@@ -79,7 +80,7 @@ def _add(tokenizer: Any, tokens: Tokens, folder: Path) -> None:
 
 
 def _mark(tokenizer: Any, special: Collection[str]) -> None:
-    """Let these added tokens count as special."""
+    """Mark these added tokens as special."""
     from tokenizers import AddedToken
 
     added = tokenizer.get_added_tokens_decoder().values()
@@ -89,9 +90,9 @@ def _mark(tokenizer: Any, special: Collection[str]) -> None:
 
 
 def check_vocabulary(tokenizer: Any, vocabulary: int, folder: Path) -> None:
-    """Raises TokenizerError for a text's token that a model of so many has not.
+    """Raises TokenizerError if the tokenizer can produce a token id that is not below `vocabulary`.
 
-    Added tokens are no matter here: whether a text can become one is for its reader to say.
+    Added tokens are not checked here; the caller decides which of them a text may contain.
     """
     added = tokenizer.get_added_tokens_decoder()
     texts = ((number, text) for text, number in tokenizer.get_vocab().items() if number not in added)

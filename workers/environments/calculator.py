@@ -1,16 +1,16 @@
-"""The calculator task: work out a sum with a tool that adds two numbers at a time.
+"""The calculator task: compute a sum with a tool that adds two numbers at a time.
 
 Keeps true
 - The task is a function of seed and arguments alone.
-- The tool is honest: it computes whatever it is asked, right or wrong for the task.
-- An answer counts only after the tool was used, so a trajectory has at least 2 turns. One call an operand and the
-  answer are `operands + 1` turns; the task ends `SPARE_TURNS` after that at the latest: 12 turns for 8 operands.
+- The tool computes whatever it is asked, whether or not that helps the task.
+- An answer counts only after the tool was used, so a trajectory has at least 2 turns. One call for each operand and the
+  answer are `operands + 1` turns; the task ends at most `SPARE_TURNS` turns later: 12 turns for 8 operands.
 
 Example, with 3 operands
     observation `+7-3+8`
     action `0+7`    observation `7`
     action `7-3`    observation `4`
-    action `4*8`    observation `?`     (the tool knows + and - only)
+    action `4*8`    observation `?`     (the tool knows only + and -)
     action `4+8`    observation `12`
     action `=12`    done, reward 1
 """
@@ -25,29 +25,29 @@ import msgspec
 from rose.workers.environments.protocol import EnvironmentArgumentError, JsonValue, LifeCycleError, SnapshotError, Step
 
 SPARE_TURNS = 3
-"""Turns beyond those that a faultless life needs: room for three mistakes and their repair."""
+"""Turns beyond the `operands + 1` that a task without mistakes needs: room for three mistakes."""
 
 MOST_OPERANDS = 8
 
 LARGEST_OPERAND = 9
-"""Operands are single digits, so that a turn is a handful of characters."""
+"""Operands have one digit, so that a turn has few characters."""
 
 MALFORMED = "?"
-"""What the tool answers when it cannot read an action."""
+"""Answer of the tool to an action that it cannot read."""
 
 CALL = re.compile(r"(-?[0-9]{1,4})([+-])([0-9]{1,4})")
 ANSWER = re.compile(r"=(-?[0-9]{1,4})")
 
 
 class CalculatorArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long the sums are."""
+    """Bounds on the number of operands."""
 
     min_operands: Annotated[int, msgspec.Meta(ge=1, le=MOST_OPERANDS)] = 1
     max_operands: Annotated[int, msgspec.Meta(ge=1, le=MOST_OPERANDS)] = MOST_OPERANDS
 
 
 class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Everything a snapshot holds."""
+    """The content of a snapshot."""
 
     operands: Annotated[
         list[Annotated[int, msgspec.Meta(ge=-LARGEST_OPERAND, le=LARGEST_OPERAND)]],
@@ -55,19 +55,19 @@ class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ]
     turns: int = 0
     calls: int = 0
-    """Actions that the tool could compute."""
+    """Number of actions that the tool could compute."""
     malformed: int = 0
     done: bool = False
 
 
 class Calculator:
-    """One sum. See the module's example."""
+    """One sum; see the module's example."""
 
     def __init__(self) -> None:
         self._state: State | None = None
 
     async def reset(self, seed: int, arguments: Mapping[str, JsonValue]) -> str:
-        """Draw the sum; return it as signed digits, e.g. `+7-3+8`."""
+        """Draw the sum and return it as signed digits, e.g. `+7-3+8`. Raises EnvironmentArgumentError."""
         try:
             lengths = msgspec.convert(dict(arguments), CalculatorArguments)
         except msgspec.ValidationError as error:
@@ -84,7 +84,7 @@ class Calculator:
         return "".join(f"{operand:+d}" for operand in operands)
 
     async def step(self, action: str) -> Step:
-        """Compute one addition, or take the final answer."""
+        """Compute one addition or subtraction, or check the final answer."""
         state = self._state
         if state is None or state.done:
             raise LifeCycleError("step() needs a running task: call reset() or restore() first")
@@ -104,20 +104,20 @@ class Calculator:
         return Step(observation=observation, reward=0.0, done=False, success=False, info=_info(state, "open"))
 
     async def snapshot(self) -> bytes:
-        """The state as JSON."""
+        """The state encoded as JSON. Raises LifeCycleError without a task."""
         if self._state is None:
             raise LifeCycleError("snapshot() needs a running task: call reset() or restore() first")
         return msgspec.json.encode(self._state)
 
     async def restore(self, state: bytes) -> None:
-        """Take a snapshot's state over."""
+        """Restore the state of a snapshot. Raises SnapshotError."""
         try:
             self._state = msgspec.json.decode(state, type=State)
         except msgspec.DecodeError as error:
             raise SnapshotError(f"not a snapshot of the calculator: {error}") from None
 
     async def close(self) -> None:
-        """Forget the task; nothing else is held."""
+        """Discard the task."""
         self._state = None
 
     def _last(self, state: State, ending: str) -> Step:

@@ -1,11 +1,12 @@
-"""One home partition: its prompts in order, its trajectories, and how far its inputs are done. Pure.
+"""One home partition: its prompts in order, its trajectories and the offsets that are done. Pure.
 
 Keeps true
-- Prompts are decided in the order of the log, and the committed prompt offset is that of the first that waits. A group
-  opens as soon as it can, also past one whose environments are still being reset: read again, its prompt is passed.
-- A group id opens once; a later prompt of the same id is refused, and one of another home is sent there.
+- Prompts are decided in the order of the log, and the committed prompt offset is that of the first prompt that waits. A
+  group opens as soon as its environments are reset, also before an earlier group; its prompt is skipped when it is read
+  again.
+- A group id opens once. A later prompt with the same id is refused, and a prompt of another home is forwarded there.
 - The offset to commit is that of the oldest input whose consequences are not on the log.
-- A group is unsettled from its opening until every one of its trajectories has an outcome.
+- A group is unsettled from its opening until each of its trajectories has an outcome.
 
 Example
     prompts a (offset 0), b (1), a again (2)    opened in turn; the third is refused
@@ -28,78 +29,78 @@ from rose.topics.records import Envelope, InvalidMessage
 from rose.workers.environments.trajectory import Trajectory
 
 OLD_BATCH = 500
-"""Groups that are forgotten in one transaction at most."""
+"""Most groups that are forgotten in one transaction."""
 
 FORWARD_BYTES = MAX_MESSAGE_BYTES - 1024
-"""A message over this may be too large for its topic once it lies in another batch, under another key."""
+"""Largest message that is forwarded: a larger one may exceed the limit of its topic with another batch and key."""
 
 
 class OffsetTracker:
-    """Offsets of one partition that were read and are not done."""
+    """Tracks the offsets of one partition that were read but are not done."""
 
     def __init__(self, begin: int) -> None:
         self.next = begin
-        """The offset after the last one read."""
+        """The offset after the last one that was read."""
         self._open: dict[int, None] = {}
 
     def on_read(self, offset: int) -> None:
-        """An input with consequences has come."""
+        """An input with consequences was read."""
         self._open[offset] = None
         self.next = offset + 1
 
     def on_skipped(self, offset: int) -> None:
-        """An input without consequences has come."""
+        """An input without consequences was read."""
         self.next = offset + 1
 
     def on_done(self, offset: int) -> None:
-        """Its consequences are in the transaction that is about to be committed."""
+        """The consequences of the input are in the transaction that is about to be committed."""
         del self._open[offset]
 
     @property
     def low_water(self) -> int:
-        """The offset to commit."""
+        """The offset to commit: that of the oldest input that is not done."""
         return next(iter(self._open), self.next)
 
 
 @dataclass(frozen=True, slots=True)
 class ResetResult:
-    """A trajectory's environment was reset."""
+    """The result of resetting an environment."""
 
     observation: bytes
-    """Tokens, framed, packed."""
+    """Tokens of the first observation, framed and packed."""
     state: bytes
 
 
 class DecisionKind(Enum):
-    """What becomes of a prompt."""
+    """Kind of the decision on a prompt."""
 
     OPEN = "open"
     REFUSE = "refuse"
-    """It goes to the dead letters."""
+    """The message becomes a dead letter."""
     FORWARD = "forward"
-    """It goes to the home of its group."""
+    """The message is forwarded to the home of its group."""
     PASS = "pass"
-    """It was decided before, and is read again."""
+    """The prompt was decided before and is read again."""
 
 
 @dataclass(slots=True)
 class PromptDecision:
-    """What becomes of one message of the prompt partition. It goes on the log once nothing is awaited."""
+    """The decision on one message of the prompt partition. It is written once no reset is awaited."""
 
     message: Envelope | InvalidMessage
     kind: DecisionKind
     prompt: Prompt | None = None
-    """None when the message is none."""
+    """None if the message is no prompt."""
     refusal: str = ""
-    """Why it is refused."""
+    """Why the prompt is refused."""
     repeated: bool = False
-    """Refused because its group is known; what is known of that stays as it is."""
+    """Refused because its group is known; the record of the group is not changed."""
     home: int = 0
-    """Where it is forwarded to."""
+    """Home partition to which the message is forwarded."""
     awaited: int = 0
-    """Environments that are still being reset."""
+    """Number of environments that are still being reset."""
     reset_results: dict[int, ResetResult | str] = field(default_factory=dict)
-    """By index in the group; a string says why the environment failed."""
+    """Results of the resets, by index in the group; a string is the reason of a failure."""
 
     @property
     def opens(self) -> Prompt:
@@ -109,12 +110,12 @@ class PromptDecision:
 
 
 class KnownGroup(NamedTuple):
-    """What is remembered of a group."""
+    """The state of a group that a home remembers."""
 
     size: int
     state: GroupState
     offset: int
-    """Of its prompt."""
+    """Offset of the group's prompt."""
     decided_to: int
     """The prompts before this offset have been decided."""
     changed_at: float
@@ -122,46 +123,50 @@ class KnownGroup(NamedTuple):
 
 @dataclass(slots=True)
 class OpenGroup:
-    """A group of which not every trajectory has an outcome."""
+    """A group of which some trajectory has no outcome."""
 
     prompt: Prompt
     missing_outcomes: int
-    """A bit for every trajectory without an outcome."""
+    """Bit mask of the trajectories without an outcome, by index."""
     outcomes_from: int
 
 
 class Home:
-    """What a worker knows of one home. Everything in it comes from the log."""
+    """State of one home. All of it is derived from the log."""
 
     def __init__(self, partition: int, *, homes: int, dead_lettered: frozenset[tuple[str, int]] = frozenset()) -> None:
-        """`homes`: how many there are. `buried`: name of the topic and offset of what is a dead letter already."""
+        """`homes`: number of home partitions. `dead_lettered`: topic names and offsets of messages that are dead
+        letters already.
+        """
         self.partition = partition
         self.trajectories: dict[str, Trajectory] = {}
         self.groups: dict[str, KnownGroup] = {}
         self.open_groups: dict[str, OpenGroup] = {}
         self.settled: list[str] = []
-        """Groups whose last outcome has come; that is not on the log."""
+        """Groups whose last outcome has come but that are not recorded as settled."""
         self.results = OffsetTracker(0)
         self.undecodable_results: list[tuple[Envelope | InvalidMessage, str]] = []
-        """Results that are none and why; not in the dead letters yet."""
+        """Messages that are no results, with reasons; not yet written as dead letters."""
         self.orphaned_trajectories: list[str] = []
-        """Trajectories of groups that have settled without them: what is on the log of them is to go."""
+        """Trajectories whose groups have settled without them; their records are to be deleted."""
         self.settle_requests: dict[str, SettleRequest] = {}
-        """By trajectory, what is to be settled by hand and was neither begun nor settled yet."""
+        """Settle requests that are not carried out yet, by trajectory."""
         self.decisions: deque[PromptDecision] = deque()
-        """Begun, not on the log, in order."""
+        """Decisions that are not on the log yet, in order."""
         self._homes = homes
         self._dead_lettered = dead_lettered
         self._waiting: deque[Envelope | InvalidMessage] = deque()
         self._prompts_next = 0
 
     def begin(self, *, prompts_from: int, results_from: int) -> None:
-        """Its inputs are read from these offsets on."""
+        """Set the offsets from which the inputs are read."""
         self._prompts_next = prompts_from
         self.results = OffsetTracker(results_from)
 
     def needed(self, request_next: int) -> tuple[int, int]:
-        """The first offsets of its requests and of its results that are needed; its next request lies no earlier."""
+        """The first offsets of the home's requests and results that are still needed. `request_next`: a lower bound of
+        the offset of its next request.
+        """
         lives = self.trajectories.values()
         requests = min((trajectory.needs_from for trajectory in lives), default=request_next)
         applied = min((life.applied[0].offset for life in lives if life.applied), default=self.results.next)
@@ -180,15 +185,15 @@ class Home:
         return bool(self._waiting)
 
     def on_prompt(self, message: Envelope | InvalidMessage) -> None:
-        """A message of the prompt partition has come."""
+        """A message of the prompt partition was read."""
         self._waiting.append(message)
         self._prompts_next = message.offset + 1
 
     def decide(self, *, has_room: bool, outcomes_from: int) -> PromptDecision | None:
-        """Begin with what waits longest; None when nothing may be begun.
+        """Decide the message that has waited longest; None if no message waits or it cannot be decided yet.
 
-        Without `room` no group is opened. A prompt waits while an earlier one of its group is neither open nor refused.
-        `outcomes_from`: an end of the outcomes that was seen by now.
+        Without `has_room` no group is opened. A prompt waits while an earlier prompt of its group is neither open nor
+        refused. `outcomes_from`: an end offset of the outcomes topic that was seen before.
         """
         if not self._waiting:
             return None
@@ -222,12 +227,14 @@ class Home:
         return PromptDecision(message, DecisionKind.REFUSE, prompt, refusal=reason, repeated=True)
 
     def refuse(self, decision: PromptDecision, reason: str) -> None:
-        """The prompt opens nothing after all; its group id is free again."""
+        """Refuse a prompt that was to open a group; its group id is free again."""
         decision.kind, decision.refusal = DecisionKind.REFUSE, reason
         self.open_groups.pop(decision.opens.group_id, None)
 
     def take_complete(self) -> list[PromptDecision]:
-        """Those that may go on the log now: what opens a group once it can, all else in the order of the prompts."""
+        """Remove and return the decisions that can be written: openings once their resets are done, all others in the
+        order of the prompts.
+        """
         complete: list[PromptDecision] = []
         waits: deque[PromptDecision] = deque()
         for decision in self.decisions:
@@ -237,15 +244,15 @@ class Home:
         return complete
 
     def dead_lettered_before(self, topic: Topic) -> int:
-        """No dead letter of the topic's is known that lies at or after this offset."""
+        """All known dead letters of the topic are before this offset."""
         return max((offset + 1 for name, offset in self._dead_lettered if name == topic.name), default=0)
 
     def is_dead_lettered(self, message: Envelope | InvalidMessage) -> bool:
-        """Whether this message is a dead letter already."""
+        """Whether the message is a dead letter already."""
         return (message.topic.name, message.offset) in self._dead_lettered
 
     def on_group(self, group: Group) -> None:
-        """A group record has been read, or is about to be written."""
+        """Apply a group record that was read or is about to be written."""
         decided_to = group.offset + 1 if group.decided_to is None else group.decided_to
         self.groups[group.group_id] = KnownGroup(
             group.group_size, group.state, group.offset, decided_to, group.changed_at
@@ -256,12 +263,12 @@ class Home:
             self.open_groups.setdefault(group.group_id, _all_wait(group.prompt, group.outcomes_from))
 
     def on_group_tombstone(self, group_id: str) -> None:
-        """A tombstone of a group."""
+        """Apply the tombstone of a group."""
         self.groups.pop(group_id, None)
         self.open_groups.pop(group_id, None)
 
     def on_outcome(self, group_id: str, trajectory_id: str, offset: int) -> None:
-        """A trajectory has its outcome; saying it twice does no harm."""
+        """Apply the outcome of a trajectory; a repeated outcome changes nothing."""
         group = self.open_groups.get(group_id)
         index = trajectory_id[len(group_id) + 1 :]
         if group is None or offset < group.outcomes_from or not index.isdecimal() or int(index) >= MAX_GROUP_SIZE:
@@ -272,12 +279,12 @@ class Home:
             self.settled.append(group_id)
 
     def on_settle_request(self, request: SettleRequest) -> None:
-        """Somebody wants a trajectory settled."""
+        """Apply an operator's request to settle a trajectory."""
         if home_partition(request.group_id, self._homes) == self.partition:
             self.settle_requests[request.trajectory_id] = request
 
     def settle_requests_of(self, decision: PromptDecision) -> dict[int, str]:
-        """Of the group that a decision opens: by index, why a trajectory is not to begin."""
+        """The reasons why trajectories of the group to be opened must not start, by index."""
         group_id, offset = decision.opens.group_id, decision.message.offset
         found = {
             index: self.settle_requests.get(trajectory_id(group_id, index))
@@ -286,13 +293,13 @@ class Home:
         return {index: _by_hand(ask) for index, ask in found.items() if ask is not None and ask.offset == offset}
 
     def take_settle_requests(self) -> Iterator[tuple[Trajectory, str]]:
-        """The trajectories that are to be settled now, each once and why; nothing more is applied to them. One whose
-        step is under way is left until that is over.
+        """Yields each trajectory to be settled now, with the reason; later results are not applied to it. A trajectory
+        whose environment step is running is left until the step is done.
         """
         for name, request in list(self.settle_requests.items()):
             group, trajectory = self.groups.get(request.group_id), self.trajectories.get(name)
             if group is None or group.offset < request.offset:
-                continue  # it is yet to be opened
+                continue  # the group is not open yet
             if group.offset == request.offset and trajectory is not None:
                 if trajectory.applying:
                     continue
@@ -301,7 +308,9 @@ class Home:
             del self.settle_requests[name]
 
     def settle_expired(self, low: int) -> list[str]:
-        """Count groups as settled whose outcomes may be gone, as those before `low` are, and of which nothing lives."""
+        """Mark open groups as settled that have no live trajectory and whose outcomes may be deleted, as outcomes
+        before `low` are; returns their ids.
+        """
         live = {trajectory.prompt.group_id for trajectory in self.trajectories.values()}
         gone = [name for name, group in self.open_groups.items() if group.outcomes_from < low and name not in live]
         for group_id in gone:
@@ -310,7 +319,7 @@ class Home:
         return gone
 
     def take_settled(self, now: float) -> list[Group]:
-        """The groups to be written down as settled."""
+        """Remove and return the records of groups that have settled."""
         records = [
             Group(
                 group_id=group_id,
@@ -328,9 +337,10 @@ class Home:
         return records
 
     def take_expired(self, now: float, age_seconds: float) -> list[str]:
-        """Some groups that ended so long ago that nothing of them is needed; they are forgotten.
+        """Remove and return some groups that ended more than `age_seconds` ago.
 
-        Never the one that tells of most prompts: it says where prompts begin when the group's offsets are gone.
+        The group with the largest `decided_to` is kept, since it says where to read prompts if the committed offsets
+        are gone.
         """
         last = max(((known.decided_to, known.offset) for known in self.groups.values()), default=(0, 0))
         old = [

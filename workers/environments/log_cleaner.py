@@ -1,6 +1,6 @@
-"""Deletes what the homes of a worker do not need any more, beside its loop.
+"""Deletes records that a worker's homes do not need, on a thread.
 
-Keeps true: it is told what is needed, and what is younger than the age given stays. A failure is a warning.
+Keeps true: only records before the given offsets and older than the given age are deleted. A failure is a warning.
 """
 
 from collections.abc import Mapping
@@ -15,18 +15,19 @@ from rose.topics.retention import delete_before
 from rose.topics.settings import BusSettings
 
 EVERY_SECONDS = 600.0
-"""Between two sweeps."""
+"""Interval of sweeps."""
 
 SOON_SECONDS = 30.0
-"""From a recovery to the next sweep."""
+"""Delay of a sweep after a recovery."""
 
 log = structlog.get_logger()
 
 
 class LogCleaner:
-    """One sweep at a time, in a thread of its own."""
+    """Runs one sweep at a time on its own thread."""
 
     def __init__(self, settings: BusSettings, name: str, *, keep_seconds: float = RETENTION_SECONDS) -> None:
+        """`keep_seconds`: younger records are kept."""
         self._settings = settings
         self._name = name
         self._keep_seconds = keep_seconds
@@ -35,11 +36,11 @@ class LogCleaner:
         self._thread: Thread | None = None
 
     def request_soon(self) -> None:
-        """There are new homes: do not wait for the whole time."""
+        """The homes have changed: sweep soon."""
         self._soon = True
 
     def is_due(self, now: float) -> bool:
-        """Whether to sweep. `now` is monotonic seconds."""
+        """Whether a sweep is due; if so, the next one is scheduled. `now` is monotonic seconds."""
         if self._next_at is None or self._soon:
             self._next_at, self._soon = now + SOON_SECONDS, False
         if now < self._next_at or (self._thread is not None and self._thread.is_alive()):
@@ -48,12 +49,12 @@ class LogCleaner:
         return True
 
     def sweep(self, needed: Mapping[Place, int]) -> None:
-        """Begin to delete what lies before these offsets."""
+        """Begin to delete the records before these offsets."""
         self._thread = Thread(target=self._delete, args=(dict(needed),), name="sweeper", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the sweep under way."""
+        """Wait for the sweep that is running."""
         if self._thread is not None:
             self._thread.join()
 

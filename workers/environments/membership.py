@@ -1,7 +1,7 @@
-"""Which homes a worker owns: its place in the group of environment workers.
+"""Membership in the consumer group of environment workers, which assigns the homes.
 
-Keeps true: whoever holds a `Membership` whose `moved` is false owns `homes`, as far as the group has told it. Who was
-told otherwise, or met trouble, sets `moved` and builds everything anew.
+Keeps true: while `rebalanced` is false, `homes` are the homes that the group has assigned. A change of the assignment,
+or an error that the worker meets, sets `rebalanced`; the worker then builds its state again.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,12 @@ from rose.topics.records import Item, Place
 from rose.topics.settings import BusSettings
 
 SESSION_MILLISECONDS = "10000"
-"""After so long a silence a worker's homes go to the others. Kafka's default of 45 s would stall its trajectories."""
+"""Session timeout: the homes of a silent worker are assigned to others after this. Kafka's default of 45 s would stall
+its trajectories."""
 
 HEARTBEAT_MILLISECONDS = "1000"
-"""About so long after the others, at most, a worker hears that homes are shared out anew; and so much of a session is
-over, by the worker's own clock, when its coordinator dies. librdkafka's default is 3 s."""
+"""Interval of heartbeats. A worker notices a rebalance within about this time, and when its coordinator dies, at most
+this much of its session has passed. librdkafka's default is 3 s."""
 
 
 class WorkerFenced(RoseError):
@@ -32,14 +33,14 @@ class WorkerFenced(RoseError):
 
 
 class RecoveryAbandoned(Exception):
-    """What was under way has no point any more."""
+    """The operation was abandoned because the homes have changed or the worker stops."""
 
 
 class Membership:
-    """One member of the group. Used by one thread."""
+    """One member of the consumer group. Used by one thread."""
 
     def __init__(self, settings: BusSettings, name: str, group: str, *, on_wait: Callable[[], None]) -> None:
-        """`meanwhile`: see Reader."""
+        """`on_wait`: see Reader."""
         session: dict[str, Any] = {
             "session.timeout.ms": settings.properties.get("session.timeout.ms", SESSION_MILLISECONDS),
             "heartbeat.interval.ms": settings.properties.get("heartbeat.interval.ms", HEARTBEAT_MILLISECONDS),
@@ -50,11 +51,11 @@ class Membership:
         self.rebalanced = False
 
     def join(self) -> None:
-        """Ask for homes; they come while reading."""
+        """Join the group; homes are assigned during `read`."""
         self.reader.subscribe([PROMPTS, COMPLETED], on_assigned=self._on_assigned, on_revoked=self._on_revoked)
 
     def read(self, limit: int, timeout_seconds: float) -> list[Item]:
-        """What the homes' prompts and results hold next. Raises WorkerFenced, TopicMissing or BusError."""
+        """The next items of the homes' prompts and results. Raises WorkerFenced, TopicMissing or BusError."""
         try:
             return self.reader.read(limit, timeout_seconds)
         except BusError as error:
@@ -63,12 +64,12 @@ class Membership:
             raise
 
     def pause(self) -> None:
-        """Read nothing until the homes are assigned from where they go on."""
+        """Stop reading until the recovered homes are assigned with their offsets."""
         if self.homes:
             self.reader.assign({})
 
     def close(self) -> None:
-        """Leave: where the broker evicts, the homes go to the others at once."""
+        """Leave the group. If the broker evicts the member, the homes are assigned to others at once."""
         self.reader.close()
 
     def _on_assigned(self, places: list[Place]) -> dict[Place, int]:

@@ -1,12 +1,14 @@
-"""What an environment worker puts on the log: one transaction for all that is ready.
+"""Commits what an environment worker has ready, in one transaction.
 
 Keeps true
-- Requests, progress, snapshots, samples, dead letters and the offsets of the inputs that led to them are committed
+- Requests, progress, snapshots, samples, dead letters and the offsets of the inputs that caused them are committed
   together.
-- Every transaction names both inputs of each home that it writes for: one by a worker that has lost the home fails, and
-  the next owner, who asks for those offsets first, waits for one that is under way.
-- A group's trajectories are opened in one transaction. What it commits of a home's prompts is what was decided.
-- After a failure nothing of it counts, and the broker is told so before anything is decided again.
+- Every transaction commits offsets of both inputs of each home that it writes for. So a transaction of a worker that
+  has lost the home fails, and the next owner, which asks for these offsets first, waits for a transaction that is under
+  way.
+- The trajectories of a group are opened in one transaction. The committed prompt offset of a home covers only decided
+  prompts.
+- After a failure nothing of the transaction counts; the transaction is aborted before anything is decided again.
 """
 
 import time
@@ -43,32 +45,32 @@ from rose.workers.environments.trajectory import Trajectory, TrajectoryRules, be
 from rose.workers.environments.transitions import OutgoingRecords, fail_at_opening, first_request
 
 OFFSETS_SECONDS = 1.0
-"""What is in no hurry (offsets of late results, groups that have settled) is committed after this long."""
+"""Offsets of late results and settled groups are committed after at most this long."""
 
 SWEEP_SECONDS = 600.0
-"""How often a home is looked over for groups that are so old that they can be forgotten."""
+"""Interval of looking for groups in a home that are old enough to be forgotten."""
 
 AGAIN_SECONDS = 10.0
-"""The same while there are more than one transaction forgets: 50 groups a second of a home."""
+"""The same interval while more groups are old than one transaction forgets: 50 groups a second for each home."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class PendingTransition:
-    """What goes into the next transaction for one trajectory."""
+    """The records of one trajectory for the next transaction."""
 
     home: Home
     trajectory_id: str
     records: OutgoingRecords
     offset: int | None
-    """Of the result that led to it; None when no result did."""
+    """Offset of the result that caused the records; None if no result did."""
 
 
 def group_record(
     prompt: Prompt, state: GroupState, *, offset: int, decided_to: int | None = None, outcomes_from: int, now: float
 ) -> Group:
-    """What is written of a group when its prompt is decided. The prompt's sampling is said in full."""
+    """The record of a group whose prompt was decided. `prompt` must have its full sampling."""
     return Group(
         group_id=prompt.group_id,
         group_size=prompt.group_size,
@@ -82,7 +84,7 @@ def group_record(
 
 
 class Outbox:
-    """Commits what is ready. After a BusError nothing of it counts: `fence`, and decide again from the log."""
+    """Commits what is ready. After a BusError nothing of it counts: call `fence`, and decide again from the log."""
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class Outbox:
         still_needed: Callable[[], bool] = lambda: True,
         on_wait: Callable[[], None] = noop,
     ) -> None:
-        """`reader` is the member of the group whose offsets are committed. `wanted`, `meanwhile`: see Writer."""
+        """`reader`: the group member whose offsets are committed. `still_needed`, `on_wait`: see Writer."""
         self._settings = settings
         self._name = name
         self._reader = reader
@@ -108,16 +110,17 @@ class Outbox:
         self._committed_at = 0.0
         self._sweep_at = 0.0
         self._request_next: dict[int, int] = {}
-        """By home: the next request will lie at or after this offset."""
+        """Lower bound of the offset of the next request, by home."""
         self.began_at = 0.0
-        """Monotonic seconds; when the last transaction began."""
+        """Monotonic seconds at the beginning of the last transaction."""
         self._asking: list[Trajectory] = []
-        """Those with a request in this transaction."""
+        """Trajectories with a request in this transaction."""
         self._counted: list[tuple[Counter, int]] = []
-        """What this transaction adds to which count, once it is committed: what is aborted is decided again."""
+        """Increments of counters, applied once the transaction is committed; an aborted transaction is decided
+        again."""
 
     def fence(self) -> None:
-        """Make sure of a sound writer: transactions of an earlier one of this name are over. Raises BusError."""
+        """Make a writer if there is none, which ends transactions of earlier writers of this name. Raises BusError."""
         if self._writer is None:
             self._writer = Writer(
                 self._settings,
@@ -128,7 +131,7 @@ class Outbox:
             )
 
     def offsets(self, places: Sequence[Place]) -> dict[Place, int | None]:
-        """What the group has committed, once `fence` has returned. Raises BusError."""
+        """The committed offsets of the consumer group; call after `fence`. Raises BusError."""
         assert self._writer is not None
         try:
             return committed_offsets(self._reader, self._writer, places)
@@ -138,12 +141,14 @@ class Outbox:
         raise trouble
 
     def on_recovered(self, offsets: Mapping[Place, int], request_ends: Mapping[int, int]) -> None:
-        """The homes were recovered; the committed offsets of their inputs, and ends that their requests had."""
+        """The homes were recovered. `offsets`: where their inputs are read from. `request_ends`: by home, an end offset
+        of its requests that was seen.
+        """
         self._committed = dict(offsets)
         self._request_next = dict(request_ends)
 
     def needed(self, homes: Mapping[int, Home]) -> dict[Place, int]:
-        """The first offset that is still needed of each home's prompts, requests and results."""
+        """The first offset of each home's prompts, requests and results that is still needed."""
         needed: dict[Place, int] = {}
         for partition, home in homes.items():
             requests, results = home.needed(self._request_next[partition])
@@ -153,7 +158,9 @@ class Outbox:
         return needed
 
     def commit(self, homes: Mapping[int, Home], ready: Sequence[PendingTransition]) -> list[str]:
-        """One transaction, if there is anything to say; the trajectories that have ended. Raises BusError."""
+        """Commit one transaction, if there is anything to write; returns the trajectories that have ended. Raises
+        BusError or TopicMissing.
+        """
         decisions = [(home, decision) for home in homes.values() for decision in home.take_complete()]
         touched = {home.partition for home, _ in decisions} | {item.home.partition for item in ready}
         touched |= {home.partition for home in homes.values() if home.undecodable_results or home.orphaned_trajectories}
@@ -197,7 +204,7 @@ class Outbox:
         return ended + [item.trajectory_id for item in ready if item.records.sample is not None]
 
     def _discard_writer(self) -> None:
-        """Throw the writer away; never while an error is handled, see `topics/transactions.py`."""
+        """Close and discard the writer. Never call this while an exception is handled, see `topics/transactions.py`."""
         assert self._writer is not None
         self._writer.close()
         self._writer = None
@@ -210,7 +217,7 @@ class Outbox:
         return offsets
 
     def _put_decision(self, home: Home, decision: PromptDecision) -> list[str]:
-        """Open, refuse or forward; the trajectories whose environments are not needed any more."""
+        """Write a decision; returns the trajectories whose environments are not needed any more."""
         assert self._writer is not None
         if decision.kind is DecisionKind.OPEN:
             return self._open(home, decision)
@@ -265,7 +272,7 @@ class Outbox:
         home.on_group(group)
 
     def _old_groups(self, homes: Iterable[Home]) -> dict[int, list[str]]:
-        """By home, what can be forgotten; seldom anything."""
+        """The groups that can be forgotten, by home; seldom any."""
         if time.monotonic() < self._sweep_at:
             return {}
         found = {home.partition: home.take_expired(self._clock(), OUTCOME_RETENTION_SECONDS) for home in homes}
@@ -274,7 +281,9 @@ class Outbox:
         return {partition: old for partition, old in found.items() if old}
 
     def _put_rest(self, home: Home, old_groups: Sequence[str]) -> None:
-        """Results that were none, and groups that have settled or are old."""
+        """Write dead letters of undecodable results, tombstones of orphaned trajectories and old groups, and settled
+        groups.
+        """
         assert self._writer is not None
         for found, reason in home.undecodable_results:
             self._writer.dead_letter(found, reason)
@@ -301,14 +310,14 @@ class Outbox:
     def _write(
         self, home: Home, own_id: str, written: OutgoingRecords, trajectory: Trajectory | None, *, opened: bool = False
     ) -> None:
-        """`opened`: earlier transactions have written of this trajectory."""
+        """Write the records of one trajectory. `opened`: earlier transactions have written records of it."""
         assert self._writer is not None
         partition = home.partition
         if written.snapshot is not None:
             self._counted.append((metrics.SNAPSHOT_BYTES, len(written.snapshot.state)))
             self._writer.write(SNAPSHOTS, written.snapshot, key=own_id, partition=partition, trajectory_id=own_id)
         if written.request is not None and trajectory is not None:
-            # The records of one writer lie in the order in which they were written, so this one lies no earlier.
+            # One writer's records are in the order of writing, so this request is at or after this offset.
             trajectory.requested_from, trajectory.request_offset = self._request_next[partition], None
             trajectory.committed_at = 0.0
             self._asking.append(trajectory)
@@ -330,7 +339,7 @@ class Outbox:
                 self._writer.tombstone(SNAPSHOTS, key=own_id, partition=partition)
 
     def _on_request_stored(self, trajectory: Trajectory) -> Callable[[int, int], None]:
-        """For its request, once it is stored: the next one lies behind it, and may go on from it."""
+        """A delivery callback that stores the request's offset, which the next request may append to."""
 
         def stored(partition: int, offset: int) -> None:
             trajectory.request_offset = offset

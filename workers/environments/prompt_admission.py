@@ -1,7 +1,7 @@
-"""Which prompts a worker opens, and with what.
+"""Decides which prompts a worker opens, and starts their environments.
 
-Keeps true: a prompt is opened only if everything that must be written of it can be: the record of its group holds it,
-its sampling can be trained on, and its environment is one that this worker runs.
+Keeps true: a prompt is opened only if its group record can be encoded, its sampling is trainable and the worker has its
+environment.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from rose.workers.environments.trajectory import TrajectoryRules, with_full_samp
 from rose.workers.environments.transitions import encoding_error
 
 FURTHEST = 2**53
-"""The offset whose encoding is longest."""
+"""The offset with the longest encoding."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingReset:
-    """A trajectory of a group that is being opened."""
+    """The ticket of a reset: a trajectory of a group that is being opened."""
 
     home: Home
     decision: PromptDecision
@@ -30,7 +30,9 @@ class PendingReset:
 
 
 def refusal_reason(prompt: Prompt, rules: TrajectoryRules, check_environment: Callable[[str], object]) -> str:
-    """Why this prompt cannot be opened; empty when it can. `check_environment` raises UsageError."""
+    """Why the prompt cannot be opened; empty if it can. `check_environment` raises UsageError for an unknown
+    environment.
+    """
     whole = with_full_sampling(prompt, rules.sampling)
     if reason := untrainable_reason(whole.sampling):
         return reason
@@ -45,7 +47,7 @@ def refusal_reason(prompt: Prompt, rules: TrajectoryRules, check_environment: Ca
 
 
 def reset_jobs(home: Home, decision: PromptDecision, *, generation: int) -> list[ResetJob]:
-    """What the environments of the group are asked to begin with. What is to be settled by hand begins nothing."""
+    """The reset jobs of a group that is to be opened. Trajectories with a settle request are not started."""
     prompt = decision.opens
     decision.reset_results |= home.settle_requests_of(decision)
     decision.awaited -= len(decision.reset_results)

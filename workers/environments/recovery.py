@@ -1,10 +1,11 @@
-"""Recovery of homes: what the log says of them is read, and their trajectories are built again. `Recovery` is pure.
+"""Recovery of homes: reads their records from the log and builds their trajectories again. `Recovery` is pure.
 
 Keeps true
-- The state built from the log is the one that lived: its places say which results were applied and where the present
-  request lies, and both are folded by the functions that the life itself uses.
-- Nothing is looked for but what is live: a trajectory costs its turns, however long the log is.
-- A trajectory whose records are gone, or contradict its places, fails with the reason; none is dropped.
+- The recovered state equals the lost one: progress records say which results were applied and where the current request
+  is, and the same functions fold both in normal operation and in recovery.
+- Only records of live trajectories are fetched: the cost of a trajectory depends on its turns, not on the length of the
+  log.
+- A trajectory whose records are gone, or contradict its progress, fails with the reason; none is dropped.
 """
 
 import sys
@@ -35,7 +36,7 @@ Turn = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class UnrecoverableTrajectory:
-    """A trajectory that cannot go on."""
+    """A trajectory that cannot be rebuilt."""
 
     trajectory_id: str
     prompt: Prompt
@@ -44,12 +45,14 @@ class UnrecoverableTrajectory:
 
 
 class _Gap(Exception):
-    """The log does not hold what it should."""
+    """The log lacks a record that a trajectory needs, or the record does not fit."""
 
 
 @dataclass(slots=True)
 class Recovery:
-    """Folds the newest records of one home: groups, progress and snapshots, then what `requests` and `results` name."""
+    """Folds the newest group, progress and snapshot records of one home, then the `requests`, `links` and `results`
+    that they name.
+    """
 
     home: Home
     _progress: dict[str, TrajectoryProgress] = field(default_factory=dict)
@@ -59,21 +62,21 @@ class Recovery:
     _results: dict[int, TurnResult] = field(default_factory=dict)
 
     def on_group(self, group_id: str, group: Group | None) -> None:
-        """The newest counts; None says that the group is forgotten."""
+        """Add a group record; a newer record replaces an older one, None is a tombstone."""
         if group is None:
             self.home.on_group_tombstone(group_id)
         else:
             self.home.on_group(group)
 
     def on_progress(self, trajectory_id: str, progress: TrajectoryProgress | None) -> None:
-        """The newest counts; None says that the trajectory has ended."""
+        """Add a record; a newer record replaces an older one, None says that the trajectory has ended."""
         if progress is None:
             self._progress.pop(trajectory_id, None)
         else:
             self._progress[trajectory_id] = progress
 
     def on_snapshot(self, trajectory_id: str, snapshot: EnvSnapshot | None) -> None:
-        """The newest counts; None says that the trajectory has ended."""
+        """Add a record; a newer record replaces an older one, None says that the trajectory has ended."""
         if snapshot is None:
             self._snapshots.pop(trajectory_id, None)
         else:
@@ -81,52 +84,58 @@ class Recovery:
 
     @property
     def requests(self) -> dict[Turn, int]:
-        """The present requests, each with the offset at or after which it lies."""
+        """The current request of each trajectory, with the lowest offset at which it may be."""
         return {(name, progress.turn): progress.requested_from for name, progress in self._progress.items()}
 
     @property
     def links(self) -> list[int]:
-        """Offsets of the requests that the present ones, once they were found, go on from."""
+        """Offsets of the requests in the chains of the current requests that have been found."""
         return [link for _, request in self._requests.values() for link in request.chain]
 
     @property
     def results(self) -> list[int]:
-        """Offsets of all results that the live trajectories have applied."""
+        """Offsets of all results that live trajectories have applied."""
         return [applied.offset for progress in self._progress.values() for applied in progress.applied]
 
     def results_from(self, low: int, end: int) -> int:
-        """What is yet to be applied lies at or after this offset, when the home's results lie from `low` to `end`."""
+        """A lower bound of the offsets of results that are not applied yet. The home's results are from `low`
+        to `end`.
+        """
         if not self._progress:
             return end if self.home.groups else low
         last = [progress.applied[-1].offset + 1 if progress.applied else low for progress in self._progress.values()]
         return max(low, min(last))
 
     def prompts_from(self, low: int) -> int:
-        """The prompts before this offset have been decided, when they lie from `low` on.
+        """The prompts before this offset have been decided; the home's prompts begin at `low`.
 
-        All before a dead letter have, and a group tells which had when it was opened.
+        All prompts before a dead letter have been decided, and a group record has the offset up to which prompts had
+        been decided.
         """
         decided = (known.decided_to for known in self.home.groups.values())
         return max([low, self.home.dead_lettered_before(PROMPTS), *decided])
 
     @property
     def live(self) -> int:
+        """Number of live trajectories."""
         return len(self._progress)
 
     def on_request(self, offset: int, request: TurnRequest) -> None:
-        """A present request was found."""
+        """Add the current request of a trajectory."""
         self._requests[request.trajectory_id, request.turn] = offset, request
 
     def on_link(self, offset: int, request: TurnRequest) -> None:
-        """A request that another goes on from was found."""
+        """Add a request of a chain."""
         self._links[offset] = request
 
     def on_result(self, offset: int, result: TurnResult) -> None:
-        """A result was found."""
+        """Add an applied result."""
         self._results[offset] = result
 
     def finish(self, max_context_tokens: int) -> tuple[dict[str, Trajectory], list[UnrecoverableTrajectory], list[str]]:
-        """The trajectories that live, those that cannot go on, and those whose group has settled without them."""
+        """The rebuilt trajectories, those that cannot be rebuilt, and the names of those whose group has settled
+        without them.
+        """
         trajectories: dict[str, Trajectory] = {}
         broken: list[UnrecoverableTrajectory] = []
         strays: list[str] = []
@@ -193,30 +202,30 @@ class Recovery:
 
 
 def _observe(trajectory: Trajectory, context: bytes, observed: int) -> None:
-    """Take the next observation from the present context, which holds them all."""
+    """Append the next observation, whose tokens are taken from the current context."""
     begin = len(trajectory.tokens)
     trajectory.observe(context[begin : begin + observed * ITEM_BYTES])
 
 
 def outcomes_from(homes: Iterable[Home]) -> int | None:
-    """Where the outcomes begin that say which open groups have settled; None when none is open."""
+    """The offset of the outcomes topic from which the outcomes of open groups lie; None if no group is open."""
     return min((group.outcomes_from for home in homes for group in home.open_groups.values()), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveredHomes:
-    """Homes as the log says they are."""
+    """The recovered homes."""
 
     homes: dict[int, Home]
     broken: list[tuple[Home, UnrecoverableTrajectory]]
     begins: dict[Place, int]
-    """Where reading their prompts and results goes on."""
+    """Offsets from which prompts and results are read."""
     request_ends: dict[int, int]
-    """By home: the next request lies no earlier."""
+    """Lower bound of the offset of the next request, by home."""
     newest: int
-    """Records read of which the newest of a key counts; compaction bounds them."""
+    """Records read from compacted topics."""
     fetched: int
-    """Requests and results read."""
+    """Requests and results that were fetched."""
 
 
 def recover_homes(
@@ -229,10 +238,12 @@ def recover_homes(
     offsets: Callable[[Sequence[Place]], dict[Place, int | None]],
     on_wait: Callable[[], None],
 ) -> RecoveredHomes:
-    """Read these of so many homes back. `reader` is the member of the group that owns them; `offsets` tells those that
-    the group has committed.
+    """Build the homes of these partitions from the log.
 
-    `meanwhile` is called often; what it raises abandons all. Raises TopicMissing, BusError or FetchStalled.
+    `reader`: the group member that owns the homes. `homes`: number of home partitions. `offsets` returns the group's
+    committed offsets. `on_wait` is called often; an exception that it raises abandons the recovery.
+
+    Raises TopicMissing, BusError or FetchStalled.
     """
     committed = offsets([(topic, partition) for partition in partitions for topic in (PROMPTS, COMPLETED)])
     written = (GROUPS, PROGRESS, SNAPSHOTS, REQUESTED)
@@ -274,7 +285,7 @@ def _begin(
 def _dead_letters(
     settings: BusSettings, places: Sequence[Place], on_wait: Callable[[], None]
 ) -> dict[int, list[tuple[str, int]]]:
-    """By home: what is a dead letter already of those inputs whose committed offset is gone."""
+    """The dead letters (topic name, offset) of the inputs without a committed offset, by home."""
     found: dict[int, list[tuple[str, int]]] = {}
     for topic in dict.fromkeys(topic for topic, _ in places):
         for partition, offset in dead_lettered_places(settings, topic, on_wait=on_wait):
@@ -284,7 +295,7 @@ def _dead_letters(
 
 
 def _read_newest(settings: BusSettings, recoveries: dict[int, Recovery], on_wait: Callable[[], None]) -> int:
-    """Fold the topics of which the newest record of a key counts; how many records there were."""
+    """Fold the compacted topics of the homes; returns the number of records read."""
     begins = {
         (topic, partition): OFFSET_BEGINNING for topic in (GROUPS, PROGRESS, SNAPSHOTS) for partition in recoveries
     }
@@ -305,13 +316,13 @@ def _read_newest(settings: BusSettings, recoveries: dict[int, Recovery], on_wait
 
 
 def _fetch_contents(settings: BusSettings, recoveries: dict[int, Recovery], on_wait: Callable[[], None]) -> int:
-    """Fetch the requests and results that live trajectories name; how many records that took."""
+    """Fetch the requests and results that live trajectories name; returns the number of records read."""
 
     def stopped() -> bool:
         on_wait()
         return False
 
-    # The embedded broker answers a fetch with all the rest of a partition: there jumps cost more than they save.
+    # The embedded broker returns all the rest of a partition to a fetch, so seeks cost more than they save.
     far = sys.maxsize if settings.embedded else JUMP_RECORDS
     requests = {(REQUESTED, partition): recovery.requests for partition, recovery in recoveries.items()}
     with closing(Reader(settings.for_bounded_reads(), "rose-recovery", report_ends=True, on_wait=on_wait)) as reader:

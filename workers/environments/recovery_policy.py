@@ -1,8 +1,8 @@
-"""What a worker makes of trouble with the broker: it recovers, later each time, unless waiting cannot mend it. Pure.
+"""Decides how a worker reacts to an error of the broker: recover after a growing wait, or end. Pure.
 
 Keeps true
-- While leaders and coordinators move, or after a freeze of its own, a worker goes on from the log.
-- It ends when nobody but a person can mend it: another worker of its name, a missing topic, a refusal of rights.
+- While leaders and coordinators move, or after the worker itself was frozen, the worker recovers from the log.
+- The worker ends if only a person can correct the cause: another worker of its name, a missing topic, missing rights.
 """
 
 from confluent_kafka import KafkaError
@@ -13,30 +13,31 @@ from rose.topics.settings import TRANSACTION_MILLISECONDS
 from rose.workers.environments.membership import WorkerFenced
 
 RECOVERABLE = (BusError, TopicMissing, FetchStalled)
-"""What `RecoveryPolicy.met` is asked about."""
+"""The errors that `RecoveryPolicy.on_error` takes."""
 
 BACKOFF_SECONDS = 0.05
-"""The first wait; twice as long each time that trouble follows on trouble."""
+"""The first wait, doubled with each further error."""
 
 LONGEST_BACKOFF_SECONDS = 2.0
 
 CALM_SECONDS = 10.0
-"""Trouble that comes so long after the last is the first of its kind."""
+"""An error that comes so long after the last one counts as the first."""
 
 MISSING_SECONDS = 30.0
-"""A topic that was there may be out of sight for so long, while its leaders move."""
+"""A known topic may be missing from the metadata for so long while its leaders move."""
 
 FENCED_TIMES = 6
 FENCED_SECONDS = 120.0
-"""Fenced so often within so long, without having been away itself: another worker lives under this name. One that comes
-and goes fences twice: it asks again while what it found open is aborted, and by then a successor may have begun. Two
-that live fence each other once in a recovery, which may take a while."""
+"""A worker that is fenced this often within FENCED_SECONDS, without having been frozen, shares its name with a live
+worker. A worker that starts and ends under the same name fences another one twice: it repeats its request while the
+open transaction that it found is aborted, and a successor may have begun by then. Two live workers fence each other
+once in each recovery, which may take a while."""
 
 FENCED = (KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED)
 
 
 class RecoveryPolicy:
-    """Remembers what went wrong of late. `now` is monotonic seconds."""
+    """Remembers recent errors. `now` is monotonic seconds."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -47,13 +48,14 @@ class RecoveryPolicy:
         self._fenced_at: list[float] = []
 
     def on_success(self) -> None:
-        """A cycle went through."""
+        """A cycle of the worker succeeded."""
         self._well = True
 
     def on_error(self, trouble: Exception, now: float, began_at: float) -> float:
-        """Seconds to wait before the homes are recovered. `began_at`: when the last transaction began.
+        """Seconds to wait before the homes are recovered. `began_at`: monotonic seconds at the beginning of the last
+        transaction.
 
-        Raises WorkerFenced, or the trouble itself where waiting is in vain.
+        Raises WorkerFenced, or `trouble` itself if waiting does not help.
         """
         if not self._times or now - self._last_at > CALM_SECONDS:
             self._first_at, self._times = now, 0
@@ -70,7 +72,7 @@ class RecoveryPolicy:
             raise error
         if error.code == KafkaError.FENCED_INSTANCE_ID:
             raise WorkerFenced(self._name) from error
-        away = now - began_at >= TRANSACTION_MILLISECONDS / 1000  # then the broker itself has ended the transaction
+        away = now - began_at >= TRANSACTION_MILLISECONDS / 1000  # the broker has timed out the transaction
         if error.code in FENCED and not away:
             self._fenced_at = [at for at in self._fenced_at if now - at < FENCED_SECONDS] + [now]
             if len(self._fenced_at) >= FENCED_TIMES:

@@ -1,14 +1,14 @@
-"""One trajectory between two turns: what it has seen, which results count, how its next turn is sampled. Pure.
+"""One trajectory between two turns: its context, which results are applied, and how the next turn is sampled. Pure.
 
 Keeps true
-- For every turn exactly one result is applied: the first COMPLETED one in log order. The rest is told apart, not lost.
-- A context only grows. Sampled tokens stay as they were sampled; mask, logprobs and version spans cover every token.
-- The same log gives the same state: `observe`, `ask` and `apply_result` are used alike by the life and by its recovery.
-- What its requests have appended, in the order of its chain and the present one last, is its context.
+- For every turn exactly one result is applied: the first COMPLETED one in log order. Other results are classified.
+- A context only grows. Sampled tokens are not changed; mask, logprobs and version spans cover every token.
+- The same log gives the same state: normal operation and recovery both use `observe`, `begin_turn` and `apply_result`.
+- The tokens that its requests have appended, in the order of the chain with the current request last, are its context.
 
 Example, a task of two turns (`transitions.py` says what each of them writes)
     begin(observation `+1+2`)                   -> request of turn 0
-    result of turn 0, attempt 0, PREEMPTED      -> ROUTERS: it will come again
+    result of turn 0, attempt 0, PREEMPTED      -> ROUTERS: the router issues the turn again
     result of turn 0, attempt 1, COMPLETED      -> APPLY; the environment steps; request of turn 1
     result of turn 0, attempt 2, COMPLETED      -> LATE
     result of turn 1, REFUSED, `context`        -> ANCHOR; request of turn 1 again, with the whole context
@@ -30,75 +30,76 @@ from rose.schemas.turns import Refusal, TurnOutcome, TurnResult, VersionSpan
 
 
 class ResultVerdict(Enum):
-    """What a result means to its trajectory."""
+    """How a trajectory handles a result."""
 
     APPLY = "apply"
     FAIL = "fail"
-    """The router gave the turn up."""
+    """The router has failed the turn."""
     ROUTERS = "routers"
-    """Preempted or refused: the router issues the turn again."""
+    """The turn was preempted or refused: the router issues it again."""
     ANCHOR = "anchor"
-    """Its context could not be read back: the router waits for a request that carries it whole."""
+    """The context could not be read back: the router waits for a request with the whole context."""
     LATE = "late"
-    """Of a turn that has passed."""
+    """The result is of an earlier turn."""
     DUPLICATE = "duplicate"
-    """Of the present turn, whose result is being applied already."""
+    """A result of the current turn is being applied already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryRules:
-    """What holds for all trajectories of a worker."""
+    """Settings of all trajectories of a worker."""
 
     model_id: str
     sampling: Sampling
-    """For what a prompt leaves open."""
+    """Defaults for sampling settings that a prompt does not set."""
     turn_patience_seconds: float
     max_context_tokens: int
 
 
 @dataclass(slots=True, kw_only=True)
 class Trajectory:
-    """The state between two turns. All of it can be built again from the log."""
+    """The state between two turns, which can be built again from the log."""
 
     trajectory_id: str
     index: int
     prompt: Prompt
-    """With its sampling said in full, see `with_full_sampling`."""
+    """The prompt with its full sampling, see `with_full_sampling`."""
     home: int
     state: bytes
-    """The environment's newest snapshot."""
+    """Newest snapshot of the environment."""
     digest: bytes
-    """Of `state`."""
+    """Digest of `state`."""
     turn: int = -1
-    """The turn that is asked for; -1 before the first observation."""
+    """The current turn; -1 before the first observation."""
     prompted: int = 0
-    """Tokens of the first observation."""
+    """Number of tokens of the first observation."""
     sampling: Sampling = field(default_factory=Sampling)
-    """How the present turn is sampled."""
+    """Sampling of the current turn."""
     tokens: bytes = b""
     mask: bytes = b""
     logprobs: bytes = b""
     spans: list[VersionSpan] = field(default_factory=list)
     turns: list[SampleTurn] = field(default_factory=list)
     applied: list[Applied] = field(default_factory=list)
-    """Of the turns before the present one."""
+    """The applied results of the turns before the current one."""
     device_seconds: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
     chain: tuple[int, ...] = ()
-    """That the present request goes on from."""
+    """Offsets of the requests that the current request appends to."""
     requested: int = 0
-    """Tokens that the requests before the present one have appended."""
+    """Number of tokens in the requests before the current one."""
     requested_from: int = field(default=0, compare=False)
-    """The present request lies at or after this offset of the home's requests."""
+    """The current request is at or after this offset of the home's requests."""
     request_offset: int | None = field(default=None, compare=False)
-    """Where the present request lies, once it is known."""
+    """Offset of the current request, once it is known."""
     committed_at: float = field(default=0.0, compare=False)
-    """Unix seconds; when the present request was committed, once it is."""
+    """Unix seconds of the commit of the current request; 0 before the commit."""
     applying: bool = field(default=False, compare=False)
-    """A result of the present turn was accepted, its step is under way. Not on the log: a restart accepts it anew."""
+    """A result of the current turn was accepted and its step is running. Not on the log: after a restart a result is
+    accepted again."""
 
     def classify(self, result: TurnResult) -> ResultVerdict:
-        """What this result means now."""
+        """How to handle this result in the current state."""
         if result.outcome is TurnOutcome.REFUSED and result.refusal is Refusal.CONTEXT:
             torn = result.turn == self.turn and self.chain and not self.applying
             return ResultVerdict.ANCHOR if torn else ResultVerdict.LATE
@@ -111,12 +112,12 @@ class Trajectory:
         return ResultVerdict.FAIL if result.outcome is TurnOutcome.FAILED else ResultVerdict.APPLY
 
     def begin_turn(self, max_context_tokens: int) -> None:
-        """Settle how the present turn is sampled."""
+        """Set the sampling of the current turn."""
         room = max(1, max_context_tokens - count(self.tokens))
         self.sampling = turn_sampling(self.prompt, self.index, self.turn, room_tokens=room)
 
     def apply_result(self, result: TurnResult, applied: Applied) -> None:
-        """Append the sampled tokens of the present turn and all that is said of them. It has no `result_error`."""
+        """Append the sampled tokens of the current turn with their metadata. The result must have no `result_error`."""
         assert result.worker is not None
         self._extend_chain()
         start, sampled = count(self.tokens), count(result.tokens)
@@ -145,23 +146,24 @@ class Trajectory:
         self.reward = applied.reward
 
     def anchor(self) -> None:
-        """The present turn is asked for with all tokens so far."""
+        """Drop the chain: the next request has the whole context."""
         self.chain, self.requested, self.request_offset = (), 0, None
 
     def observe(self, observation: bytes) -> None:
-        """Append an observation's tokens; the next turn begins."""
+        """Append an observation's tokens and begin the next turn."""
         self.tokens += observation
         self.mask += bytes(count(observation))
-        self.logprobs += bytes(len(observation))  # 0.0 a token
+        self.logprobs += bytes(len(observation))  # 0.0 for each token
         if self.turn < 0:
             self.prompted = count(observation)
         self.turn += 1
         self.applying = False
 
     def _extend_chain(self) -> None:
-        """The next request goes on from the present one, if that lies behind its chain; else it is an anchor.
+        """Append the current request to the chain if its offset is above those of the chain; otherwise the next request
+        is an anchor.
 
-        It may lie before it where a broker lost its newest records: it gives their offsets again.
+        The offset can be lower after a broker has lost its newest records and reuses their offsets.
         """
         behind = self.request_offset is not None and self.request_offset > max(self.chain, default=-1)
         if self.request_offset is None or not behind or len(self.chain) >= MAX_CHAIN:
@@ -171,11 +173,11 @@ class Trajectory:
 
     @property
     def needs_from(self) -> int:
-        """The first offset of the home's requests that its context is made of."""
+        """The first offset of the home's requests that the context needs."""
         return self.chain[0] if self.chain else self.requested_from
 
     def progress(self) -> TrajectoryProgress:
-        """Where the parts of it lie."""
+        """The progress record: where the trajectory's request and results are."""
         return TrajectoryProgress(
             trajectory_id=self.trajectory_id,
             group_id=self.prompt.group_id,
@@ -188,12 +190,12 @@ class Trajectory:
 
 
 def digest_of(state: bytes) -> bytes:
-    """Names an environment state."""
+    """The digest of an environment's state."""
     return hashlib.blake2b(state, digest_size=16).digest()
 
 
 def begin(prompt: Prompt, index: int, *, home: int, observation: bytes, state: bytes) -> Trajectory:
-    """A trajectory that has seen its first observation. The prompt's sampling is said in full."""
+    """A trajectory after its first observation. `prompt` must have its full sampling."""
     trajectory = Trajectory(
         trajectory_id=trajectory_id(prompt.group_id, index),
         index=index,
@@ -207,7 +209,7 @@ def begin(prompt: Prompt, index: int, *, home: int, observation: bytes, state: b
 
 
 def result_error(result: TurnResult, context_tokens: int) -> str:
-    """Why a COMPLETED result cannot be applied to a context of so many tokens; empty when it can."""
+    """Why a COMPLETED result cannot be applied to a context of `context_tokens` tokens; empty if it can."""
     sampled = count(result.tokens)
     if result.worker is None:
         return "no worker is named"
@@ -217,16 +219,19 @@ def result_error(result: TurnResult, context_tokens: int) -> str:
 
 
 def with_full_sampling(prompt: Prompt, default: Sampling) -> Prompt:
-    """The prompt with its sampling in full: what a worker is configured to later changes no trajectory that is open."""
+    """The prompt with all sampling settings, so that later changes of a worker's defaults do not change open
+    trajectories.
+    """
     return msgspec.structs.replace(
         prompt, sampling=PromptSampling.from_sampling(prompt.sampling.with_defaults(default))
     )
 
 
 def turn_sampling(prompt: Prompt, index: int, turn: int, *, room_tokens: int) -> Sampling:
-    """How this turn is sampled: never past the context limit, and with a seed of its own.
+    """The sampling of a turn, limited to `room_tokens` tokens and with its own seed.
 
-    One seed for all would make a group's trajectories alike: each turn's is drawn from the prompt's by hashing.
+    The seed of each turn is a hash of the prompt's seed, trajectory and turn. With one seed for all, the trajectories
+    of a group would be alike.
     """
     sampling = prompt.sampling.with_defaults(Sampling())
     seed = sampling.seed

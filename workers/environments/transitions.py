@@ -1,9 +1,9 @@
-"""What an event of a trajectory puts on the log: the next request, or the sample that ends it. Pure.
+"""The records that an event of a trajectory produces: the next request, or the sample that ends the trajectory. Pure.
 
 Keeps true
 - An infrastructure failure is a sample without a reward and with the reason, never a reward of 0.
-- Nothing is handed on that its readers would refuse: what an environment made up and no record can hold fails its
-  trajectory, and a sample that no record can hold is replaced by one with the reason alone.
+- No record is written that its readers would refuse. A value of the environment that no record can hold fails the
+  trajectory; a sample that cannot be encoded is replaced by one with only the reason.
 """
 
 from dataclasses import dataclass
@@ -24,27 +24,29 @@ from rose.schemas.wire import encode
 from rose.workers.environments.trajectory import Trajectory, TrajectoryRules, digest_of
 
 FAILURE_CHARACTERS = 1_000
-"""Longest failure text of a sample; what an exception says beyond it is cut off."""
+"""Longest failure text of a sample; a longer exception message is cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step of the environment gave."""
+    """The result of one environment step."""
 
     observation: bytes
-    """Tokens to append, framed, packed."""
+    """Tokens of the observation, framed and packed."""
     reward: float
     done: bool
     success: bool | None
     info: dict[str, Any]
     state: bytes
-    """The environment's snapshot after the step."""
+    """Snapshot of the environment after the step."""
     environment_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutgoingRecords:
-    """What one event of a trajectory puts on the log: a request and perhaps a snapshot, or the sample that ends it."""
+    """Records of one event of a trajectory: a request with a snapshot if the state has changed, or the sample that ends
+    it.
+    """
 
     request: TurnRequest | None = None
     snapshot: EnvSnapshot | None = None
@@ -54,7 +56,7 @@ class OutgoingRecords:
 
 
 def first_request(trajectory: Trajectory, rules: TrajectoryRules, now: float) -> OutgoingRecords:
-    """The snapshot and request that open a trajectory, or its failure when they cannot be written."""
+    """The snapshot and request that open a trajectory, or the sample of a failure if they cannot be written."""
     tokens = count(trajectory.tokens)
     if tokens >= rules.max_context_tokens:
         room = f"leave no room in max_context_tokens {rules.max_context_tokens}"
@@ -72,7 +74,10 @@ def advance(
     applied_at: float,
     now: float,
 ) -> OutgoingRecords:
-    """Take in the result at this offset and the step that it led to; ask for the next turn or end."""
+    """Apply the result at `offset` and its environment step; the next request, or the sample at the end.
+
+    `applied_at`, `now`: Unix seconds.
+    """
     ending = _ending(trajectory, result, stepped, rules)
     applied = Applied(
         offset=offset,
@@ -97,7 +102,7 @@ def advance(
 
 
 def request_again(trajectory: Trajectory, rules: TrajectoryRules, now: float) -> OutgoingRecords:
-    """Ask for the present turn with its context whole: its chain could not be read back."""
+    """Request the current turn again with the whole context, because its chain could not be read back."""
     trajectory.anchor()
     return _next_turn(trajectory, rules, now, changed=False)
 
@@ -112,7 +117,9 @@ def fail_at_result(
     applied_at: float,
     now: float,
 ) -> OutgoingRecords:
-    """End because the environment failed at this result; what was sampled and spent is kept."""
+    """End the trajectory because the environment failed at this result. The sampled tokens and device seconds
+    are kept.
+    """
     applied = Applied(
         offset=offset,
         observed=0,
@@ -126,7 +133,7 @@ def fail_at_result(
 
 
 def fail_trajectory(trajectory: Trajectory, failure: str, rules: TrajectoryRules, now: float) -> OutgoingRecords:
-    """End by an infrastructure failure: what was sampled so far, no reward."""
+    """End the trajectory with an infrastructure failure: a sample with the tokens so far and no reward."""
     sample = _sample(trajectory, rules, now, Ending.FAILED, failure=failure)
     if encoding_error(sample):
         sample = fail_at_opening(trajectory.prompt, trajectory.index, failure, rules, now)
@@ -134,7 +141,7 @@ def fail_trajectory(trajectory: Trajectory, failure: str, rules: TrajectoryRules
 
 
 def fail_at_opening(prompt: Prompt, index: int, failure: str, rules: TrajectoryRules, now: float) -> Sample:
-    """The sample of a trajectory of which there is nothing but the reason of its failure."""
+    """The sample of a trajectory that failed before it had any tokens, or whose tokens cannot be encoded."""
     nothing = Trajectory(
         trajectory_id=trajectory_id(prompt.group_id, index), index=index, prompt=prompt, home=0, state=b"", digest=b""
     )
@@ -142,7 +149,7 @@ def fail_at_opening(prompt: Prompt, index: int, failure: str, rules: TrajectoryR
 
 
 def encoding_error(record: Record) -> str:
-    """Why no reader would take this record; empty when they would."""
+    """Why readers would refuse this record; empty if they would not."""
     try:
         encode(record)
     except RecordError as error:
@@ -151,7 +158,7 @@ def encoding_error(record: Record) -> str:
 
 
 def _next_turn(trajectory: Trajectory, rules: TrajectoryRules, now: float, *, changed: bool) -> OutgoingRecords:
-    """Ask for the present turn; save the state if it has changed."""
+    """The request of the current turn, with a snapshot if the state has changed."""
     trajectory.begin_turn(rules.max_context_tokens)
     request = TurnRequest(
         trajectory_id=trajectory.trajectory_id,
@@ -241,5 +248,5 @@ def _sample(
 
 
 def _bounded_text(text: str) -> str:
-    """At most FAILURE_CHARACTERS, and nothing that UTF-8 cannot hold."""
+    """The text cut to FAILURE_CHARACTERS, without characters that UTF-8 cannot encode."""
     return text[:FAILURE_CHARACTERS].encode(errors="replace").decode()

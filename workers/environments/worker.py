@@ -1,10 +1,11 @@
-"""The environment worker's loop: prompts and results in; requests, progress and samples out. Decides nothing.
+"""The environment worker's loop: reads prompts and results; writes requests, progress and samples. It decides nothing.
 
 Keeps true
-- Memory is only ever a fold of the log: after any failed transaction, change of homes or trouble with the broker it is
-  built anew. While it is, the group is polled, and on Apache Kafka while a commit lasts that has its offsets: others
-  that join or leave wait for neither. What is read amid a commit is kept.
-- The bus is read while environments step; homes, records and the bus belong to one thread.
+- State in memory is always a fold of the log: after a failed transaction, a change of homes or an error of the broker
+  the worker builds the state again. It polls the consumer group during a recovery, and on Apache Kafka also during a
+  commit that contains its offsets, so that members that join or leave need not wait. Records that are read during a
+  commit are kept.
+- The bus is read while environments step. Homes, records and the bus client belong to one thread.
 - Groups are opened only while the window has room; results are always read.
 """
 
@@ -48,20 +49,20 @@ from rose.workers.environments.transitions import (
 )
 
 BATCH = 500
-"""Records taken from the bus at once."""
+"""Most records taken from the bus in one read."""
 
 IDLE_SECONDS = 0.05
 """Longest wait for the bus while no environment steps; a stop is noticed within it."""
 
 STEP_WAIT_SECONDS = 0.002
-"""Longest wait for a step before the bus is looked at again."""
+"""Longest wait for a step before the bus is read again."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class _Applying:
-    """A result whose step is under way."""
+    """A result whose environment step is running."""
 
     home: Home
     trajectory: Trajectory
@@ -71,7 +72,7 @@ class _Applying:
 
 
 class EnvironmentWorker:
-    """One member of the group of environment workers. `run` until stopped; `close` is part of it."""
+    """One member of the consumer group of environment workers. `run` works until stopped and then closes everything."""
 
     def __init__(
         self,
@@ -84,7 +85,9 @@ class EnvironmentWorker:
         check_environment: Callable[[str], object],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`check_environment` raises UsageError for a name that leads to no environment."""
+        """`name`: unique name of the worker. `window_groups`: most groups without all outcomes. `check_environment`
+        raises UsageError if a name leads to no environment. `clock`: Unix seconds.
+        """
         register(metrics.ENVIRONMENT)
         self._settings = settings
         self._name = name
@@ -112,13 +115,13 @@ class EnvironmentWorker:
         self._jobs: list[Job] = []
         self._ready: list[PendingTransition] = []
         self._early: list[Item] = []
-        """Read amid a commit."""
+        """Items that were read during a commit or a wait."""
         self._outcomes_next = 0
-        """No later than the end of the outcomes."""
+        """An offset of the outcomes topic, at or before its end."""
         self._paused = False
 
     def run(self, stop: threading.Event) -> None:
-        """Work until `stop` is set. Raises WorkerFenced or TopicMissing."""
+        """Work until `stop` is set. Raises WorkerFenced if another worker has this name, or TopicMissing."""
         self._stop = stop
         try:
             self._member.join()
@@ -141,9 +144,9 @@ class EnvironmentWorker:
     def _cycle(self) -> None:
         items = self._member.read(BATCH, 0.0 if self._runners.in_flight or self._early else IDLE_SECONDS)
         if self._member.rebalanced:
-            self._recover()  # what was read is read again
+            self._recover()  # the items are read again after the recovery
             return
-        self._end_settled_by_hand()  # first: what they had applied next may be what ends this process
+        self._end_settled_by_hand()  # before their next results are applied, which may end this process
         early, self._early = self._early, []
         for item in early + items:
             self._on_item(item)
@@ -157,7 +160,7 @@ class EnvironmentWorker:
         self._export_gauges()
 
     def _recover(self) -> None:
-        """Forget everything and build the homes from the log."""
+        """Discard all state and build the homes from the log."""
         self._member.rebalanced = False
         HEALTH.report("builds its homes from the log", ready=False)
         self._generation += 1
@@ -165,7 +168,7 @@ class EnvironmentWorker:
         self._homes, self._jobs, self._ready, self._early = {}, [], [], []
         began = time.monotonic()
         self._member.pause()
-        self._outbox.fence()  # even of no home: an open transaction of this name holds its readers up
+        self._outbox.fence()  # also without homes: an open transaction of this name blocks its readers
         records = 0
         if self._member.homes:
             try:
@@ -188,7 +191,7 @@ class EnvironmentWorker:
         )
 
     def _recover_homes(self) -> int:
-        """How many records that took. Raises RecoveryAbandoned."""
+        """Build the homes from the log; returns the number of records read. Raises RecoveryAbandoned."""
         reader = self._member.reader
         taken = recover_homes(
             self._settings,
@@ -213,10 +216,11 @@ class EnvironmentWorker:
         return taken.newest + taken.fetched
 
     def _recall_outcomes(self) -> None:
-        """Read the outcomes of the groups that are open, and what is to be settled by hand, to the present end."""
+        """Read the outcomes of the open groups, and all settle requests, up to the present end."""
         place: Place = (OUTCOMES, 0)
         asked: Place = (SETTLES, 0)
-        low, end = self._member.reader.watermarks(place)  # its fetches are over: no question to a broker waits for one
+        # This reader has no fetch under way, so the query does not wait for one.
+        low, end = self._member.reader.watermarks(place)
         asked_low, asked_end = self._member.reader.watermarks(asked)
         begins = {asked: asked_low} if asked_low < asked_end else {}
         begin = outcomes_from(self._homes.values())
@@ -231,12 +235,14 @@ class EnvironmentWorker:
                 log.warning("outcomes_forgotten", group=group_id, reason="outcomes are kept for 30 days")
 
     def _keep_membership(self) -> None:
-        """Stay a member: the others wait for one that does not come to a rebalance. What is read is taken later."""
+        """Poll the consumer group, so that a rebalance does not wait for this worker. Items that are read are handled
+        later.
+        """
         HEALTH.report_progress()
         self._early += self._member.read(max(1, BATCH - len(self._early)), 0.0)
 
     def _on_wait(self) -> None:
-        """Stay a member; a change of homes, or a stop, abandons what is under way."""
+        """Poll the consumer group. Raises RecoveryAbandoned if the homes have changed or the worker is to stop."""
         self._keep_membership()
         if self._member.rebalanced or self._stop.is_set():
             raise RecoveryAbandoned
@@ -297,7 +303,7 @@ class EnvironmentWorker:
         self._ready.append(PendingTransition(home, name, request_again(trajectory, self._rules, self._clock()), offset))
 
     def _on_settle_items(self, items: Iterable[Item]) -> None:
-        """Take outcomes in, and what is to be settled by hand."""
+        """Apply outcomes and settle requests to the homes."""
         for item in items:
             if item.topic is SETTLES:
                 if isinstance(item, Envelope) and isinstance(item.record, SettleRequest):
@@ -310,7 +316,7 @@ class EnvironmentWorker:
                     home.on_outcome(item.record.group_id, item.record.trajectory_id, item.offset)
 
     def _end_settled_by_hand(self) -> None:
-        """End what is to be settled by hand."""
+        """End the trajectories that settle requests name."""
         for home in self._homes.values():
             for trajectory, reason in home.take_settle_requests():
                 log.warning("trajectory_settled_by_hand", trajectory=trajectory.trajectory_id, reason=reason)
@@ -318,7 +324,7 @@ class EnvironmentWorker:
                 self._ready.append(PendingTransition(home, trajectory.trajectory_id, written, None))
 
     def _open_groups(self) -> None:
-        """Decide prompts, home by home in turn, while the window has room; read more only while none waits."""
+        """Decide prompts, one per home in turn, while the window has room. Pause reading prompts while one waits."""
         able = [home for home in self._homes.values() if home.waits]
         while able:
             home = able.pop(0)
@@ -344,7 +350,7 @@ class EnvironmentWorker:
             self._paused = full
 
     def _on_answers(self, answers: Sequence[tuple[Job, JobResult]]) -> None:
-        """Take in what the environments answered."""
+        """Handle the results of environment jobs; results of an older generation are ignored."""
         now = self._clock()
         for job, answer in answers:
             if job.generation != self._generation:
@@ -387,7 +393,9 @@ class EnvironmentWorker:
         self._ready.append(PendingTransition(ticket.home, trajectory.trajectory_id, written, ticket.offset))
 
     def _write(self) -> None:
-        """Put what is ready on the log; if that fails, all of it is decided again from the log."""
+        """Commit what is ready and release the environments of ended trajectories. If the commit fails, everything is
+        decided again from the log.
+        """
         ready, self._ready = self._ready, []
         ended = self._outbox.commit(self._homes, ready)
         if ended:

@@ -1,1 +1,1 @@
-"""Load on a serving engine, replayed from a trace: when users ask, how much they send, how long they wait."""
+"""Load generator: sends the requests of a trace to a serving engine and measures their latency."""

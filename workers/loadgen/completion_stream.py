@@ -1,10 +1,10 @@
-"""One request over HTTP and the stream that answers it, read token by token.
+"""One completion request over HTTP and its streamed answer.
 
 Keeps true
-- Token ids go in and come out; no text is ever read.
-- Every moment is time.monotonic(), which all processes of a machine share, taken when the line had arrived.
-- Each request has a connection of its own, as a user has.
-- What goes wrong is in `Answer.error`, in one sentence, and ends that request alone.
+- Prompts and answers are token ids; no text is read.
+- Every moment is time.monotonic(), which all processes of a machine share, read after a line has arrived.
+- Each request has its own connection, as each user has.
+- An error ends only its own request and is one sentence in `StreamedCompletion.error`.
 """
 
 import time
@@ -21,36 +21,38 @@ JSON = {"Content-Type": "application/json"}
 
 
 class StreamedCompletion(msgspec.Struct):
-    """What came back of one request, by the client's clock; lists of equal length."""
+    """Result of one request. Times are on the client's monotonic clock; `moments` and `counts` have equal length."""
 
     due: float
     sent: float
     prompt_tokens: int
     tokens: int = 0
-    """How many were generated."""
+    """Number of generated tokens."""
     moments: list[float] = []
-    """When tokens came."""
+    """Times at which tokens arrived."""
     counts: list[int] = []
-    """How many came in each of these moments."""
+    """Number of tokens that arrived at each of `moments`."""
     cached_tokens: int = 0
-    """Of the prompt, from the server's prefix cache. This and the next three: the server's own word."""
+    """Prompt tokens from the server's prefix cache. This value and the next three are reported by the server."""
     queue_seconds: float = 0.0
-    """In the scheduler, until it was first scheduled. A request that waits for a guest's step is not there yet: vLLM
-    takes it into the scheduler after that."""
+    """Seconds in the scheduler until the request was first scheduled. The time that a request waits for a guest's step
+    is not included: vLLM gives the request to the scheduler after the step."""
     prefill_seconds: float = 0.0
-    """From there to its first token."""
+    """Seconds from the first scheduling to the first token."""
     decode_seconds: float = 0.0
-    """From the first token to the last."""
+    """Seconds from the first token to the last token."""
     error: str = ""
 
     @property
     def engine_seconds(self) -> float:
-        """From the scheduler's queue to the last token."""
+        """Seconds from the scheduler's queue to the last token."""
         return self.queue_seconds + self.prefill_seconds + self.decode_seconds
 
     @property
     def outside_seconds(self) -> float:
-        """Of the wait for the first token, what was neither queue nor prefill: HTTP, and the way into the scheduler."""
+        """Seconds of the time to the first token without queue and prefill: HTTP, and the time until the scheduler has
+        the request.
+        """
         return self.moments[0] - self.sent - self.queue_seconds - self.prefill_seconds
 
 
@@ -83,13 +85,13 @@ _decoder = msgspec.json.Decoder(_Chunk)
 
 
 def http_session(timeout_seconds: float) -> aiohttp.ClientSession:
-    """What requests are sent with."""
+    """An HTTP session with one connection for each request and no limit on their number."""
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=timeout_seconds))
 
 
 def completion_body(model: str, prompt: list[int], tokens: int, **more: Any) -> dict[str, Any]:
-    """A request for exactly `tokens` tokens."""
+    """JSON body of a streamed completion request for exactly `tokens` tokens; `more` adds fields."""
     return {
         "model": model,
         "prompt": prompt,
@@ -110,7 +112,11 @@ async def stream_completion(
     due: float,
     on_tokens: Callable[[float, list[int]], None] | None = None,
 ) -> StreamedCompletion:
-    """Send one completion request and read its answer to the end."""
+    """Send one completion request and read its stream to the end. An error is returned in the result, not raised.
+
+    `due`: monotonic time at which the request was to be sent. `on_tokens` is called with the time and the token ids of
+    each chunk.
+    """
     answer = StreamedCompletion(due=due, sent=time.monotonic(), prompt_tokens=len(body["prompt"]))
     try:
         async with client.post(f"{url}/v1/completions", data=msgspec.json.encode(body), headers=JSON) as response:

@@ -9,7 +9,7 @@ from rose.workers.loadgen.traces import SQUARE
 LEAST_PACE, MOST_PACE = 1e-6, 1e6
 
 TRACE_FILE = Path(__file__).parent / "azure_code.csv"
-"""Six and a half minutes of real users: see README.md beside it."""
+"""Six and a half minutes of real users; README.md in the same folder describes the trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

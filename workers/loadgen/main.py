@@ -1,10 +1,10 @@
-"""The users of one server: they ask as those of a trace did, over and over, and write down what they waited.
+"""Load generator for one server: replays the requests of a trace again and again and logs their latency.
 
 Keeps true
-- A user never waits for another's answer: each request is sent at its moment, whatever became of those before.
-- They begin when the server first answers. From then on one that is away fails their requests, and they say so.
-- When they are to stop they ask for nothing more, and wait a while for what they asked for: that is written down too.
-- What a pass through the trace left in the server's prefix cache, the next does not find.
+- The load is open-loop: each request is sent at its time, whether or not earlier requests have been answered.
+- Requests begin when the server first answers. Later requests to a server that is down fail and are logged as failed.
+- After a stop, no further request is sent; answers under way are awaited for LEAVE_SECONDS and logged.
+- A pass through the trace has its own cache salt, so it finds no entries of earlier passes in the prefix cache.
 """
 
 import asyncio
@@ -27,16 +27,16 @@ from rose.workers.loadgen.trace_requests import Request, TraceScaling, TraceWind
 from rose.workers.loadgen.traces import Arrival, read_trace
 
 REQUEST_SECONDS = 60.0
-"""After which a request has failed."""
+"""Timeout of a request."""
 
 LEAVE_SECONDS = 10.0
-"""How long users who are to stop wait for the last answers: what has not come by then has failed."""
+"""How long answers under way are awaited after a stop. A request without an answer by then has failed."""
 
 LOOK_SECONDS = 0.5
-"""Between two looks whether the server answers yet, or whether the users are to stop."""
+"""Interval of the checks for the server's first answer and for a stop."""
 
 PAUSE_SECONDS = 1.0
-"""Between two passes through the trace."""
+"""Pause between two passes through the trace."""
 
 log = structlog.get_logger("users")
 
@@ -55,7 +55,9 @@ class _ModelFolder(msgspec.Struct):
 
 
 def run_loadgen(config: LoadgenConfig, url: str, stop: Event) -> None:
-    """Ask the server at `url` until `stop`. Raises UsageError for a trace or a model folder that cannot be read."""
+    """Send the trace's requests to the server at `url` until `stop` is set. Raises UsageError if the trace or the model
+    folder is unreadable.
+    """
     arrivals = read_trace(str(config.trace))
     file = config.model_folder / "config.json"
     try:
@@ -70,7 +72,9 @@ def run_loadgen(config: LoadgenConfig, url: str, stop: Event) -> None:
 
 
 def served_request(answer: StreamedCompletion, *, ended: float, to_unix: float) -> UserRequest:
-    """Of an answer that ended at this moment; `to_unix` leads from time.monotonic() to Unix seconds."""
+    """The log line of a request. `ended` is monotonic seconds; `to_unix` added to monotonic seconds gives Unix
+    seconds.
+    """
     after_first = answer.tokens - 1
     first, last = (answer.moments[0], answer.moments[-1]) if answer.moments else (None, None)
     return UserRequest(
@@ -85,7 +89,7 @@ def served_request(answer: StreamedCompletion, *, ended: float, to_unix: float) 
 
 
 def paced_requests(work: TraceWindow) -> Iterator[tuple[float, int, Request]]:
-    """Every request of pass after pass: seconds since the first, the number of the pass, what is asked."""
+    """All requests of endless passes: seconds since the first request, number of the pass, request."""
     for number in count():
         begins = number * (work.seconds + PAUSE_SECONDS)
         for request in work.requests:
@@ -131,7 +135,7 @@ async def _ask_all(
 
 
 async def _drain(asked: set[asyncio.Task[None]]) -> None:
-    """Wait for the last answers, and no longer than for `LEAVE_SECONDS`."""
+    """Wait for the answers under way for at most `LEAVE_SECONDS`, then cancel the rest."""
     last = set(asked)
     if last:
         _, late = await asyncio.wait(last, timeout=LEAVE_SECONDS)
@@ -141,7 +145,7 @@ async def _drain(asked: set[asyncio.Task[None]]) -> None:
 
 
 async def _wait_until(moment: float, stop: Event) -> bool:
-    """Wait until the moment; False if `stop` came before."""
+    """Wait until the moment; returns False if `stop` is set first."""
     while not stop.is_set():
         left = moment - time.monotonic()
         if left <= 0:
@@ -151,7 +155,7 @@ async def _wait_until(moment: float, stop: Event) -> bool:
 
 
 async def _model(client: aiohttp.ClientSession, url: str, stop: Event) -> _Model | None:
-    """What the server serves, once it answers; None if `stop` came before."""
+    """The model that the server serves, once the server answers; None if `stop` is set first."""
     while not stop.is_set():
         try:
             async with client.get(f"{url}/v1/models") as response:

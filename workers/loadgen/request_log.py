@@ -1,6 +1,6 @@
-"""`serving.jsonl`: what users waited, one JSON line a request.
+"""`serving.jsonl`: the latency of users' requests, one JSON line a request.
 
-Keeps true: a line is written whole, when its request has ended; several writers may share the file.
+Keeps true: a line is written in one piece when its request has ended; several writers may share the file.
 """
 
 from collections.abc import Sequence
@@ -14,21 +14,23 @@ REQUEST_LOG = "serving.jsonl"
 
 
 class RequestLog:
-    """Appends to the file of a run folder."""
+    """Appends to the request log of a run folder."""
 
     def __init__(self, run_folder: Path) -> None:
         run_folder.mkdir(parents=True, exist_ok=True)
         self._file = (run_folder / REQUEST_LOG).open("ab", buffering=0)
 
     def append(self, line: UserRequest) -> None:
+        """Write the line of a request."""
         self._file.write(msgspec.json.encode(line) + b"\n")
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
 def read_request_log(run_folder: Path) -> Sequence[UserRequest]:
-    """The whole lines of a run so far, in the order of their moments; empty where nobody asked."""
+    """The complete lines of a run's request log, sorted by time; empty if the file does not exist."""
     file = run_folder / REQUEST_LOG
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
     whole = [msgspec.json.decode(line, type=UserRequest) for line in lines if line.endswith(b"\n")]

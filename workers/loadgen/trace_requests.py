@@ -1,10 +1,12 @@
-"""The requests that a slice of a trace becomes, small enough for the engine that is asked.
+"""Scales the requests of a trace down to the engine that serves them.
 
 Keeps true
-- Lengths are divided by their divisors (rounded up, never to 0); time is the trace's until `at_pace` divides it.
-- The same arrivals and shape give the same requests, token for token, in every process.
-- Prompts that share leading blocks in the trace share exactly those leading tokens; others share none but by chance.
-- No request is longer than `longest`: the prompt's end is cut off, and `cut_short` says how many it was.
+- Lengths are divided by their divisors, rounded up, never to 0; times are those of the trace until `at_pace` divides
+  them.
+- The same arrivals and scaling give the same requests, token for token, in every process.
+- Prompts that share leading blocks in the trace share exactly these leading tokens; other prompts share tokens only by
+  chance.
+- No request is longer than `longest`: a longer prompt is cut at its end, and `truncated` counts these prompts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,52 +18,52 @@ import numpy as np
 from rose.workers.loadgen.traces import BLOCK_TOKENS, Arrival
 
 FIRST_WORD = 3
-"""The least token id in a prompt: those below are special."""
+"""Lowest token id in a prompt; lower ids are special tokens."""
 
 UNSHARED, SHARED = 0, 1
-"""First word of a seed: the tokens of a row, the tokens of a block."""
+"""First number of a seed: tokens of one request, or tokens of a shared block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceScaling:
-    """How a trace is compressed."""
+    """How a trace is scaled."""
 
     prompt_divisor: int
     output_divisor: int
     longest: int
-    """Tokens of prompt and answer together that the engine takes."""
+    """Most tokens of prompt and answer together that the engine takes."""
     vocabulary: int
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One request as a client sends it."""
+    """One request to the server."""
 
     at: float
-    """Seconds after the beginning of the window."""
+    """Seconds since the beginning of the pass."""
     prompt: list[int]
     tokens: int
-    """To be generated."""
+    """Number of tokens to generate."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceWindow:
-    """The requests of every window of a run."""
+    """The requests of one pass through a trace."""
 
     requests: list[Request]
     truncated: int
 
     @property
     def seconds(self) -> float:
-        """From the first arrival to the last."""
+        """Seconds from the beginning to the last request."""
         return self.requests[-1].at
 
     def at_pace(self, pace: float) -> "TraceWindow":
-        """The same requests, `pace` times as fast."""
+        """The same requests with all times divided by `pace`."""
         return TraceWindow([msgspec.structs.replace(each, at=each.at / pace) for each in self.requests], self.truncated)
 
 
 def scale_requests(arrivals: Iterable[Arrival], shape: TraceScaling) -> TraceWindow:
-    """The requests of a window."""
+    """Scale arrivals of a trace to requests."""
     requests, cut_short = [], 0
     for row, arrival in enumerate(arrivals):
         tokens = min(_divided(arrival.output_tokens, shape.output_divisor), shape.longest - 1)

@@ -1,14 +1,14 @@
-"""Serving traces: when real users asked, how much they sent and how much they got.
+"""Serving traces: arrival times, prompt lengths and output lengths of real requests.
 
 Keeps true
-- `at` is in seconds since the first arrival that was read and never falls; arrivals come in the order of their moments.
-- Lengths are those of the trace, in its own tokens: nothing is compressed here.
-- `blocks` names what a prompt begins with: two prompts share exactly as many leading tokens as they share leading
-  blocks, BLOCK_TOKENS each. It is empty where the trace does not say; such prompts share nothing.
-- A line that is not what the format says is a TraceError with the file and the line. Nothing is skipped.
+- `at` is in seconds since the first arrival that was read and never decreases.
+- Lengths are those of the trace, in the trace's tokens; `trace_requests.py` scales them.
+- `blocks` identifies the beginning of a prompt: two prompts share as many leading tokens as they share leading blocks
+  of BLOCK_TOKENS each. It is empty if the trace does not have blocks; such prompts share nothing.
+- A line that breaks the format raises TraceError with the file and the line. No line is skipped.
 
-`read_trace` takes a file of the Azure LLM inference traces (CSV), one of Mooncake's (JSON lines), or
-`square:HIGH,LOW,SECONDS`: HIGH requests a second for SECONDS, then LOW for as long, in turn.
+`read_trace` reads a file of the Azure LLM inference traces (CSV), a Mooncake trace (JSON lines), or
+`square:HIGH,LOW,SECONDS`: HIGH requests a second for SECONDS, then LOW for as long, alternating.
 """
 
 import csv
@@ -25,17 +25,17 @@ import msgspec
 from rose.schemas.errors import UsageError
 
 BLOCK_TOKENS = 512
-"""Of the trace, in each of Mooncake's blocks."""
+"""Tokens of the trace in each of Mooncake's blocks."""
 
 SQUARE = "square:"
 SQUARE_PROMPT_TOKENS, SQUARE_OUTPUT_TOKENS = 1024, 64
-"""Of every request of a square wave."""
+"""Lengths of every request of a square wave."""
 
 AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 
 class TraceError(UsageError):
-    """A trace that cannot be read."""
+    """The trace is unreadable or breaks its format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,23 +43,26 @@ class Arrival:
     """One request of a trace."""
 
     at: float
-    """Seconds since the first."""
+    """Seconds since the first arrival."""
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...] = ()
-    """The ids of the prompt's blocks, from its first token on; the last may be partial."""
+    """Ids of the prompt's blocks, from the first token on; the last block may be partial."""
 
 
 class _MooncakeRow(msgspec.Struct):
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
-    """Milliseconds."""
+    """Milliseconds since the beginning of the trace."""
     input_length: Annotated[int, msgspec.Meta(gt=0)]
     output_length: Annotated[int, msgspec.Meta(gt=0)]
     hash_ids: list[Annotated[int, msgspec.Meta(ge=0)]]
 
 
 def read_trace(source: str, *, first: int = 0, count: int | None = None) -> list[Arrival]:
-    """`count` arrivals of a trace, from its row `first` on (0 is its first); all if none is said. Raises TraceError."""
+    """Read `count` arrivals of a trace, beginning at row `first` (0 is the first row); all rows if `count` is None.
+
+    Raises TraceError if the trace is unreadable, too short or not in order of time.
+    """
     rows = square(source) if source.startswith(SQUARE) else _rows_of(Path(source))
     try:
         taken = list(islice(rows, first, None if count is None else first + count))
@@ -126,7 +129,9 @@ def _mooncake(path: Path, lines: Iterator[str]) -> Iterator[Arrival]:
 
 
 def square(source: str) -> Iterator[Arrival]:
-    """Poisson arrivals without end at two rates in turn, the same ones each time. Raises TraceError."""
+    """Endless Poisson arrivals at two alternating rates, the same in each call. Raises TraceError if `source` is
+    malformed.
+    """
     try:
         high, low, seconds = (float(part) for part in source.removeprefix(SQUARE).split(","))
     except ValueError as error:
@@ -136,7 +141,8 @@ def square(source: str) -> Iterator[Arrival]:
     draw = random.Random(0)
     at, end, rate = 0.0, seconds, high
     while True:
-        # Waiting times have no memory: one that reaches over the end of a phase is drawn again from there.
+        # Exponential waiting times have no memory: a wait that reaches beyond the end of a phase is drawn again from
+        # there.
         wait = draw.expovariate(rate)
         if at + wait >= end:
             at, end, rate = end, end + seconds, low if rate == high else high

@@ -1,11 +1,12 @@
-"""Checkpoints: what a trainer must not forget, on disk before anything of it is on the log, and the final policy.
+"""Checkpoints of a trainer, written before the step's records, and the export of the final policy.
 
 Keeps true
-- A checkpoint is whole or it is none: tensors first, then the progress file that names their digest, each written
-  beside its place, synced and renamed. What was cut short or has rotted is told by its digest and passed over.
-- The newest two are kept.
-- Nothing is executed on loading: tensors are safetensors, the rest is typed MessagePack.
-- A checkpoint of another run, namespace or model is refused, never taken for this run's; anybody's may be asked for.
+- A checkpoint is complete or invalid: the tensors file is written first, then the progress file with its digest. Each
+  file is written under a temporary name, synced and renamed. A truncated or corrupt checkpoint fails its digest and is
+  skipped.
+- The newest two checkpoints are kept.
+- Loading executes nothing: tensors are safetensors, the rest is typed MessagePack.
+- A checkpoint of another run, namespace or model is refused, unless `Checkpoints` is made without an identity.
 """
 
 import hashlib
@@ -29,13 +30,13 @@ WEIGHT_PATTERNS = (
     *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf"),
     *("*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data"),
 )
-"""Files of the model that the run began with which are not taken over."""
+"""Weight files of the initial model folder, which are not copied to the exported folder."""
 
 HIDDEN_PATTERN = ".*"
 
 
 def export_policy(tensors: FolderTensors, target: Path) -> None:
-    """Write the weights, and beside them all other files of the policy's folder; replaces `target`. Raises OSError."""
+    """Write the weights and copy all other files of the policy's folder; replaces `target`. Raises OSError."""
     partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     _copy_other_files(tensors.folder.resolve(), partial.resolve())
@@ -58,7 +59,7 @@ def _write(tensors: FolderTensors, target: Path) -> None:
 
 
 def _without_shared_memory(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Tensors of which no two share memory, as safetensors wants them."""
+    """The tensors, copied where two share memory, as safetensors requires."""
     apart: dict[str, Tensor] = {}
     taken: set[int] = set()
     for name, tensor in named:
@@ -69,12 +70,14 @@ def _without_shared_memory(named: Iterable[tuple[str, Tensor]]) -> dict[str, Ten
 
 
 def _copy_other_files(folder: Path, target: Path) -> None:
-    """With the modes of files that are new: a model may be kept where nobody may write."""
+    """Copy a folder without weights and hidden files. Copies get default modes, since the model folder may be
+    read-only.
+    """
     target.mkdir()
     left_out = shutil.ignore_patterns(*WEIGHT_PATTERNS, HIDDEN_PATTERN)
     names = [path.name for path in folder.iterdir()]
     for name in set(names) - left_out(str(folder), names):
-        if target.is_relative_to(folder / name):  # the run's own folder lies in that of its model
+        if target.is_relative_to(folder / name):  # the run's folder lies inside the model folder
             continue
         if (folder / name).is_dir():
             if not (folder / name).is_symlink():
@@ -84,27 +87,27 @@ def _copy_other_files(folder: Path, target: Path) -> None:
 
 
 KEPT = 2
-"""Checkpoints that are kept: should the newest not be readable, the one before is."""
+"""Number of checkpoints that are kept: if the newest is unreadable, the one before it is used."""
 
 DIGEST_BYTES = 16
-"""Of the BLAKE2b that the progress file begins with, over the rest of it."""
+"""Length of the BLAKE2b digest at the beginning of the progress file, over the rest of the file."""
 
 MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random.torch"
-"""What the names of tensors begin with."""
+"""Prefixes of tensor names in the tensors file."""
 
 log = structlog.get_logger("trainer")
 
 
 class CheckpointRefused(UsageError):
-    """A checkpoint that must not be gone on from."""
+    """A checkpoint from which this run must not resume."""
 
 
 class CheckpointFailed(RoseError):
-    """A checkpoint could not be written."""
+    """A checkpoint cannot be written."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose checkpoint it is."""
+    """The run, namespace and model that a checkpoint belongs to."""
 
     run: str
     namespace: str
@@ -112,21 +115,21 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """What the trainer was after a step, beside its tensors. Where it stood in the samples is on the log."""
+    """The trainer's state after a step, except its tensors. The position in the samples topic is on the log."""
 
     identity: Identity
     version: int
-    """Of the policy; also the number of the step that made it."""
+    """Policy version; also the number of the step that made the version."""
     epoch: int
-    """Of the version: how often the run has gone back."""
+    """Epoch of the version: how often the run has gone back."""
     weights_digest: bytes
-    """What the manifest of the version says as its digest."""
+    """Digest of the weights, as the manifest of the version has it."""
     abandoned: tuple[tuple[int, int], ...]
-    """First and last of the versions that the run has gone back behind, as far as a sample may still have them."""
+    """First and last version of each range of abandoned versions that a sample may still have."""
     outcomes: tuple[bytes, ...]
-    """Of the step, as records."""
+    """The step's outcomes, encoded as records."""
     step_line: bytes
-    """What the step adds to `metrics.jsonl`, as JSON; empty if no step made the version."""
+    """The step's line in `metrics.jsonl`, as JSON; empty if no step made the version."""
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,16 +138,18 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoints:
-    """The checkpoints in one folder."""
+    """The checkpoints in a folder."""
 
     def __init__(self, folder: Path, identity: Identity | None) -> None:
-        """`identity`: whose they must be; None is anybody's, to be read alone."""
+        """`identity`: the run, namespace and model that the checkpoints must have; None accepts any, for
+        reading only.
+        """
         self.folder = folder
         self._identity = identity
         self._decoder = msgspec.msgpack.Decoder(_File)
 
     def save(self, progress: Progress, model: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Store a checkpoint; when this returns it survives a crash of the machine. Raises CheckpointFailed."""
+        """Write a checkpoint, which survives a crash of the machine once this returns. Raises CheckpointFailed."""
         from safetensors import SafetensorError
 
         try:
@@ -174,7 +179,9 @@ class Checkpoints:
             self._tensors_file(version).unlink(missing_ok=True)
 
     def newest_first(self) -> Iterator[Progress]:
-        """Every whole checkpoint; a broken one is passed over with a warning. Raises CheckpointRefused."""
+        """Progress of every valid checkpoint, newest first; an invalid one is skipped with a warning. Raises
+        CheckpointRefused if a checkpoint has another identity.
+        """
         for version in self._versions():
             file = self._progress_file(version)
             try:
@@ -183,7 +190,9 @@ class Checkpoints:
                 log.warning("checkpoint broken, trying the one before", file=str(file), reason=str(error))
 
     def restore(self, progress: Progress, model: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Put model, optimizer and randomness back to where they were. Raises CheckpointRefused."""
+        """Load the model's weights, the optimizer's state and the random state of a checkpoint. Raises
+        CheckpointRefused if its tensors are not those of the model.
+        """
         from safetensors.torch import load_file
 
         tensors = load_file(self._tensors_file(progress.version))
@@ -223,7 +232,7 @@ class Checkpoints:
         return file.progress
 
     def _versions(self) -> list[int]:
-        """Newest first."""
+        """Versions that have a progress file, newest first."""
         stems = (file.stem.removeprefix("step-") for file in self.folder.glob("step-*.msgpack"))
         return sorted((int(stem) for stem in stems if stem.isdigit()), reverse=True)
 
@@ -235,7 +244,7 @@ class Checkpoints:
 
 
 class _CorruptCheckpoint(Exception):
-    """A checkpoint that was cut short or has rotted."""
+    """A checkpoint is truncated or corrupt."""
 
 
 def _tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -255,7 +264,7 @@ def _file_digest(file: Path) -> bytes:
 
 
 def _rename_durably(partial: Path, name: Path) -> None:
-    """Make a file that was written beside its place appear there whole, and stay there."""
+    """Sync a finished temporary file, rename it and sync its folder."""
     with partial.open("rb") as written:
         os.fsync(written.fileno())
     partial.replace(name)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LARGEST = 1e12
-"""Of a bound that is to bound nothing: the products and squares of a step that have more in them overflow."""
+"""Upper limit of bounds, for a bound that is meant to have no effect. Products and squares in a step overflow beyond
+it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,12 @@
-"""A trainer's standing with the broker: the transactions of a model's newest stream, and how it knows that it is that.
+"""Fencing and transactions of a model's sample streams.
 
 Keeps true
-- With a stream's offsets lies its mark, a name that no other has and a number: that of the newest stream from when it
-  begins, another with each transaction.
-- A transaction that was given up (`topics/transactions.py`) is made again by another writer if its mark is not on the
-  log, and not if it is. Who finds a newer stream's mark there is fenced, and settles nothing. A stream that comes in
-  the very moment in which another writer is made may be fenced as well: then neither settles anything more.
-- The embedded broker hides what comes after an abort, so there nothing is made again.
+- Each transaction commits a mark as metadata of its offsets: the stream's unique name and a number. The newest mark is
+  that of the newest stream, from the stream's start on.
+- If the outcome of a transaction is unknown (`topics/transactions.py`), a new writer repeats it if its mark is not
+  committed. A stream that finds the mark of a newer stream is fenced and settles nothing. If a stream starts at the
+  same moment as another one's writer is replaced, both may be fenced; then neither settles anything.
+- On the embedded broker, which hides records after an abort, no transaction is repeated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,33 +27,35 @@ from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 
 OUTCOMES_PLACE: Place = (OUTCOMES, 0)
-"""Outcomes lie in one partition. Each transaction commits an offset of it, so marks are looked for there."""
+"""The outcomes topic has one partition. Every transaction commits an offset of it, so its metadata holds the newest
+mark."""
 
 log = structlog.get_logger("trainer")
 
 
 class FencedCommitter:
-    """Of one stream. Making one fences the model's older streams."""
+    """The transactions of one stream. Making one fences all older streams of the model."""
 
     def __init__(self, settings: BusSettings, model_id: str, client_id: str, stop: Event) -> None:
-        """`stop`: nobody waits for a broker that is away any more. Raises BusError."""
+        """`stop` ends waiting for an unreachable broker. Raises BusError."""
         self._settings, self._client_id, self._stop = settings, client_id, stop
         self._id = f"{TRAINER_PREFIX}{model_id}"
         self._lock = Lock()
         self._name, self._numbers = uuid4().hex, count()
         self._closed = False
         self._mark = ""
-        """What is on the log; at first, of whom this stream succeeds."""
+        """The mark that is committed; at first, the mark of the stream before this one."""
         self.writer = self._fencing()
 
     def claim(self, reader: Reader, places: Sequence[Place]) -> dict[Place, int | None]:
-        """Have it known that there is a newer stream, which stands where the last one did: the committed offsets of
-        these and of OUTCOMES_PLACE. Raises BusError.
+        """Commit this stream's first mark and return the committed offsets of these places and of OUTCOMES_PLACE.
+
+        Raises BusError.
         """
         if not self._settings.embedded:
             self._mark = reader.commit_metadata([OUTCOMES_PLACE])[
                 OUTCOMES_PLACE
-            ]  # first: no newer one's, if the offsets are not
+            ]  # read before the offsets: if the offsets are not a newer stream's, the mark is not either
         offsets = committed_offsets(reader, self.writer, [*places, OUTCOMES_PLACE])
         if not self._settings.embedded:
             stood = {place: offset for place, offset in offsets.items() if offset is not None}
@@ -61,10 +63,11 @@ class FencedCommitter:
         return offsets
 
     def commit(self, write: Callable[[Writer], None], offsets: Mapping[Place, int], reader: Reader) -> None:
-        """Write, and commit with the `reader`'s next `offsets`, once. On any thread.
+        """Call `write` in a transaction that also commits `offsets` for the group of `reader`, exactly once. On any
+        thread.
 
-        Raises BusError, `fenced` where a newer stream has come, UsageError once closed, and what the reader's
-        `meanwhile` does.
+        Raises BusError, fenced if a newer stream exists; UsageError if this object is closed; and what the `on_wait` of
+        the reader raises.
         """
         with self._lock:
             if self._closed:
@@ -81,12 +84,12 @@ class FencedCommitter:
             self._mark = mark
 
     def dead_letter(self, item: Envelope | InvalidMessage, reason: str) -> None:
-        """Bury what was read in a transaction of its own. Raises BusError."""
+        """Write a dead letter in its own transaction. Raises BusError."""
         with self._lock:
             self.writer.transact(lambda: self.writer.dead_letter(item, reason))
 
     def close(self) -> None:
-        """Write nothing more; waits for a transaction that is under way."""
+        """Refuse further transactions and close the writer, after a transaction that is under way."""
         with self._lock:
             self._closed = True
             self.writer.close()
@@ -108,17 +111,20 @@ class FencedCommitter:
         mark: str,
         trouble: BusError,
     ) -> None:
-        """Have what was given up on the log after all, if this is still the newest stream. Raises BusError."""
+        """Repeat a transaction of unknown outcome if it is not committed and this stream is the newest. Raises
+        BusError.
+        """
         self.writer.close()
         self._committed_mark(reader, mark, trouble)
         self.writer = self._fencing()
-        reader.committed([OUTCOMES_PLACE])  # waits until nothing is open; where its end is not known, nor is the mark
+        reader.committed([OUTCOMES_PLACE])  # waits until no transaction is open, as the mark is unknown until then
         if self._committed_mark(reader, mark, trouble) != mark:
             self.writer.transact(lambda: write(self.writer), offsets, reader, metadata=mark)
 
     def _committed_mark(self, reader: Reader, mark: str, trouble: BusError) -> str:
-        """The mark on the log: the last one or `mark`. Raises `trouble` where there is none any more, and BusError as
-        to who is fenced for another stream's.
+        """The committed mark: the previous mark or `mark`.
+
+        Raises `trouble` if no mark is left, and BusError, fenced, if the mark is another stream's.
         """
         found = reader.commit_metadata([OUTCOMES_PLACE])[OUTCOMES_PLACE]
         if found in (self._mark, mark):

@@ -1,20 +1,19 @@
-"""Group assembly: samples in, complete groups out.
+"""Assembles samples into complete groups. Pure: no clock, no I/O, no randomness.
 
 Keeps true
-- A group is handed out whole, once, in the order in which groups became complete; its members in order of index.
+- A group is handed out complete and once, in the order in which groups became complete; its members are in order of
+  index.
 - A second sample of a trajectory changes nothing while its group is held or remembered.
 - The same samples in the same order give the same groups.
-- Whatever place was committed last: every sample before it has an outcome on the log, and the outcomes of every settled
-  group with a sample at or after it, as those that the last settlement named, lie at or after its `outcomes_from`.
-  So a new assembly that begins there, told those outcomes, loses nothing and settles nothing twice.
-
-Pure: no clock, no I/O, no randomness.
+- For every committed resume point: each sample before it has an outcome on the log. The outcomes of every settled group
+  that has a sample at or after it, or that the last settlement named, lie at or after its `outcomes_from`. A new
+  assembly that begins there with those outcomes loses nothing and settles nothing twice.
 
 Example (groups of 2)
-    offer a:0, b:0, b:1        -> b is complete, a waits for a:1
-    take 1, settle b           -> b; to read again from a:0
-    offer b:0 again            -> DUPLICATE
-    settle a, b not committed  -> to read again from b:0: what b is to be settled with may never come on the log
+    on_sample a:0, b:0, b:1         -> b is complete, a waits for a:1
+    take(1), settle b               -> b; resume point at a:0
+    on_sample b:0 again             -> DUPLICATE
+    settle a before on_committed(b) -> resume point at b:0: the outcomes of b may never be committed
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -25,37 +24,37 @@ from itertools import chain
 from rose.schemas.samples import Sample
 
 REMEMBERED_GROUPS = 65_536
-"""Settled groups whose late duplicates are still recognised; older ones are forgotten, so that memory is bounded. None
-is forgotten while samples are unread that were there at the start."""
+"""Number of settled groups that are remembered to recognise late duplicates; the oldest are forgotten to bound memory.
+None is forgotten before all samples have been read that were on the log at the start."""
 
 
 class SampleStatus(Enum):
-    """What `offer` did with a sample."""
+    """Result of `GroupAssembly.on_sample` for a sample."""
 
     HELD = "held"
     DUPLICATE = "duplicate"
-    """Its trajectory is held or settled already: dropped."""
+    """The trajectory is held or settled already; the sample is dropped."""
     STRANGER = "stranger"
-    """It is no trajectory of the group that it names, which nobody asked for."""
+    """The trajectory does not belong to the group that the sample names."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompleteGroup:
-    """All trajectories of one prompt."""
+    """The samples of all trajectories of one prompt."""
 
     group_id: str
     samples: tuple[Sample, ...]
-    """In order of index."""
+    """The samples in order of index."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where reading must begin so that nothing without an outcome is missed."""
+    """Where the next stream must begin to read so that it misses no sample without an outcome."""
 
     offsets: dict[int, int]
-    """Of each partition of the samples."""
+    """The offset for each partition of the samples topic."""
     outcomes_from: int
-    """The outcomes of what lies at or after `offsets` and is settled lie at or after this offset."""
+    """The outcomes of settled samples at or after `offsets` lie at or after this offset of the outcomes topic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class _Where:
     partition: int
     offset: int
     outcomes_from: int
-    """Were the sample settled, its outcome would lie at or after this offset."""
+    """The outcome of the sample, if it has one, lies at or after this offset of the outcomes topic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +75,10 @@ class GroupAssembly:
     """Holds samples until their groups are settled."""
 
     def __init__(self, begin: ResumePoint, ends: Mapping[int, int], *, settled: Iterable[str] = ()) -> None:
-        """`begin`: the place that was committed. `ends`: where each partition ends; what lies before may be settled.
+        """`begin`: the committed resume point. `ends`: the end offset of each partition at the start; samples before it
+        may be settled.
 
-        `settled`: the groups of the outcomes at or after the place, oldest first; their samples are to be dropped.
+        `settled`: the groups of the outcomes at or after the resume point, oldest first; their samples are dropped.
         """
         self._next = dict(begin.offsets)
         self._known_from = begin.outcomes_from
@@ -88,40 +88,41 @@ class GroupAssembly:
         self._complete: dict[str, None] = {}
         self._trajectories: set[str] = set()
         self._leaving: dict[str, list[_Where]] = {}
-        """Where the samples lie of groups that are settled, though not on the log yet."""
+        """Positions of the samples of groups that are settled but not committed."""
 
     @property
     def held_samples(self) -> int:
-        """How many samples have no outcome yet."""
+        """Number of samples without an outcome."""
         return len(self._trajectories)
 
     @property
     def settled(self) -> list[str]:
-        """Settled groups that are remembered, oldest first."""
+        """Settled groups that are still remembered, oldest first."""
         return list(self._settled)
 
     @property
     def complete_groups(self) -> int:
-        """How many groups can be taken."""
+        """Number of complete groups that can be taken."""
         return len(self._complete)
 
     def is_settled(self, group_id: str) -> bool:
+        """Whether the group is settled and still remembered."""
         return group_id in self._settled
 
     def members(self, group_id: str) -> list[str]:
-        """The trajectories of a group that are held."""
+        """The trajectories of a group of which a sample is held."""
         return [held.sample.trajectory_id for held in self._members.get(group_id, {}).values()]
 
     def on_read(self, partition: int, offset: int) -> None:
-        """The record at this place has been read, whatever it was, or there is none up to it."""
+        """The stream has read up to and including this offset, whether or not a sample lies there."""
         self._next[partition] = max(self._next[partition], offset + 1)
 
     def is_from_before(self, partition: int, offset: int) -> bool:
-        """Whether what lies there was there at the start, and may be settled already."""
+        """Whether the offset was on the log at the start, so that its sample may be settled already."""
         return offset < self._ends[partition]
 
     def on_sample(self, sample: Sample, *, partition: int, offset: int, outcomes_end: int) -> SampleStatus:
-        """Take a sample in. `outcomes_end`: an end of the outcomes that was seen by now."""
+        """Add a sample. `outcomes_end`: an end offset of the outcomes topic that was seen before."""
         self.on_read(partition, offset)
         where = _Where(partition, offset, self._known_from if self.is_from_before(partition, offset) else outcomes_end)
         if sample.group_id in self._leaving:
@@ -141,7 +142,7 @@ class GroupAssembly:
         return SampleStatus.HELD
 
     def take(self, count: int) -> tuple[CompleteGroup, ...]:
-        """The next `count` complete groups, or as many as there are. They are held until they are settled."""
+        """The next `count` complete groups, or all if there are fewer. They stay held until they are settled."""
         group_ids = list(self._complete)[:count]
         for group_id in group_ids:
             del self._complete[group_id]
@@ -151,10 +152,11 @@ class GroupAssembly:
         )
 
     def settle(self, group_ids: Collection[str], *, outcomes_end: int) -> ResumePoint:
-        """Let groups go, and return the place to commit with their outcomes; those settled already are passed over.
+        """Mark groups as settled and return the resume point to commit with their outcomes. Groups that were settled
+        before are skipped.
 
-        They need not have been taken, nor be complete. Until they are `committed` other places count on nothing of
-        them, so such places may be committed in any order, or never.
+        The groups need not be complete or taken. Until `on_committed`, other resume points treat the groups as not
+        settled; so the resume points may be committed in any order or not at all.
         """
         fresh = {name for name in group_ids if name not in self._settled}
         for name in fresh:
@@ -166,16 +168,19 @@ class GroupAssembly:
         old_left = any(self._next[partition] < end for partition, end in self._ends.items())
         while len(self._settled) > REMEMBERED_GROUPS and not old_left:
             del self._settled[next(iter(self._settled))]
-        asks_again = not fresh or len(fresh) < len(set(group_ids))  # as may the next start, which must know the answer
+        # Groups that are settled again here may be settled again after a restart, which must find their outcomes.
+        asks_again = not fresh or len(fresh) < len(set(group_ids))
         return self._resume_point(fresh, self._known_from if old_left or asks_again else outcomes_end)
 
     def on_committed(self, group_ids: Iterable[str]) -> None:
-        """The outcomes of these groups are on the log, with their place."""
+        """The outcomes of these groups are committed, with their resume point."""
         for name in group_ids:
             self._leaving.pop(name, None)
 
     def _resume_point(self, settling: Collection[str], outcomes_from: int) -> ResumePoint:
-        """Before everything that has no outcome on the log, but for what these groups hold."""
+        """The position before every sample without a committed outcome, except the samples of the groups in
+        `settling`.
+        """
         offsets = dict(self._next)
         held = (one.where for members in self._members.values() for one in members.values())
         leaving = (where for name, wheres in self._leaving.items() if name not in settling for where in wheres)

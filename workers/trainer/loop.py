@@ -1,22 +1,23 @@
-"""The trainer's loop: groups in, steps, policy versions and outcomes out.
+"""The trainer's loop: reads groups, runs steps, publishes policy versions and outcomes.
 
 Keeps true
-- Every sample is trained once and has one outcome, however often the trainer is killed: the checkpoint of a step is on
-  disk before its outcomes and manifest are on the log, and those two are one transaction.
-- After a restart the newest checkpoint decides. If the log lacks its transaction, that is made again. If the log is
-  further, the run goes back: what is settled stays settled, the checkpoint's policy is published under a number above
-  all, in a new epoch, and samples of the versions in between settle as SUPERSEDED. The same policy in another element
-  type, or cut in another way, is another version on the log: it too begins an epoch.
-- A log that knows nothing of the checkpoint, as a new one after the old was lost, or that of another run, has the
-  checkpoint's policy as its first version, in an epoch and under a number above those that the policy had.
-- A version number stands for one policy, and the policy on the log and that in the checkpoint have the same digest.
-- One trainer a model: a newer one fences the older, which then cannot settle or publish anything.
-- A version is published while the next is trained, one at a time: no checkpoint is two versions ahead of the log.
-- A group that no step can compute is settled with the reason, and the trainer goes on. So are those of a minibatch
-  whose gradient is not finite. Where steps on end have no other minibatches, the trainer ends, and however often it
-  is started again, no more groups are settled for that.
-- A policy that is not finite, or whose logprobs of its own samples are not, is neither kept in a checkpoint nor
-  published nor exported: the trainer ends.
+- Every sample is trained on at most once and has one outcome, however often the trainer is killed: the checkpoint of a
+  step is on disk before its outcomes and manifest are committed in one transaction.
+- After a restart the newest checkpoint decides. If the log lacks the checkpoint's transaction, the transaction is
+  repeated. If the log is ahead, the run goes back: settled groups stay settled, the checkpoint's policy is published in
+  a new epoch under a number above all others, and samples of the versions in between settle as SUPERSEDED. The same
+  policy in another element type or with other slices is another version on the log and also begins a new epoch.
+- If the log does not know the checkpoint (a new log after the old one was lost, or another run's log), the checkpoint's
+  policy becomes its first version, with a new epoch and a number above those of the checkpoint.
+- A version number stands for one policy. The policy on the log and the policy in the checkpoint have the same digest.
+- A model has one trainer: a newer trainer fences the older one, which then cannot settle or publish.
+- A version is published while the next step trains, one version at a time, so a checkpoint is never two versions ahead
+  of the log.
+- A group that no step can compute is settled with the reason and training continues. The same holds for the groups of a
+  minibatch whose gradient is not finite. If consecutive steps have only such minibatches, the trainer ends, and further
+  restarts settle no more groups for this reason.
+- A policy with weights that are not finite, or with logprobs of its own samples that are not, is not saved, published
+  or exported; the trainer ends.
 """
 
 import time
@@ -70,27 +71,28 @@ from rose.workers.weights.publish import make_publisher
 from rose.workers.weights.snapshot import NotFinite, Snapshot
 
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
-"""No sample's fault: with less at once it would have gone."""
+"""Errors that do not blame a group: a smaller batch would have fitted."""
 
 NO_MEMORY_ON_CPU = "DefaultCPUAllocator"
-"""What torch's RuntimeError names when the machine's own memory is not enough."""
+"""Text in the RuntimeError that torch raises when host memory is exhausted."""
 
 MAX_FRUITLESS_STEPS = 2
-"""On end, of which no minibatch had a finite gradient: one may be its groups' fault, so many are the policy's."""
+"""Consecutive steps without a finite gradient after which the trainer ends: one such step may be caused by its groups,
+several are caused by the policy."""
 
 log = structlog.get_logger("trainer")
 
 
 class NoProgress(RoseError):
-    """The policy computes what no gradient can be made of."""
+    """Several consecutive steps had no finite gradient."""
 
 
 class PolicyRefused(UsageError):
-    """A step, or the model folder, left a policy that no engine could serve."""
+    """A step, or the model folder, gave a policy that no engine can serve."""
 
 
 class TrainerFenced(RoseError):
-    """Another trainer has taken this one's place, or the broker takes it for dead."""
+    """Another trainer of the model has started, or the broker has timed out this trainer's transaction."""
 
     def __init__(self, model_id: str) -> None:
         longest = TRANSACTION_MILLISECONDS // 1000
@@ -101,12 +103,12 @@ class TrainerFenced(RoseError):
 
 
 class Trainer:
-    """One run of training. Making one loads the policy and fences any other trainer of the model."""
+    """One run of training. The constructor loads the policy and fences any other trainer of the model."""
 
     def __init__(self, settings: BusSettings, config: TrainerConfig, weights: WeightsConfig, stop: Event) -> None:
-        """`stop` ends `run` after the present step, and reading the log back before that, with Stopped.
+        """`stop` ends `run` after the current step. If it is set while the log is read back, StreamStopped is raised.
 
-        Raises UsageError for a broken folder, BusError or TopicMissing.
+        Raises UsageError for a broken folder, and BusError or TopicMissing.
         """
         self._config = config
         self._stop = stop
@@ -131,15 +133,17 @@ class Trainer:
         self._version = 0
         self._abandoned: tuple[tuple[int, int], ...] = ()
         self._progress: Progress | None = None
-        """Of the present version, as it is on disk."""
+        """Progress of the current version, as saved in its checkpoint."""
         self._fruitless = 0
-        """Steps on end of which no minibatch had a finite gradient."""
+        """Number of consecutive steps without a finite gradient."""
         self._waiting_since = perf_counter()
 
     def run(self) -> None:
-        """Train until the run's groups have ended, then export the policy; or until `stop`, after the present step.
+        """Train until all groups of the run have ended, then export the policy. If `stop` is set, return after the
+        current step.
 
-        Raises RoseError: a checkpoint or log that is not this run's, a broker that refuses, another trainer.
+        Raises RoseError if the checkpoint or the log is another run's, the broker refuses, or another trainer fences
+        this one.
         """
         try:
             self._recover()
@@ -161,7 +165,7 @@ class Trainer:
             log.info("run complete", version=self._version, groups=self._config.total_groups)
 
     def _recover(self) -> None:
-        """Begin anew, or stand where the newest checkpoint stood, with its transaction on the log."""
+        """Start a new run, or restore the newest checkpoint and have its transaction committed."""
         newest = self._publisher.newest
         progress = next((one for one in self._checkpoints.newest_first() if _may_be_of(one, newest)), None)
         if progress is None:
@@ -173,7 +177,9 @@ class Trainer:
         metrics.POLICY_VERSION.set(self._version)
 
     def _start_fresh(self) -> None:
-        """Without a checkpoint of this run: with another's, where one is named, or with the model folder."""
+        """Start a run that has no checkpoint: from the checkpoint of `begin_from` if it is set, otherwise from the
+        model folder.
+        """
         taken = self._publisher.next_version - 1
         if taken >= 0:
             raise CheckpointRefused(
@@ -192,7 +198,9 @@ class Trainer:
         self._save_and_publish(self._stream.settlement(()), line=None)
 
     def _import_checkpoint(self, checkpoints: Checkpoints, progress: Progress) -> None:
-        """Begin a log that knows nothing of this checkpoint: of what its step settled, this one never heard."""
+        """Begin a new epoch on a log that does not know the checkpoint. The outcomes of the checkpoint's step are not
+        written.
+        """
         checkpoints.restore(progress, self._model, self._optimizer)
         self._version = self._publisher.begin_epoch(epoch=progress.epoch, version=progress.version)
         log.warning(
@@ -209,17 +217,18 @@ class Trainer:
         snapshot = self._snapshot()
         level = newest is not None and (newest.epoch, newest.version) == (progress.epoch, progress.version)
         ahead = progress.version >= self._publisher.next_version and progress.epoch == self._publisher.epoch
-        unsettled = progress.outcomes if ahead else ()  # otherwise they came on the log with the version
+        unsettled = progress.outcomes if ahead else ()  # otherwise they were committed with the version
         settlement = self._stream.settlement([decode(SampleOutcome, wire) for wire in unsettled])
         travels_alike = snapshot.digest() == progress.weights_digest
         if (level or ahead) and travels_alike:
             log.info("going on", version=self._version)
-            self._publish(snapshot, settlement)  # whole, so that who joins now need not look far back
+            # As an anchor, so that executors that join later need not read far back.
+            self._publish(snapshot, settlement)
         elif ahead and not level:
             log.info("going on, weights travel in another way than before", version=self._version)
-            self._save_and_publish(settlement, line=None)  # with the digest that the log will have
+            self._save_and_publish(settlement, line=None)  # saved again with the digest that the log will have
         else:
-            # Where no version is believed any more, as after a change of keys, the checkpoint alone tells of numbers.
+            # If no version is trusted any more, as after a change of keys, only the checkpoint knows epoch and number.
             known = {} if newest is not None else {"epoch": progress.epoch, "version": progress.version}
             self._version = self._publisher.begin_epoch(**known)
             if self._version > progress.version + 1:
@@ -242,7 +251,8 @@ class Trainer:
         judged, done = self._learn(judged)
         judged = self._reject_skipped(judged, done)
         trained, now = perf_counter(), time.time()
-        self._publisher.wait_until_published(HEALTH.report_progress)  # no checkpoint is two versions ahead of the log
+        # Keeps the checkpoint at most one version ahead of the log.
+        self._publisher.wait_until_published(HEALTH.report_progress)
         before, self._version = self._version, self._publisher.next_version
         self._check_policy_finite(judged)
         line = StepLine.of(judged, done, before=before, version=self._version, abandoned=self._abandoned)
@@ -255,10 +265,12 @@ class Trainer:
         self._waiting_since = perf_counter()
 
     def _learn(self, groups: list[SelectedGroup]) -> tuple[list[SelectedGroup], StepMetrics]:
-        """Train on these groups; those on which that raises are judged anew, as failed, and left out."""
+        """Train on these groups. If that raises, mark the groups on which training raises as failed and train on the
+        others.
+        """
         try:
             return groups, self._train_on(groups)
-        except Exception as error:  # a model, its kernels and autograd raise whatever they like
+        except Exception as error:  # models, kernels and autograd raise any exception
             if _out_of_memory(error) or isinstance(error, RoseError):
                 raise
             log.error("a step raised: looking for the group", version=self._version, error=traceback.format_exc())
@@ -266,7 +278,7 @@ class Trainer:
             judged = [self._try_group(group) for group in groups]
             left = [group for group in judged if group.trained]
             if not left and sum(bool(group.trained) for group in groups) > 1:
-                raise  # all of several: that is no group's fault
+                raise  # if all of several groups fail, the cause is no group
         self._restore()
         return judged, self._train_on(judged)
 
@@ -274,7 +286,7 @@ class Trainer:
         return train_step(self._model, self._optimizer, _trained(groups), settings=self._step_settings)
 
     def _check_policy_finite(self, groups: Sequence[SelectedGroup]) -> None:
-        """The present version that the step made, if it computes none. Raises PolicyRefused."""
+        """Raises PolicyRefused if the policy after the step computes logprobs that are not finite."""
         if not dry_run_policy(self._model, _trained(groups), settings=self._step_settings):
             raise PolicyRefused(
                 f"version {self._version} is neither kept nor published: its logprobs of the samples that it learned "
@@ -282,7 +294,10 @@ class Trainer:
             )
 
     def _reject_skipped(self, groups: list[SelectedGroup], done: StepMetrics) -> list[SelectedGroup]:
-        """Those of minibatches that were not applied are judged anew, as failed. Raises NoProgress."""
+        """Mark the groups of skipped minibatches as failed.
+
+        Raises NoProgress after MAX_FRUITLESS_STEPS consecutive steps without a finite gradient.
+        """
         if not done.skipped_minibatches:
             self._fruitless = 0 if done.tokens else self._fruitless
             return groups
@@ -302,7 +317,7 @@ class Trainer:
         try:
             samples = [TrainingSample.of(sample) for sample in group.trained]
             dry_run_group(self._model, samples, settings=self._step_settings)
-        except Exception as error:  # as above
+        except Exception as error:  # see `_learn`
             if _out_of_memory(error):
                 raise
             log.error("group left out", group=group.group_id, error=repr(error))
@@ -310,14 +325,15 @@ class Trainer:
         return group
 
     def _restore(self) -> None:
-        """To the present version as it is on disk, whatever a step has done to it."""
+        """Restore the current version from its checkpoint."""
         assert self._progress is not None
         self._checkpoints.restore(self._progress, self._model, self._optimizer)
 
     def _save_and_publish(self, settlement: Settlement, *, line: StepLine | None, trained: float = 0.0) -> None:
-        """Put the present version on disk, then begin to put it and what it was made of on the log.
+        """Save the current version as a checkpoint, then begin to publish it with the settlement.
 
-        `trained`: when the step of the line had computed.
+        `line`: the step's line; None if no step made the version. `trained`: perf_counter() seconds at the end of
+        training.
         """
         snapshot = self._snapshot()
         saving = perf_counter()
@@ -339,14 +355,14 @@ class Trainer:
         self._publish(snapshot, settlement)
 
     def _snapshot(self) -> Snapshot:
-        """The present version as it travels. Raises PolicyRefused for one that no engine could serve."""
+        """A snapshot of the current version. Raises PolicyRefused if a value is not finite."""
         try:
             return self._publisher.snapshot(self._tensors)
         except NotFinite as error:
             raise PolicyRefused(f"version {self._version} is neither kept nor published: {error}") from error
 
     def _publish(self, snapshot: Snapshot, settlement: Settlement) -> None:
-        """Begin to publish the present version; training goes on meanwhile. A failure ends the run."""
+        """Begin to publish the current version while training goes on. A failure ends the run."""
         began = perf_counter()
 
         def published(done: Future[WeightManifest]) -> None:
@@ -361,7 +377,7 @@ class Trainer:
 
 
 def step_settings(config: TrainerConfig) -> StepSettings:
-    """What of the configuration the step itself needs."""
+    """The part of the configuration that the step uses."""
     bounds = LossBounds(clip_low=config.clip_low, clip_high=config.clip_high, importance_cap=config.importance_cap)
     return StepSettings(
         bounds=bounds,
@@ -377,7 +393,9 @@ def _trained(groups: Sequence[SelectedGroup]) -> list[list[TrainingSample]]:
 
 
 def _may_be_of(progress: Progress, newest: WeightManifest | None) -> bool:
-    """Whether the log agrees with the checkpoint: a fenced trainer may have left one that was never settled."""
+    """Whether the checkpoint agrees with the newest manifest. A fenced trainer may have saved a checkpoint that it
+    never published.
+    """
     if newest is None or newest.version != progress.version or newest.digest == progress.weights_digest:
         return True
     log.warning("checkpoint is of another policy than the log's, trying the one before", version=progress.version)

@@ -1,13 +1,13 @@
-"""Token-level GRPO: what a group of rewards says about each sampled token.
+"""Token-level GRPO: advantages from the rewards of a group, and the loss of each sampled token.
 
 Keeps true
-- A group whose rewards are all equal, but for what sums of floats leave, has no advantage, and so no gradient.
-- Where the loss mask is 0 nothing counts, whatever the numbers there are.
-- A token weighs by the ratio of the policy to the one that sampled it, which may be versions older and ran in another
-  engine. That weight is truncated (truncated importance sampling, as TRL's `vllm_importance_sampling_cap`), and the
-  token stops pulling once the ratio has left the clip range in the direction of its advantage (PPO, with the wider
-  upper bound of DAPO, arXiv 2503.14476).
-- Long trajectories weigh by their tokens: the mean is over the batch's sampled tokens, not over trajectories.
+- A group whose rewards are equal, except for rounding errors, has no advantage and no gradient.
+- Tokens with a loss mask of 0 contribute nothing, whatever their values.
+- A token is weighted by the probability ratio of the current policy to the policy that sampled the token, which may be
+  some versions older and runs in another engine. The weight is truncated (truncated importance sampling, as TRL's
+  `vllm_importance_sampling_cap`). The token has no gradient once the ratio has left the clip range in the direction of
+  the advantage (PPO, with the wider upper bound of DAPO, arXiv 2503.14476).
+- The loss is a mean over the sampled tokens of the batch, not over trajectories, so a long trajectory has more weight.
 """
 
 from collections.abc import Sequence
@@ -19,25 +19,26 @@ from torch import Tensor
 from rose.workers.trainer.selection import rewards_differ
 
 DEVIATION_EPSILON = 1e-4
-"""Added to a group's standard deviation, so that a hair's breadth between rewards is no lesson of full weight."""
+"""Added to a group's standard deviation, so that tiny differences between rewards do not give full advantages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossBounds:
-    """How far one update may follow a sample."""
+    """Bounds on the ratio of the current policy to the sampling policy."""
 
     clip_low: float
-    """Lowest ratio at which a token of negative advantage is still pulled down."""
+    """Lowest ratio at which a token with negative advantage still has a gradient."""
     clip_high: float
-    """Highest ratio at which a token of positive advantage is still pushed up."""
+    """Highest ratio at which a token with positive advantage still has a gradient."""
     importance_cap: float
-    """Largest weight of a token; without it a token of negative advantage could weigh without bound."""
+    """Largest weight of a token. Without a cap, the weight of a token with negative advantage is unbounded."""
 
 
 def group_advantages(rewards: Sequence[float], *, scale_by_deviation: bool) -> list[float]:
-    """Reward minus the group's mean, over the group's standard deviation if asked (Dr. GRPO, 2503.20783, does without).
+    """Each reward minus the group's mean; divided by the group's standard deviation if `scale_by_deviation` is set (Dr.
+    GRPO, arXiv 2503.20783, does not divide).
 
-    All zeros for a group of equal rewards.
+    Returns zeros for a group of equal rewards.
     """
     if not rewards_differ(rewards):
         return [0.0] * len(rewards)
@@ -50,17 +51,20 @@ def group_advantages(rewards: Sequence[float], *, scale_by_deviation: bool) -> l
 
 
 def beyond_clip(ratio: Tensor, advantages: Tensor, bounds: LossBounds) -> Tensor:
-    """True where the policy has already followed a token as far as the clip range lets it."""
+    """True where the ratio has left the clip range in the direction of the advantage, so that the token has no
+    gradient.
+    """
     return ((advantages > 0) & (ratio > bounds.clip_high)) | ((advantages < 0) & (ratio < bounds.clip_low))
 
 
 def grpo_loss(
     logprobs: Tensor, *, behaviour_logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, bounds: LossBounds
 ) -> Tensor:
-    """The summed loss of the masked tokens; divide by the whole batch's count of them. All float, shape (rows, tokens).
+    """The loss summed over the masked tokens; the caller divides by the number of masked tokens in the batch.
 
-    `logprobs` is the policy's and carries the gradient, `behaviour_logprobs` what the engine recorded; `advantages`
-    broadcasts against them. Inside the bounds the gradient is that of `-ratio * advantage`.
+    `logprobs` are the current policy's and carry the gradient; `behaviour_logprobs` are those that the engine recorded.
+    Both and `loss_mask` have shape (rows, tokens); `advantages` broadcasts to it. Within the bounds the gradient is
+    that of `-ratio * advantage`.
     """
     mask = loss_mask.bool()
     log_ratio = torch.where(mask, logprobs - behaviour_logprobs, 0.0)

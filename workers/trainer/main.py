@@ -1,4 +1,4 @@
-"""The trainer as a program."""
+"""The trainer's entry point."""
 
 from contextlib import suppress
 from threading import Event
@@ -11,12 +11,11 @@ from rose.workers.weights.config import WeightsConfig
 def run_trainer(
     settings: BusSettings, config: TrainerConfig, stop: Event, *, weights: WeightsConfig | None = None
 ) -> None:
-    """Train until all groups of the run are settled, or until `stop` is set; the present step is finished first.
+    """Train until all groups of the run are settled or `stop` is set; the current step is finished first. Returns early
+    if `stop` is set before the trainer has recovered its position.
 
-    Where it is asked to stop before there is one, it ends without.
-
-    Raises RoseError: a broken model folder or key file, another run's checkpoint, an unreachable broker, a missing
-    topic.
+    Raises RoseError if the model folder or a key file is broken, the checkpoint is another run's, the broker is
+    unreachable or a topic is missing.
     """
     import torch
     from transformers.utils.logging import disable_progress_bar

@@ -1,4 +1,4 @@
-"""The trainer's Prometheus metrics."""
+"""Prometheus metrics of the trainer."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -9,10 +9,10 @@ from rose.workers.trainer.step_log import StepLine
 SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 OTHER_MODEL, DEAD_LETTER = "other_model", "dead_letter"
-"""What becomes of a sample that no group is asked about."""
+"""Labels of samples that are not given to the group assembly."""
 
 TRAINER = CollectorRegistry()
-"""What a trainer exports, once it has begun."""
+"""Metrics of the trainer, exported once it has started."""
 
 SAMPLES = Counter(
     "rose_trainer_samples_total", "Samples read, by what was done with them.", ["taken"], registry=TRAINER
@@ -83,7 +83,7 @@ for _outcome in Outcome:
 
 
 def observe(line: StepLine) -> None:
-    """Take a finished step in."""
+    """Update the metrics with a finished step."""
     for outcome, count in line.outcomes.items():
         OUTCOMES.labels(outcome).inc(count)
     for gauge, value in (

@@ -1,15 +1,15 @@
-"""What each trajectory of a complete group is good for.
+"""Selection: which samples of a complete group are trained on, and the outcome of each trajectory.
 
 Keeps true
 - Every trajectory of a group gets exactly one outcome.
-- A group is learned from only if two of its members that can be learned from have rewards that differ.
-- What the step could not compute, or the loss not price, is settled with a reason before any step sees it.
+- A group is trained on only if at least two trainable members have different rewards.
+- A sample that the step cannot compute, or whose loss is undefined, is settled with a reason before the step.
 - An infrastructure failure is never a reward of 0.
 
 Pure: no clock, no I/O, no randomness.
 
 Example (max_staleness 1, at version 3)
-    b:0 of version 3, b:1 of version 1   -> b:1 STALE, b:0 FILTERED: alone in its group
+    b:0 of version 3, b:1 of version 1   -> b:1 STALE; b:0 FILTERED, as no other reward is left to compare with
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,36 +26,37 @@ from rose.schemas.samples import TRUNCATED, Outcome, Sample, SampleOutcome
 from rose.workers.trainer.groups import CompleteGroup
 
 LEAST_TO_COMPARE = 2
-"""A reward says something only beside another one of its group."""
+"""A reward is informative only if the group has another one."""
 
 EQUAL_REWARDS = 1e-6
-"""Rewards that differ by no more, relative to the larger, are equal: what sums of floats leave is no lesson."""
+"""Rewards whose relative difference is at most this are equal: the difference may be a rounding error of sums."""
 
 SUM_LEAVES = 1e-12
-"""Rewards that differ by no more are equal, too: sums of terms up to a thousand leave less of what should be 0."""
+"""Rewards whose absolute difference is at most this are equal: the rounding error of sums that should be 0, with terms
+up to a thousand, is smaller."""
 
 REASON_CHARACTERS = 300
-"""Of an exception's message in an outcome."""
+"""Longest exception message in an outcome."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionRules:
-    """Which samples may be learned from."""
+    """Conditions on the samples that are trained on."""
 
     max_staleness: int
-    """In versions: a sample is stale if any of its tokens was drawn under a policy older than this. Versions that the
-    run has gone back behind do not count."""
+    """In versions. A sample is stale if one of its tokens was sampled by a policy that is older than this. Abandoned
+    versions are not counted."""
     vocabulary: int
-    """Token ids lie below it."""
+    """Size of the vocabulary: token ids are below it."""
     context_tokens: int
-    """Longest sample that the model takes."""
+    """Most tokens of a sample that the model takes."""
     leave_out_truncated: bool = False
-    """Whether samples that were cut off (`rose.schemas.samples.TRUNCATED`) are not learned from."""
+    """Whether truncated samples (`rose.schemas.samples.TRUNCATED`) are filtered."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleDecision:
-    """The end of one trajectory."""
+    """Outcome of one trajectory, with the reason."""
 
     outcome: Outcome
     reason: str = ""
@@ -66,17 +67,17 @@ TRAINED = SampleDecision(Outcome.TRAINED)
 
 @dataclass(frozen=True, slots=True)
 class SelectedGroup:
-    """A group with what becomes of it."""
+    """A group with the outcome of each member."""
 
     group_id: str
     samples: tuple[Sample, ...]
-    """All of its members, in order of index."""
+    """All members of the group, in order of index."""
     decisions: tuple[SampleDecision, ...]
-    """One for each of `samples`, in the same order."""
+    """Decisions on `samples`, in the same order."""
 
     @property
     def trained(self) -> tuple[Sample, ...]:
-        """Those to learn from: none, or at least two whose rewards differ."""
+        """The samples to train on: none, or at least two with different rewards."""
         ends = zip(self.samples, self.decisions, strict=True)
         return tuple(sample for sample, verdict in ends if verdict.outcome is Outcome.TRAINED)
 
@@ -84,9 +85,9 @@ class SelectedGroup:
 def select_samples(
     group: CompleteGroup, version: int, *, rules: SelectionRules, abandoned: Sequence[tuple[int, int]] = ()
 ) -> SelectedGroup:
-    """Decide what each member of a complete group is good for under policy `version`.
+    """Choose the outcome of each member of a complete group under policy `version`.
 
-    `abandoned`: first and last of the versions that the run has gone back behind.
+    `abandoned`: first and last version of each range that the run has gone back behind.
     """
     verdicts = [_decide(sample, version, rules=rules, abandoned=abandoned) for sample in group.samples]
     kept = [sample for sample, verdict in zip(group.samples, verdicts, strict=True) if verdict is TRAINED]
@@ -98,13 +99,13 @@ def select_samples(
 
 
 def mark_failed(group: SelectedGroup, error: Exception) -> SelectedGroup:
-    """The group as it is settled when to train on it raised this."""
+    """The group with its trained members marked as failed, because training on the group raised `error`."""
     message = " ".join(message_of(error).split())[:REASON_CHARACTERS]
     return _not_trained(group, f"to train on its group raised {type(error).__name__}: {message}")
 
 
 def mark_skipped(group: SelectedGroup) -> SelectedGroup:
-    """The group as it is settled when the step left its minibatch out."""
+    """The group with its trained members marked as failed, because the gradient of its minibatch was not finite."""
     return _not_trained(group, "the gradient of its minibatch is not finite, and was not applied")
 
 
@@ -115,7 +116,7 @@ def _not_trained(group: SelectedGroup, reason: str) -> SelectedGroup:
 
 
 def outcomes_of(groups: Iterable[SelectedGroup], *, step: int, policy_version: int, now: float) -> list[SampleOutcome]:
-    """The outcomes to settle these groups with. `now`: unix seconds."""
+    """The outcome records of these groups. `now`: Unix seconds."""
     return [
         SampleOutcome(
             trajectory_id=sample.trajectory_id,
@@ -132,21 +133,22 @@ def outcomes_of(groups: Iterable[SelectedGroup], *, step: int, policy_version: i
 
 
 def rewards_differ(rewards: Sequence[float]) -> bool:
-    """Whether these rewards say that one was better than another. The one tolerance of filter and advantage."""
+    """Whether at least two rewards differ by more than the tolerance, which filter and advantages share."""
     if len(rewards) < LEAST_TO_COMPARE:
         return False
     return not isclose(min(rewards), max(rewards), rel_tol=EQUAL_REWARDS, abs_tol=SUM_LEAVES)
 
 
 def staleness(sample: Sample, version: int, abandoned: Sequence[tuple[int, int]] = ()) -> int:
-    """How many versions the policy has moved on since the oldest of its tokens; 0 if it sampled none."""
+    """Number of versions by which the policy is ahead of the sample's oldest token; 0 if no token was sampled."""
     return steps_between(sample.oldest_version, version, abandoned) if sample.spans else 0
 
 
 def steps_between(since: int, version: int, abandoned: Sequence[tuple[int, int]]) -> int:
-    """How many steps lie between two versions of the run.
+    """Number of training steps between two versions of the run.
 
-    None is one that the run has gone back behind, nor the one after those, which is the policy before them.
+    Abandoned versions are not counted, nor the version after each abandoned range, which is the same policy as the
+    version before the range.
     """
     return max(0, version - since - sum(last - first + 2 for first, last in abandoned if since < first))
 
@@ -154,7 +156,7 @@ def steps_between(since: int, version: int, abandoned: Sequence[tuple[int, int]]
 def still_relevant(
     abandoned: Sequence[tuple[int, int]], version: int, *, max_staleness: int
 ) -> tuple[tuple[int, int], ...]:
-    """Those that still say something: without the others, what is older than they are is stale all the same."""
+    """The abandoned ranges that can still affect a sample; a sample from before any other range is stale anyway."""
     return tuple(one for one in abandoned if steps_between(one[1] + 1, version, abandoned) <= max_staleness)
 
 
@@ -183,7 +185,7 @@ def _decide(
 
 
 def sample_error(sample: Sample, *, rules: SelectionRules) -> str:
-    """Why a sample cannot be learned from whatever its age: the infrastructure failed it. Empty if it can."""
+    """Why a sample cannot be trained on whatever its age: an infrastructure failure. Empty if it can be."""
     if sample.failure:
         return sample.failure
     if sample.reward is None:
@@ -222,7 +224,7 @@ def _turns_error(sample: Sample, mask: NDArray[np.uint8]) -> str:
 
 
 def untrainable_request(sample: Sample) -> str:
-    """Why a sample teaches nothing though nothing failed: what was asked for. Empty if it can be learned from."""
+    """Why a sample without a failure cannot be trained on because of its request. Empty if it can be."""
     if not any(sample.loss_mask):
         return "no token of it was sampled"
     return next((reason for turn in sample.turns if (reason := untrainable_reason(turn.sampling))), "")

@@ -1,12 +1,13 @@
-"""One training step on a batch of groups: the function that the bus trainer and the plain reference both call.
+"""One training step on a batch of groups. The bus trainer and the plain reference call the same function.
 
 Keeps true
 - The step is a function of model, optimizer and groups: no clock, no randomness, no I/O. The model computes in
-  evaluation mode (`policy`), so on policy a token's ratio is 1.
-- Samples of a group without advantage, or without a sampled token, are not computed: their gradient is exactly zero,
-  and they dilute no mean.
-- How sequences are packed into passes changes nothing but time and memory.
-- A minibatch whose gradient is not finite changes nothing and is in no mean; the metrics count it and name its groups.
+  evaluation mode (`policy`), so the ratio of an on-policy token is 1.
+- Samples of a group without advantages, or without sampled tokens, are not computed: their gradient is zero, and they
+  are not part of any mean.
+- How sequences are packed into passes changes only time and memory.
+- A minibatch whose gradient is not finite changes no weight and is in no mean. The metrics count it and name its
+  groups.
 """
 
 import math
@@ -26,20 +27,20 @@ from rose.workers.trainer.policy import microbatches, pad_rows, produces_nonfini
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
-    """One trajectory; the lists are of equal length."""
+    """One trajectory. All lists have one entry per token."""
 
     tokens: Sequence[int]
     loss_mask: Sequence[int]
     """1 where the policy sampled the token."""
     behaviour_logprobs: Sequence[float]
-    """As the engine recorded them; ignored where the mask is 0."""
+    """Logprobs that the engine recorded; ignored where the mask is 0."""
     temperatures: Sequence[float]
-    """At which each token was drawn; above 0, and without meaning where the mask is 0."""
+    """Sampling temperature of each token, above 0; ignored where the mask is 0."""
     reward: float
 
     @classmethod
     def of(cls, sample: Sample) -> Self:
-        """A sample of the bus that `selection.select_samples` found fit to learn from."""
+        """Convert a Sample record that `selection.select_samples` marked as trained."""
         assert sample.reward is not None
         tokens = unpack_tokens(sample.tokens)
         temperatures = [1.0] * len(tokens)
@@ -56,43 +57,43 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """How a step learns."""
+    """Settings of a step."""
 
     bounds: LossBounds
     scale_by_deviation: bool
-    """Divide advantages by the group's standard deviation, so that groups count alike."""
+    """Whether advantages are divided by the group's standard deviation, so that groups have equal weight."""
     minibatches: int
     """Optimizer updates in a step, each on its share of the groups."""
     gradient_norm: float
-    """A larger gradient is scaled down to this norm."""
+    """Largest gradient norm; a larger gradient is scaled down to it."""
     microbatch_tokens: int
-    """Padded tokens of one pass through the model; bounds memory, changes nothing else."""
+    """Most padded tokens in one pass through the model. Bounds memory only."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StepMetrics:
-    """What a step did; means are over the tokens trained on."""
+    """Metrics of a step; means are over the tokens that were trained on."""
 
     reward: float
-    """Mean over all samples given, those without advantage too."""
+    """Mean reward of all samples, with or without advantage."""
     groups: int
     groups_with_signal: int
-    """Groups whose rewards differ."""
+    """Number of groups whose rewards differ."""
     tokens: int = 0
-    """Sampled tokens trained on."""
+    """Number of sampled tokens that were trained on."""
     loss: float = 0.0
     gradient_norm: float = 0.0
-    """Largest of the minibatches, before it was scaled down."""
+    """Largest gradient norm of the minibatches, before clipping."""
     importance_mean: float = 0.0
-    """Mean ratio of the policy to the one that sampled, before truncation; on policy it is 1."""
+    """Mean ratio of the current policy to the sampling policy, before truncation; 1 on policy."""
     kl_behaviour: float = 0.0
-    """Estimated KL divergence of the sampling policy from the trained one, nats a token."""
+    """Estimated KL divergence of the sampling policy from the current policy, in nats per token."""
     clipped_share: float = 0.0
-    """Share of tokens that the clip kept from pulling further."""
+    """Share of tokens that have no gradient because of the clip range."""
     skipped_minibatches: int = 0
-    """Minibatches whose gradient was not finite."""
+    """Number of minibatches whose gradient was not finite."""
     skipped_groups: tuple[int, ...] = ()
-    """Of those, by their places among the groups given: nothing was learned from them."""
+    """Indices, among the groups given, of the groups in skipped minibatches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _Sums:
-    """Over sampled tokens."""
+    """Sums over sampled tokens."""
 
     tokens: int = 0
     loss: float = 0.0
@@ -112,6 +113,7 @@ class _Sums:
     clipped: float = 0.0
 
     def add(self, other: Self) -> None:
+        """Add the sums of another minibatch."""
         self.tokens += other.tokens
         self.loss += other.loss
         self.ratio += other.ratio
@@ -120,7 +122,7 @@ class _Sums:
 
 
 def make_optimizer(model: Any, *, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW without weight decay and with a short memory, as a run of a few dozen steps wants it."""
+    """AdamW without weight decay and with a beta2 of 0.95, which adapts fast enough for a run of a few dozen steps."""
     return torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
 
 
@@ -131,7 +133,10 @@ def train_step(
     *,
     settings: StepSettings,
 ) -> StepMetrics:
-    """Update the model in place from whole groups; say what happened."""
+    """Update the model in place with one step on whole groups.
+
+    Each inner sequence of `groups` is one complete group.
+    """
     live: list[tuple[int, list[_Row]]] = []
     for place, group in enumerate(groups):
         rewards = [sample.reward for sample in group]
@@ -166,14 +171,16 @@ def train_step(
 
 
 def dry_run_group(model: Any, group: Sequence[TrainingSample], *, settings: StepSettings) -> None:
-    """Compute a group's gradient and throw it away: raises what a step on it would raise, and changes no weight."""
+    """Compute the gradient of a group and discard it. Raises what a step on the group would raise; changes no
+    weight.
+    """
     _gradients(model, [_Row(sample, 1.0) for sample in group if any(sample.loss_mask)], settings)
     model.zero_grad(set_to_none=True)
 
 
 def dry_run_policy(model: Any, groups: Sequence[Sequence[TrainingSample]], *, settings: StepSettings) -> bool:
-    """Whether a policy of finite weights computes numbers, tried on the longest samples of these groups: as many as one
-    pass takes, since what overflows does so everywhere.
+    """Whether the policy computes finite logprobs. Tries one pass with the longest samples of these groups, since an
+    overflow affects every sample.
     """
     samples = [sample for group in groups for sample in group if any(sample.loss_mask)]
     longest = next(microbatches([len(sample.tokens) for sample in samples], tokens=settings.microbatch_tokens), [])
@@ -181,13 +188,13 @@ def dry_run_policy(model: Any, groups: Sequence[Sequence[TrainingSample]], *, se
 
 
 def _inputs(samples: Sequence[TrainingSample]) -> tuple[Tensor, Tensor]:
-    """Tokens and temperatures of one pass."""
+    """Tokens and temperatures of one pass, each of shape (rows, tokens)."""
     tokens = pad_rows([sample.tokens for sample in samples], dtype=torch.long)
     return tokens, pad_rows([sample.temperatures for sample in samples], dtype=torch.float32, filling=1.0)
 
 
 def _gradients(model: Any, rows: Sequence[_Row], settings: StepSettings) -> _Sums:
-    """Add to the parameters' gradients that of the rows' loss, a mean over their sampled tokens."""
+    """Add the gradient of the rows' loss, a mean over their sampled tokens, to the parameters' gradients."""
     sums = _Sums(tokens=sum(sum(row.sample.loss_mask) for row in rows))
     for indices in microbatches([len(row.sample.tokens) for row in rows], tokens=settings.microbatch_tokens):
         part = [rows[index] for index in indices]
@@ -208,9 +215,9 @@ def _gradients(model: Any, rows: Sequence[_Row], settings: StepSettings) -> _Sum
 def _observe(
     sums: _Sums, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, *, mask: Tensor, bounds: LossBounds
 ) -> None:
-    log_ratio = (logprobs - behaviour)[mask.bool()].double()  # whose ratio is at most that of LEAST_LOGPROB
+    log_ratio = (logprobs - behaviour)[mask.bool()].double()  # the ratio is at most that of MIN_LOGPROB
     ratio = log_ratio.exp()
     sums.ratio += float(ratio.sum())
-    # The estimator r - 1 - log r of the divergence is never negative and varies little.
+    # The estimator r - 1 - log r of the KL divergence is never negative and has low variance.
     sums.divergence += float((ratio - 1 - log_ratio).sum())
     sums.clipped += float(beyond_clip(ratio, advantages.expand_as(mask)[mask.bool()], bounds).sum())

@@ -1,6 +1,6 @@
 """`metrics.jsonl`: one JSON line for each optimizer step, for the report.
 
-Keeps true: a step has one line, whole, in order, however often the trainer was killed.
+Keeps true: each step has exactly one complete line, in order, however often the trainer is killed.
 """
 
 import os
@@ -14,55 +14,55 @@ import msgspec
 from rose.schemas.samples import Outcome
 from rose.workers.trainer.selection import SelectedGroup, staleness
 
-if TYPE_CHECKING:  # computes with torch, which the report of a run can do without
+if TYPE_CHECKING:  # imports torch, which the report of a run does not need
     from rose.workers.trainer.step import StepMetrics
 
 STEP_LOG = "metrics.jsonl"
 
 
 class StepLine(msgspec.Struct, kw_only=True):
-    """What one step was."""
+    """Metrics of one step."""
 
     step: int
     version: int
-    """The policy version that it made."""
+    """Policy version that the step made."""
     groups: int
     groups_filtered: int
-    """Of `groups`; whose rewards said nothing."""
+    """Number of `groups` without a trained sample."""
     outcomes: dict[str, int]
-    """Trajectories by outcome."""
+    """Number of trajectories by outcome."""
     reward_mean: float | None
-    """Over the step's samples that have a reward; None if none has."""
+    """Mean reward of the step's samples that have a reward; None if there are none."""
     success_rate: float | None
-    """Of the same samples."""
+    """Share of successful samples; None if no sample reports success."""
     staleness_mean: float | None
-    """In versions, of the samples that were trained on."""
+    """Mean staleness, in versions, of the samples that were trained on."""
     staleness_max: int | None
     tokens: int = 0
-    """Sampled tokens that were trained on."""
+    """Number of sampled tokens that were trained on."""
     loss: float | None = None
     gradient_norm: float | None = None
     importance_mean: float | None = None
-    """Mean ratio of the trainer's probability of a sampled token to the engine's: 1 on policy."""
+    """Mean ratio of a sampled token's probability in the trainer to that in the engine; 1 on policy."""
     kl_behaviour: float | None = None
-    """Divergence of the sampling policy from the trained one, nats a token."""
+    """KL divergence of the sampling policy from the trained policy, in nats per token."""
     clipped_share: float | None = None
-    """Of the tokens: those that the clip kept from pulling further."""
+    """Share of tokens that have no gradient because of the clip range."""
     skipped_minibatches: int = 0
-    """Whose gradient was not finite."""
+    """Number of minibatches whose gradient was not finite."""
     waiting_seconds: float = 0.0
-    """For samples, since the step before."""
+    """Seconds of waiting for groups since the step before."""
     training_seconds: float = 0.0
     publishing_seconds: float = 0.0
-    """What the step waited for the version before to be on the log, and copied of its own."""
+    """Seconds of waiting for the previous version to be on the log, and of copying this one."""
     checkpoint_seconds: float | None = None
-    """None if the trainer was killed after it."""
+    """Seconds of writing the checkpoint; None if the trainer was killed after the checkpoint."""
     ended_at: float = 0.0
-    """Unix seconds; of the training, not of the publishing."""
+    """Unix seconds at the end of training, before publishing."""
     group_ids: tuple[str, ...] = ()
-    """Of `groups`: settled with this step."""
+    """Ids of `groups`, which are settled with this step."""
     endings: dict[str, int] = {}
-    """Trajectories by how they ended (`rose.schemas.samples.Ending`)."""
+    """Number of trajectories by how they ended (`rose.schemas.samples.Ending`)."""
 
     @classmethod
     def of(
@@ -74,7 +74,7 @@ class StepLine(msgspec.Struct, kw_only=True):
         version: int,
         abandoned: Sequence[tuple[int, int]] = (),
     ) -> Self:
-        """What a step from version `before` made of these groups; `abandoned` as `select_samples` takes it."""
+        """The line of a step from version `before` to `version`; `abandoned` as in `select_samples`."""
         settled = [pair for group in groups for pair in zip(group.samples, group.decisions, strict=True)]
         rewarded = [sample for sample, verdict in settled if verdict.outcome is not Outcome.INFRA_FAILED]
         ages = [staleness(sample, before, abandoned) for group in groups for sample in group.trained]
@@ -103,10 +103,12 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 class StepLog:
-    """Appends to the file of a run folder."""
+    """Appends to the step log of a run folder."""
 
     def __init__(self, run_folder: Path) -> None:
-        """Drops a last line that was cut short. Raises OSError, or DecodeError if it is somebody else's file."""
+        """Open the log and remove a truncated last line. Raises OSError, or DecodeError if the file has
+        another format.
+        """
         run_folder.mkdir(parents=True, exist_ok=True)
         self._file = run_folder / STEP_LOG
         content = self._file.read_bytes() if self._file.exists() else b""
@@ -115,10 +117,10 @@ class StepLog:
             os.truncate(self._file, len(whole))
         lines = whole.splitlines()
         self.last_step = msgspec.json.decode(lines[-1], type=StepLine).step if lines else 0
-        """0 before the first."""
+        """Number of the last step in the log; 0 if there is none."""
 
     def append(self, line: StepLine) -> None:
-        """Add a step's line, unless it is there."""
+        """Append a step's line, unless the log has the step already."""
         if line.step > self.last_step:
             with self._file.open("ab") as file:
                 file.write(msgspec.json.encode(line) + b"\n")
@@ -126,17 +128,17 @@ class StepLog:
 
 
 def decode_line(data: bytes) -> StepLine:
-    """A step's line from its bytes. Raises msgspec.DecodeError."""
+    """Decode a step's line from JSON. Raises msgspec.DecodeError."""
     return msgspec.json.decode(data, type=StepLine)
 
 
 def encode_line(line: StepLine) -> bytes:
-    """A step's line as one line of JSON, without its end."""
+    """Encode a step's line as JSON without a newline."""
     return msgspec.json.encode(line)
 
 
 def read_step_log(run_folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run so far, for a report; empty before the first."""
+    """The complete lines of a run's step log, as plain objects; empty if the file does not exist."""
     file = run_folder / STEP_LOG
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
     return [msgspec.to_builtins(decode_line(line)) for line in lines if line.endswith(b"\n")]

@@ -1,25 +1,25 @@
-"""Complete groups in, outcomes out: with a `WeightPublisher` the whole contract of a trainer with the bus.
+"""Reads complete groups and writes outcomes. SampleStream and `WeightPublisher` are the whole interface of a trainer to
+the bus.
 
 Keeps true
-- A group is handed out once by a stream, and again by the next one only if it was not settled.
-- A trajectory gets one outcome, however often its trainer is killed: outcomes, the manifest that goes with them and the
-  place to read on from are one transaction.
-- Where a trainer stands is on the log. A stream begins before the oldest sample without an outcome and drops what has
-  one: it needs no checkpoint, and reads back what is live, not what was. Whatever was committed last: each sample
-  before that place has an outcome, and the outcomes of what lies at or after it, and of what the last settlement named,
-  lie at or after the place in the outcomes (`groups.py`).
-- One stream a model: a newer one fences the older, which then cannot settle anything (`fencing.py`).
-- What is no sample, or one that nobody asked for, is a dead letter once.
-- No sample is deleted before every trainer that the broker remembers has settled it, of whatever model.
+- A stream hands a group out once; a later stream hands it out again only if it was not settled.
+- A trajectory gets one outcome, however often its trainer is killed: outcomes, the manifest that belongs to them and
+  the resume point are one transaction.
+- The trainer's position is on the log; a stream needs no checkpoint. A stream begins before the oldest sample without
+  an outcome and drops samples that have one, so it reads only what is still live. `groups.py` says why this position is
+  sufficient.
+- A model has one stream: a newer stream fences the older one, which then cannot settle anything (`fencing.py`).
+- A message that is no valid sample, or a sample of an unknown trajectory, becomes a dead letter once.
+- A sample is deleted only after every trainer that the broker remembers, of whatever model, has settled it.
 
 Example (any trainer)
     tensors = FolderTensors(model, folder)
     with SampleStream(settings, "policy") as stream, WeightPublisher(settings, "policy") as publisher:
         version = stream.publish(publisher, tensors)
         while groups := stream.take(16):
-            judged = [select_samples(group, version, rules=rules) for group in groups]
-            learn([group.trained for group in judged])
-            outcomes = outcomes_of(judged, step=version + 1, policy_version=version, now=time.time())
+            selected = [select_samples(group, version, rules=rules) for group in groups]
+            learn([group.trained for group in selected])
+            outcomes = outcomes_of(selected, step=version + 1, policy_version=version, now=time.time())
             version = stream.publish(publisher, tensors, outcomes)
 """
 
@@ -51,30 +51,30 @@ from rose.workers.trainer import metrics
 from rose.workers.trainer.fencing import OUTCOMES_PLACE, FencedCommitter
 from rose.workers.trainer.groups import CompleteGroup, GroupAssembly, ResumePoint, SampleStatus
 
-if TYPE_CHECKING:  # both compute with torch, which who only reads samples can do without
+if TYPE_CHECKING:  # both import torch, which a reader of samples does not need
     from torch import Tensor
 
     from rose.workers.weights.manifests import SignedManifest
     from rose.workers.weights.publish import WeightPublisher
 
 BATCH = 256
-"""Records taken from librdkafka at once."""
+"""Most records taken from librdkafka in one read."""
 
 LOOK_SECONDS = 0.2
-"""How long one look for samples lasts; also how soon a stop is noticed."""
+"""Longest wait of one read for samples; a stop is noticed within it."""
 
 DELETING_SECONDS = 3600.0
-"""How often samples are deleted that are settled and old enough."""
+"""Interval of deleting samples that are settled and old enough."""
 
 log = structlog.get_logger("trainer")
 
 
 class WrongLog(UsageError):
-    """The log is not the one that this trainer has read."""
+    """The log is another one than the trainer has read before."""
 
 
 class StreamStopped(RoseError):
-    """Asked to stop before it was known where the trainer stands."""
+    """The stream was stopped before it had recovered its position."""
 
     def __init__(self) -> None:
         super().__init__("the trainer was asked to stop before it had read back where it stands")
@@ -82,24 +82,28 @@ class StreamStopped(RoseError):
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """What one transaction is to say: decided, not yet on the log."""
+    """The content of one settling transaction, decided but not committed."""
 
     stream: "SampleStream"
     outcomes: tuple[SampleOutcome, ...]
     resume: ResumePoint
 
     def commit(self, manifest: "SignedManifest | None" = None) -> None:
-        """Put it on the log, with the manifest of the version that was made of it. On any thread, in any order.
+        """Commit the outcomes, the resume point and the manifest of the version that was trained on them. On any
+        thread; settlements may be committed in any order.
 
-        What is never committed settles nothing: its groups are handed out by the next stream. Raises BusError, or
-        Stopped amid finding out what became of it; the stream is of no more use then. Raises UsageError once the stream
-        is closed.
+        A settlement that is never committed settles nothing: the next stream hands its groups out again.
+
+        Raises BusError, or StreamStopped if a transaction's outcome was still unknown at the stop; the stream is
+        unusable then. Raises UsageError if the stream is closed.
         """
         self.stream._commit(self, manifest)
 
 
 class SampleStream:
-    """Groups from where the log says that the model's trainer stands. A context manager, for one thread."""
+    """The complete groups that no trainer of the model has settled. A context manager; its methods are for one
+    thread.
+    """
 
     def __init__(
         self,
@@ -110,11 +114,13 @@ class SampleStream:
         stop: Event | None = None,
         client_id: str = "trainer",
     ) -> None:
-        """Fences any other stream of the model.
+        """Fences any other stream of the model and recovers the position from the log.
 
-        `total_groups`: the run has ended when so many groups are settled or their prompts refused; 0 is never. `stop`
-        ends waiting for groups, for a broker that is away, and this: then it raises Stopped. Raises TopicMissing,
-        BusError, or WrongLog when the samples end before that place.
+        `total_groups`: the run ends when this many groups are settled or refused; 0 means never. `stop` ends waiting
+        for groups and for an unreachable broker.
+
+        Raises StreamStopped if `stop` is set before the position is recovered, TopicMissing, BusError, and WrongLog if
+        the samples topic ends before the committed position.
         """
         register(metrics.TRAINER)
         self.model_id = model_id
@@ -122,17 +128,17 @@ class SampleStream:
         self._total = total_groups
         self._publishing = False
         self._committed_groups: deque[str] = deque()
-        """As whichever thread committed them says: the assembly belongs to the stream's."""
+        """Groups that were committed on any thread; the stream's thread passes them to the assembly."""
         self._committer = FencedCommitter(settings, model_id, client_id, self._stop)
         self._reader = Reader(
             settings, client_id, group=f"{TRAINER_PREFIX}{model_id}", report_ends=True, on_wait=self.check_stopped
         )
         self.fresh = False
-        """No trainer of the model has ever settled anything on this log, as far as the broker remembers."""
+        """Whether no trainer of the model has settled anything on this log, as far as the broker remembers."""
         self._dead_lettered: set[tuple[int, int]] | None = None
         self._handed_out: set[str] = set()
         self._ended_groups: set[str] = set()
-        """Groups that count towards the total, where there is one: settled, or refused."""
+        """Groups that count towards `total_groups`: settled or refused."""
         try:
             self._recover_position()
         except BaseException as error:
@@ -148,25 +154,25 @@ class SampleStream:
         self.close()
 
     def __iter__(self) -> Iterator[CompleteGroup]:
-        """Groups one by one; iterated again it goes on with the next. Raises BusError."""
+        """Iterate over groups one by one; a second iteration continues with the next group. Raises BusError."""
         while groups := self.take(1):
             yield groups[0]
 
     @property
     def ended(self) -> bool:
-        """Whether the run's groups are settled or refused, all of them."""
+        """Whether all groups of the run are settled or refused."""
         return bool(self._total) and len(self._ended_groups) >= self._total
 
     def check_stopped(self) -> None:
-        """For who reads the log back: the loop turns over, unless it is to stop. Raises Stopped."""
+        """Report progress to the health check; raises StreamStopped if `stop` is set. A callback for waits."""
         HEALTH.report_progress()
         if self._stop.is_set():
             raise StreamStopped
 
     def take(self, count: int) -> tuple[CompleteGroup, ...]:
-        """The next `count` groups, in the order in which they became complete; waits for them.
+        """Wait for the next `count` groups, in the order in which they became complete.
 
-        Fewer where the run has fewer left; none when it has ended, or `stop` is set. Raises BusError.
+        Returns fewer groups if the run has fewer left, and none if the run has ended or `stop` is set. Raises BusError.
         """
         while not self._stop.is_set():
             target = min(count, self._left()) if self._total else count
@@ -184,16 +190,16 @@ class SampleStream:
         return ()
 
     def settle(self, outcomes: Sequence[SampleOutcome]) -> None:
-        """Give every trajectory of some groups its outcome, on the log when this returns.
+        """Commit the outcomes of all trajectories of some groups.
 
-        Groups that have their outcomes already are passed over: those at least that were settled since the oldest
-        sample without an outcome, and those that the last settlement before this stream named. Raises ValueError for a
-        group with a trajectory left out, BusError.
+        Groups that are settled already are skipped, if they were settled since the oldest sample without an outcome or
+        named by the last settlement before this stream. Raises ValueError if a trajectory of a group has no outcome,
+        and BusError.
         """
         self.settlement(outcomes).commit()
 
     def settlement(self, outcomes: Sequence[SampleOutcome]) -> Settlement:
-        """What `settle` would write, to be committed later. Raises ValueError."""
+        """The transaction that `settle` would commit, to be committed later. Raises ValueError."""
         by_group: dict[str, set[str]] = {}
         for outcome in outcomes:
             by_group.setdefault(outcome.group_id, set()).add(outcome.trajectory_id)
@@ -215,14 +221,15 @@ class SampleStream:
         named_tensors: "Iterable[tuple[str, Tensor]]",
         outcomes: Sequence[SampleOutcome] = (),
     ) -> int:
-        """Publish the next version and settle what it was made of, in one transaction, while training goes on.
+        """Publish the next version and settle the groups that it was trained on in one transaction, while training goes
+        on.
 
-        Returns its number. The tensors are copied before this returns; what fails later is raised by the next call, or
-        by the publisher's `close`. The first call of a process says where it goes on: a policy that is the newest on
-        the log is stored whole again under its number, any other begins a new epoch. Raises what `settle` and
-        `WeightPublisher.publish` do.
+        Returns the version's number. The tensors are copied before this returns; a later failure is raised by the next
+        call, or by the publisher's `close`. The first call of a process resumes: if the policy is the newest on the
+        log, it is published again under its number as an anchor; otherwise it begins a new epoch. Raises what `settle`
+        and `WeightPublisher.publish` raise.
         """
-        publisher.wait_until_published()  # before the copy: there are two at most
+        publisher.wait_until_published()  # before the copy, so that there are at most two copies
         settlement = self.settlement(outcomes)
         snapshot, newest, version = publisher.snapshot(named_tensors), publisher.newest, publisher.next_version
         if newest is not None and not self._publishing:
@@ -232,7 +239,9 @@ class SampleStream:
         return version
 
     def close(self) -> None:
-        """What was not committed is handed out again by the model's next stream. What is being committed still is."""
+        """Close the stream. Groups that are not settled are handed out again by the model's next stream; a commit under
+        way still completes.
+        """
         self._committer.close()
         self._reader.close()
 
@@ -240,7 +249,7 @@ class SampleStream:
         places: list[Place] = [(SAMPLES, part) for part in range(self._reader.partition_count(SAMPLES))]
         committed = self._committer.claim(self._reader, places)
         await_transactions(self._settings, [OUTCOMES_PLACE], client_id=self._client_id, on_wait=self.check_stopped)
-        forgotten = None in committed.values()  # the broker drops the offsets of who was away for a week
+        forgotten = None in committed.values()  # the broker drops the offsets of a group without members after a week
         self.fresh = all(committed[place] is None for place in places)
         known_from = 0 if self._total or forgotten else committed[OUTCOMES_PLACE] or 0
         low, self._outcomes_end = self._reader.watermarks(OUTCOMES_PLACE)
@@ -263,7 +272,9 @@ class SampleStream:
         self._reader.assign(begins)
 
     def _catch_up(self) -> dict[Place, int]:
-        """Take in what is said of the groups so far; what was mended must not count meanwhile. Returns what follows."""
+        """Read all group records and return the offsets that follow. Reading to the end ensures that a refused group
+        whose prompt was mended later does not count.
+        """
         places: list[Place] = [(GROUPS, part) for part in range(self._reader.partition_count(GROUPS))]
         begins = {place: low for place, (low, _) in self._reader.all_watermarks(places).items()}
         for envelope in self._read_back(begins):
@@ -294,7 +305,7 @@ class SampleStream:
             if not isinstance(item, EndOfPartition):
                 self._on_group(item)
             return
-        if isinstance(item, EndOfPartition):  # behind the last record there may be what ends its transaction
+        if isinstance(item, EndOfPartition):  # transaction markers may follow the last record
             self._assembly.on_read(item.partition, item.offset - 1)
             return
         self._assembly.on_read(item.partition, item.offset)
@@ -318,13 +329,13 @@ class SampleStream:
             log.warning("sample dropped", trajectory=sample.trajectory_id, reason="it has come before")
 
     def _on_group(self, item: Envelope | InvalidMessage) -> None:
-        """Take in what an environment worker says of a group."""
+        """Count a group as ended, or not, from its record."""
         if isinstance(item, Envelope) and isinstance(item.record, Group):
             name = item.record.group_id
             if item.record.state is not GroupState.OPEN:
                 self._ended_groups.add(name)
             elif not self._assembly.is_settled(name):
-                self._ended_groups.discard(name)  # a mended prompt has opened it
+                self._ended_groups.discard(name)  # a corrected prompt has opened the group
 
     def _dead_letter(self, item: Envelope | InvalidMessage, reason: str) -> None:
         metrics.SAMPLES.labels(metrics.DEAD_LETTER).inc()
@@ -358,7 +369,7 @@ class SampleStream:
             return
         self._delete_at = time.monotonic() + DELETING_SECONDS
         own: Mapping[Place, int] = {(SAMPLES, part): offset for part, offset in self._committed.items()}
-        try:  # the trainers of other models read the same topic
+        try:  # trainers of other models read the same topic
             read = lowest_committed(self._settings, TRAINER_PREFIX, list(own), client_id=self._client_id)
             needed = {place: min(offset, read.get(place, offset)) for place, offset in own.items()}
             delete_before(self._settings, needed, client_id=self._client_id)

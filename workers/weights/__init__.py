@@ -1,1 +1,1 @@
-"""Policy versions on the log: cut into chunks and published, fetched, verified and staged."""
+"""Transfer of policy versions over the log: published in chunks; fetched, verified and staged by receivers."""

@@ -1,10 +1,10 @@
-"""A version in host memory: made of an anchor's slices, or of an older version and what changed since.
+"""Assembles a version in host memory from an anchor's slices, or from an older version and its changed slices.
 
 Keeps true
-- A version is whole or not there: what was decoded is kept aside until every slice of it has been verified.
-- A slice is decoded against the bytes that its publisher had, or refused: both digests are checked.
-- Every value of a version is a finite number.
-- Memory is taken for the model's own tensors and for payloads that its manifest bounds, for nothing else.
+- A version is applied completely or not at all: decoded slices are kept aside until every slice has been verified.
+- A slice is decoded against the bytes that the publisher used, or refused: the digests of base and result are checked.
+- Every value of a version is finite.
+- Memory is allocated only for the model's own tensors and for payloads whose sizes the manifest bounds.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,42 +21,47 @@ from rose.workers.weights.layout import Box, box_of
 from rose.workers.weights.tensors import Matrix, bits_of, empty_tensor, finite, read_box, write_box
 
 Fetch = Callable[[list[ChunkRef]], Iterable[tuple[ChunkRef, WeightChunk | bytes]]]
-"""Hands out what lies at every reference, in no order of slices. May raise VersionRefused."""
+"""Yields each chunk with its reference, in any order. May raise VersionRefused."""
 
 
 class ReceiverStopped(Exception):
-    """The receiver was told to stop; what was fetched is thrown away."""
+    """The receiver is stopping; the fetched chunks are discarded."""
 
 
 @dataclass(slots=True)
 class Assembled:
-    """One version, or as much of it as the receiver wants."""
+    """One version, or the part of it that the receiver needs."""
 
     tensors: dict[str, Tensor]
-    """Whole in shape. Of a sharded receiver only the elements of wanted slices are set."""
+    """Tensors of full shape. With a shard, only the elements of the needed slices are set."""
     digests: dict[tuple[str, Box], bytes] = field(default_factory=dict)
-    """Of the slices as its last manifest cut them."""
+    """Digests of the slices, as the version's manifest cuts them."""
     version: int = -1
 
     def copy(self) -> "Assembled":
-        """One that can be changed: engines keep the tensors of a version that they serve."""
+        """A copy that may be changed. Engines keep the tensors of the version that they serve."""
         return Assembled({name: tensor.clone() for name, tensor in self.tensors.items()}, self.digests, self.version)
 
     def words(self, name: str) -> Matrix:
+        """The bits of a tensor, as a view of shape [rows, columns]."""
         return bits_of(self.tensors[name])
 
 
 class Assembly:
-    """Builds versions one upon the other. `wanted` has the part of each tensor that is needed; None is everything."""
+    """Applies versions one after another to a copy of `start`.
+
+    `start`: the version to build on; None begins with an anchor. `shard`: the part of each tensor that is needed; None
+    means all.
+    """
 
     def __init__(self, start: Assembled | None, shard: Mapping[str, Box] | None) -> None:
         self.done = start.copy() if start is not None else Assembled({})
         self._shard = shard
 
     def add(self, manifest: WeightManifest, fetch: Fetch) -> None:
-        """Go on to the version of a checked manifest.
+        """Fetch, decode and apply the version of a checked manifest.
 
-        Raises VersionRefused, and whatever `fetch` raises; then `done` is as it was.
+        Raises VersionRefused and what `fetch` raises; `done` is unchanged then.
         """
         if manifest.base_version not in (None, self.done.version):
             raise VersionRefused(Refusal.WRONG_BASE, f"it builds on version {manifest.base_version}")
@@ -93,7 +98,7 @@ class Assembly:
 def _check_base(base: Assembled, name: str, piece: SliceRef) -> None:
     box = box_of(piece)
     have = base.digests.get((name, box))
-    if have is None:  # the publisher cuts in another way than before
+    if have is None:  # the slices were cut in another way before
         have = digest_of(read_box(base.words(name), box).data)
     if have != piece.base_digest:
         raise VersionRefused(Refusal.WRONG_BASE, f"{name} is not what version {base.version} was built on")
@@ -115,7 +120,7 @@ def _decode(base: Assembled, name: str, piece: SliceRef, payload: bytes, manifes
 def _gather(
     pieces: list[tuple[str, SliceRef]], fetch: Fetch, manifest: WeightManifest
 ) -> Iterable[tuple[str, SliceRef, bytes]]:
-    """Each slice with its payload, as soon as its last chunk has come."""
+    """Yields each slice with its payload, as soon as all its chunks have been fetched."""
     owner = {
         (chunk.partition, chunk.offset): (number, part)
         for number, (_, piece) in enumerate(pieces)

@@ -1,8 +1,8 @@
-"""What a manifest and its chunks must say to be believed.
+"""Checks of manifests and chunks before they are used.
 
-Keeps true: a manifest is believed about nothing that was not known before. Names and shapes are the model's own, so
-what a receiver allocates for weights is bounded by its model, never by a record; what a manifest says of them itself is
-bounded by `MAX_INDEX_CHUNKS`, and takes some five times its bytes as objects. Pure, and free of torch.
+Keeps true: what a receiver allocates for weights is bounded by its own model, never by a record: names and shapes must
+be those of the model. What the manifest itself says is bounded by `MAX_INDEX_CHUNKS` and takes about five times its
+bytes as objects. Pure; does not import torch.
 """
 
 from collections import Counter, defaultdict
@@ -16,44 +16,44 @@ from rose.workers.weights.layout import DTYPE_BYTES, matrix
 
 
 class Refusal(Enum):
-    """Why a receiver does not take a version."""
+    """Why a receiver refuses a version."""
 
     UNKNOWN_TENSOR = "unknown_tensor"
     MISSING_TENSOR = "missing_tensor"
     BAD_SHAPE = "bad_shape"
-    """Another shape or element type than the model's, or a tensor named twice."""
+    """A shape other than the model's, an element type that cannot travel, or a tensor named twice."""
     BAD_TILING = "bad_tiling"
-    """The slices do not cover each element once, or their sizes do not follow from their coordinates."""
+    """The slices do not cover each element exactly once, or their sizes do not follow from their coordinates."""
     WRONG_DTYPE = "wrong_dtype"
-    """An element type that the receiver's engine cannot hold exactly."""
+    """An element type whose values the receiver's engine cannot hold exactly."""
     UNSIGNED = "unsigned"
-    """Signed by nobody, where a key is set: nothing is learned from it."""
+    """The manifest has no signature although a key is set. Nothing is learned from the manifest."""
     FORGED = "forged"
-    """Signed by another key, or changed since: nothing is learned from it."""
+    """The manifest was signed with another key or changed afterwards. Nothing is learned from the manifest."""
     STRANGER = "stranger"
-    """Of another run or namespace: nothing is learned from it."""
+    """The manifest is another run's or namespace's. Nothing is learned from the manifest."""
     WRONG_BASE = "wrong_base"
-    """It builds on a version that is not on the log, or on other bytes than that version's."""
+    """The version builds on a version that is not on the log, or on other bytes than that version's."""
     MISSING_CHUNK = "missing_chunk"
-    """The log does not hold it any more, or never did."""
+    """A chunk is not on the log, or was deleted."""
     WRONG_CHUNK = "wrong_chunk"
-    """What lies at the place is another chunk, or not of the size that the manifest says."""
+    """The record at a chunk's position is another chunk, or has another size than the manifest says."""
     WRONG_DIGEST = "wrong_digest"
-    """A chunk is not intact, or all slices together are not what the manifest says."""
+    """The digest of a chunk, or of all slices together, is not the manifest's."""
     WRONG_RESULT = "wrong_result"
-    """A slice does not decode to what was published."""
+    """A slice does not decode to the published bytes."""
     NOT_FINITE = "not_finite"
-    """A weight of it is no finite number."""
+    """A weight is not finite."""
     UNREADABLE = "unreadable"
-    """Reading it raised what nobody expects: see the log."""
+    """Reading the version raised an unexpected exception, which the log shows."""
 
 
 BASE_REFUSALS = frozenset({Refusal.WRONG_BASE, Refusal.WRONG_RESULT})
-"""Refusals that may be the fault of what a version was built upon."""
+"""Refusals that may be caused by the version that this one builds on."""
 
 
 class VersionRefused(Exception):
-    """A version that must not be taken; the one that serves, serves on."""
+    """A version is refused; the current version is served on."""
 
     def __init__(self, refusal: Refusal, detail: str) -> None:
         super().__init__(detail)
@@ -61,15 +61,16 @@ class VersionRefused(Exception):
 
 
 PAYLOAD_HEAD_BYTES = 1
-"""What a dense payload has before the elements."""
+"""Bytes of a dense payload before its elements."""
 
 
 def check_manifest(
     manifest: WeightManifest, expected: Mapping[str, Sequence[int]], *, engine_dtype: str | None = None
 ) -> None:
-    """Believe a manifest, or raise VersionRefused.
+    """Raises VersionRefused if a manifest does not fit the model.
 
-    `expected` has the shape of every tensor of the model. `engine_dtype`: what must hold its values exactly.
+    `expected`: the shape of every tensor of the model. `engine_dtype`: the element type that must hold all values
+    exactly; None skips this check.
     """
     if manifest.base_version is not None and not 0 <= manifest.base_version < manifest.version:
         raise VersionRefused(Refusal.WRONG_BASE, f"it builds on version {manifest.base_version}")
@@ -99,7 +100,7 @@ def _check_tensor(spec: TensorSpec, expected: Mapping[str, Sequence[int]]) -> No
 
 
 def _check_tiling(manifest: WeightManifest) -> None:
-    """Slices of one range of rows tile the columns; the ranges of rows tile the tensor."""
+    """Check that the slices of each range of rows tile the columns and that the ranges of rows tile the tensor."""
     places = Counter((chunk.partition, chunk.offset) for piece in manifest.slices for chunk in piece.chunks)
     if any(times > 1 for times in places.values()):
         raise VersionRefused(Refusal.BAD_TILING, "two chunks lie in one place")
@@ -117,7 +118,7 @@ def _check_tiling(manifest: WeightManifest) -> None:
 
 
 def _tiles(ranges: Iterable[tuple[int, int]], size: int) -> bool:
-    """Whether ranges (start, length) cover [0, size) once."""
+    """Whether the ranges (start, length) cover [0, size) exactly once."""
     covered = 0
     for start, length in sorted(ranges):
         if start != covered or length == 0:
@@ -140,7 +141,9 @@ def _check_sizes(piece: SliceRef, manifest: WeightManifest) -> None:
 def check_chunk(
     chunk: WeightChunk | bytes, ref: ChunkRef, manifest: WeightManifest, *, tensor: str, part: int
 ) -> bytes:
-    """The payload of what was found at the place of `ref`, a record or bytes of a file; or raise VersionRefused."""
+    """The payload of a fetched chunk, which is a record or the bytes of a file. Raises VersionRefused if it is not the
+    chunk of `ref`.
+    """
     expected = (manifest.model_id, manifest.version, tensor, part)
     if isinstance(chunk, bytes):
         payload = chunk

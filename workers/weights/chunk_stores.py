@@ -1,6 +1,6 @@
-"""Where the chunks of a version are put: on the log, or in a file of the anchor store, a folder or bucket beside it.
+"""Stores for the chunks of a version: the log, or a file in the anchor store (a folder or bucket outside of the log).
 
-Keeps true: once `close` has returned, every chunk that was put is there to be read at the place that it was given.
+Keeps true: once `close` has returned, every chunk can be read at the position that `put` gave it.
 """
 
 import hashlib
@@ -24,19 +24,20 @@ from rose.workers.weights.digests import digest_of
 
 
 class StoreError(RoseError):
-    """The store does not take or give what it should; to be tried again."""
+    """The anchor store failed; the operation may be tried again."""
 
 
 CHUNK_BYTES = MAX_RECORD_BYTES - RECORD_OVERHEAD_BYTES
-"""Largest payload of a chunk: with names and ids it stays within a record's limit."""
+"""Largest payload of a chunk. With names and ids, the record stays within the limit of a record."""
 
 MAX_UNACKED_BYTES = 16 * 2**20
-"""Of chunks handed to the bus client and not stored yet, at most: an anchor over a slow uplink fills no memory."""
+"""Most bytes of chunks that the bus client holds before they are stored, so that an anchor over a slow uplink does not
+fill the memory."""
 
 
 @dataclass(slots=True)
 class StoredChunk:
-    """A chunk on its way: where it lies is known after `close`."""
+    """A chunk that was put. Its position on the log is known after `close`."""
 
     size: int
     digest: bytes
@@ -44,14 +45,16 @@ class StoredChunk:
     offset: int = -1
 
     def set_position(self, partition: int, offset: int) -> None:
+        """Set the chunk's position on the log; a delivery callback."""
         self.partition, self.offset = partition, offset
 
     def ref(self) -> ChunkRef:
+        """The reference to the chunk for the manifest."""
         return ChunkRef(partition=self.partition, offset=self.offset, bytes=self.size, digest=self.digest)
 
 
 def lowest_offsets(chunks: Iterable[ChunkRef | FirstChunk]) -> dict[int, int]:
-    """The lowest offset of each partition that some of these lie in."""
+    """The lowest offset of these chunks in each partition."""
     lowest: dict[int, int] = {}
     for chunk in chunks:
         lowest[chunk.partition] = min(chunk.offset, lowest.get(chunk.partition, chunk.offset))
@@ -59,24 +62,24 @@ def lowest_offsets(chunks: Iterable[ChunkRef | FirstChunk]) -> dict[int, int]:
 
 
 class ChunkSink(Protocol):
-    """Takes the chunks of one version after the other, or of one version."""
+    """Takes the chunks of versions. The sink of the log takes any number of versions, that of a file one."""
 
     @property
     def files(self) -> tuple[str, ...]:
-        """What the manifest names as its files: none on the log."""
+        """Names of the files that the manifest must list; empty for the log."""
         ...
 
     def put(self, chunk: WeightChunk) -> StoredChunk:
-        """Raises BusError or StoreError."""
+        """Store a chunk. Raises BusError or StoreError."""
         ...
 
     def close(self) -> None:
-        """Wait until all is stored. Raises BusError or StoreError."""
+        """Wait until all chunks are stored. Raises BusError or StoreError."""
         ...
 
 
 def put_payload(sink: ChunkSink, payload: bytes, *, model_id: str, version: int, tensor: str) -> list[StoredChunk]:
-    """Put a payload in chunks on the shelf. Raises BusError or StoreError."""
+    """Split a payload into chunks and put them into the sink. Raises BusError or StoreError."""
     return [
         sink.put(
             WeightChunk(
@@ -92,13 +95,13 @@ def put_payload(sink: ChunkSink, payload: bytes, *, model_id: str, version: int,
 
 
 class LogChunkSink:
-    """The chunks topic; partitions take turns, so that a receiver fetches from all at once."""
+    """Chunks on the log, spread over the partitions in turn so that a receiver fetches from all at once."""
 
     files: tuple[str, ...] = ()
 
     def __init__(self, writer: Writer, partitions: int) -> None:
         self._writer = writer
-        self._partitions = min(partitions, MAX_CHUNK_PARTITIONS)  # a manifest says where its chunks begin in each
+        self._partitions = min(partitions, MAX_CHUNK_PARTITIONS)  # a manifest lists the first chunk of each partition
         self._written = 0
         self._waiting_bytes = 0
 
@@ -118,10 +121,12 @@ class LogChunkSink:
 
 
 class AnchorStore:
-    """A path or URL (fsspec's: `s3://bucket/folder`, `file:///folder`, a plain path) with the files of anchors."""
+    """The folder or bucket with the files of anchors: a path or an fsspec URL (`s3://bucket/folder`,
+    `file:///folder`).
+    """
 
     def __init__(self, url: str) -> None:
-        """Raises UsageError for a URL that nothing here can open."""
+        """Raises UsageError if no installed driver opens the URL."""
         try:
             self._files, self._root = fsspec.core.url_to_fs(url)
         except (ValueError, ImportError) as error:
@@ -129,7 +134,7 @@ class AnchorStore:
         self.url = url
 
     def create(self, model_id: str, run: str, version: int) -> "FileChunkSink":
-        """A new file for an anchor; the name tells runs apart. Raises StoreError."""
+        """Create a file for an anchor. Its name contains a digest of the run. Raises StoreError."""
         of_run = hashlib.blake2b(run.encode(), digest_size=8).hexdigest()
         name = f"anchor-{model_id}.{of_run}.{version}.{secrets.token_hex(8)}"
         with _store_errors(f"the anchor store {self.url} cannot be written"):
@@ -137,7 +142,9 @@ class AnchorStore:
             return FileChunkSink(name, self._files.open(self._path(name), "wb"))
 
     def fetch(self, files: Sequence[str], refs: Iterable[ChunkRef], stop: Event) -> Iterator[tuple[ChunkRef, bytes]]:
-        """What lies at each place that is there, file by file; ends early on `stop`. Raises StoreError."""
+        """Yields the bytes of each reference whose file exists, file by file; ends early on `stop`. Raises
+        StoreError.
+        """
         by_file: dict[str, list[ChunkRef]] = defaultdict(list)
         for ref in sorted(refs, key=lambda ref: ref.offset):
             if ref.partition < len(files):
@@ -156,7 +163,7 @@ class AnchorStore:
                         yield ref, file.read(ref.bytes)
 
     def delete(self, files: Iterable[str]) -> None:
-        """Delete these files; one that is not there is no failure. Raises StoreError."""
+        """Delete files; a missing file is no error. Raises StoreError."""
         with _store_errors(f"the anchor store {self.url} cannot be cleaned"):
             for name in files:
                 try:
@@ -169,7 +176,7 @@ class AnchorStore:
 
 
 class FileChunkSink:
-    """Chunks one after the other in one file; their places are bytes in it."""
+    """Chunks in one file, one after another; their offsets are bytes in the file."""
 
     def __init__(self, name: str, file: Any) -> None:
         self.files: tuple[str, ...] = (name,)
@@ -192,10 +199,10 @@ class FileChunkSink:
 def _store_errors(action: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # each driver has exceptions of its own
+    except Exception as error:  # each fsspec driver has its own exceptions
         raise StoreError(f"{action}: {error}") from error
 
 
 def open_store(config: WeightsConfig) -> AnchorStore | None:
-    """The store that a configuration names, if it names one. Raises UsageError for one that nothing here can open."""
+    """The store that a configuration names, or None. Raises UsageError if no installed driver opens its URL."""
     return AnchorStore(config.store) if config.store else None

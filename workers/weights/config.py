@@ -9,10 +9,10 @@ HOLDS: Mapping[str, tuple[str, ...]] = {
     "bfloat16": ("bfloat16",),
     "float16": ("float16",),
 }
-"""Of each element type those whose every value it has exactly."""
+"""The element types whose values each element type holds exactly."""
 
 DEFAULT_RUN = "run"
-"""What a publisher and its receivers call the run where nobody names it."""
+"""Name of the run where a publisher and its receivers are not given one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,7 @@
-"""Digests of chunks, slices and versions. Keeps true: what has the same digest is the same, name, place and bits."""
+"""Digests of chunks, slices and versions.
+
+Keeps true: versions with the same digest have the same names, slices and bits.
+"""
 
 from blake3 import blake3
 
@@ -8,7 +11,7 @@ from rose.workers.weights.layout import Box, box_of
 DIGEST_BYTES = 16
 
 NO_BASE = bytes(DIGEST_BYTES)
-"""The base digest of a slice that builds on nothing."""
+"""Base digest of a slice of an anchor."""
 
 
 def digest_of(data: bytes | memoryview) -> bytes:
@@ -17,21 +20,23 @@ def digest_of(data: bytes | memoryview) -> bytes:
 
 
 class WholeDigest:
-    """The digest of a version: of the coordinates and digests of all its slices, in the manifest's order."""
+    """The digest of a version, over the coordinates and digests of all slices in the manifest's order."""
 
     def __init__(self) -> None:
         self._hash = blake3()
 
     def add(self, name: str, box: Box, digest: bytes) -> None:
+        """Add a slice: its tensor's name, its box and its digest."""
         place = (len(name), box.row_start, box.rows, box.column_start, box.columns)
         self._hash.update(b"".join(number.to_bytes(8, "little") for number in place) + name.encode() + digest)
 
     def digest(self) -> bytes:
+        """The digest of all slices that were added."""
         return self._hash.digest(length=DIGEST_BYTES)
 
 
 def whole_digest(manifest: WeightManifest) -> bytes:
-    """What the manifest must say as its digest."""
+    """The digest that the manifest must have, computed from its slices."""
     digest = WholeDigest()
     for piece in manifest.slices:
         digest.add(manifest.tensors[piece.tensor].name, box_of(piece), piece.digest)

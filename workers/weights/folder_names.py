@@ -1,12 +1,12 @@
-"""A model's tensors under the names that the files of its folder have for them.
+"""The tensors of a model under the names that the files of its folder use.
 
 Keeps true
-- Names are those of the folder, whatever transformers calls them: it renames some when it loads them, joins those of
-  experts, adds or drops the name of the base model, and passes over what it computes itself.
-- What is in the folder travels, each once: trained weights from the model, tied ones under each of their names, and
-  what the model has no parameter for as the folder holds it.
-- A folder for which that does not go is refused when this is made, not when a version is published.
-- No second model is held: what transformers has in another form is put back layer by layer, while it is read.
+- Names are those of the folder. transformers renames some tensors on loading, joins those of experts, adds or drops the
+  base model's name, and ignores what it computes itself.
+- Every tensor of the folder travels once: trained weights from the model, tied weights under each of their names, and
+  tensors without a parameter in the model as the folder has them.
+- A folder for which this is impossible is refused in the constructor, not when a version is published.
+- No second copy of the model is held: converted tensors are converted back layer by layer, during iteration.
 """
 
 import re
@@ -21,17 +21,18 @@ from torch import Tensor
 from rose.workers.weights.model_folder import FolderError, folder_tensors, held_tensors
 
 COMPUTED = (r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", r"\bmasked_bias$")
-"""Names of what old versions of transformers wrote and nobody reads: it follows from the configuration."""
+"""Patterns of tensor names that old versions of transformers wrote and that no version reads; the values follow from
+the configuration."""
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the size of a value the element type in which its bits are compared: one in which a NaN equals itself."""
+"""Integer types in which bits are compared, by element size, so that a NaN equals itself."""
 
 
 class FolderTensors:
-    """The tensors of a version, by name in the model's folder: iterate over it, anew for each version."""
+    """The tensors of a version by their names in the model folder. Iterate again for each version."""
 
     def __init__(self, model: Any, folder: Path) -> None:
-        """`model`: a `transformers.PreTrainedModel` of the folder. Raises FolderError."""
+        """`model`: a `transformers.PreTrainedModel` loaded from the folder. Raises FolderError."""
         self.folder = folder
         self._model = model
         self._kind = type(model).__name__
@@ -48,17 +49,21 @@ class FolderTensors:
 
     @property
     def files(self) -> Mapping[str, str]:
-        """The file of each of the folder's tensors."""
+        """The file of each tensor, by tensor name."""
         return {name: tensor.file for name, tensor in self._held.items()}
 
     def all_of(self, file: str) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of a file of the folder: what travels as it is now, all else as it is held."""
+        """Every tensor of a file of the folder: current values for tensors that travel, the folder's values for the
+        others.
+        """
         names = {name for name, tensor in self._held.items() if tensor.file == file}
         yield from ((name, tensor) for name, tensor in self if name in names)
         yield from held_tensors(self.folder, self._held, (name for name in names if not self._held[name].travels))
 
     def check_values(self) -> None:
-        """That a model which was loaded just now is published as the folder holds it. Raises FolderError."""
+        """Raises FolderError if a model that was just loaded would not be published bit for bit as the folder
+        holds it.
+        """
         for layer in self._layers():
             for name, held in held_tensors(self.folder, self._held, layer):
                 if not _same_bits(layer[name], held):
@@ -66,7 +71,7 @@ class FolderTensors:
                     raise FolderError(f"{self.folder}: {what}, so no version of it can be published")
 
     def _checked_names(self) -> set[str]:
-        """What comes from the model."""
+        """Names of the tensors that the model provides. Raises FolderError if one is ambiguous or has another shape."""
         found: set[str] = set()
         try:
             for name, tensor in (named for layer in self._layers() for named in layer.items()):
@@ -77,13 +82,13 @@ class FolderTensors:
                 found.add(name)
         except FolderError:
             raise
-        except Exception as error:  # what undoes a conversion raises what it likes
+        except Exception as error:  # undoing a conversion may raise any exception
             what = f"what transformers made of the files for {self._kind} cannot be undone"
             raise FolderError(f"{self.folder}: {what}: {error}") from error
         return found
 
     def _without_parameter(self, found: set[str]) -> list[str]:
-        """Tensors of the folder that the model has in no form. Weights among them are refused."""
+        """Names of the folder's tensors that the model does not have. Raises FolderError if one is a weight."""
         patterns = (*COMPUTED, *(getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()))
         buffers = {self._own_name(name) for name, _ in self._model.named_buffers()}
         missing = [name for name, tensor in self._held.items() if tensor.travels and name not in found]
@@ -94,13 +99,13 @@ class FolderTensors:
         return missing
 
     def _layers(self) -> Iterator[dict[str, Tensor]]:
-        """What the model has of the folder's tensors, layer by layer."""
+        """The model's tensors under the folder's names, layer by layer."""
         for _, layer in groupby(self._model.state_dict().items(), key=lambda named: layer_of(named[0])):
             yield self._put_back(dict(layer))
 
     def _put_back(self, layer: dict[str, Tensor]) -> dict[str, Tensor]:
         as_loaded = self._in_folder(layer)
-        if getattr(self._model, "_weight_conversions", None) == []:  # nothing was renamed or joined
+        if getattr(self._model, "_weight_conversions", None) == []:  # no tensor was renamed or joined
             return as_loaded
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -112,13 +117,17 @@ class FolderTensors:
         return {name: tensor for name, tensor in named if name is not None and self._held[name].travels}
 
     def _own_name(self, name: str) -> str | None:
-        """As the folder has it: also with the base model's name before it, or without."""
+        """The folder's name of a model tensor, with or without the base model's name; None if the folder does not have
+        it.
+        """
         base = f"{self._model.base_model_prefix}."
         return next((one for one in (name, name.removeprefix(base), base + name) if one in self._held), None)
 
 
 def layer_of(name: str) -> str:
-    """Of `model.layers.3.mlp.up_proj.weight`: `model.layers.3`. What is in no layer is one of its own."""
+    """The layer of a tensor: `model.layers.3` of `model.layers.3.mlp.up_proj.weight`. A name without a layer number is
+    its own layer.
+    """
     parts = name.split(".")
     ends = next((place + 1 for place, part in enumerate(parts) if part.isdecimal()), len(parts))
     return ".".join(parts[:ends])

@@ -1,6 +1,6 @@
-"""How a tensor lies in slices, and what of a model a rank of an engine needs, in Hugging Face's coordinates.
+"""How tensors are cut into slices, and which part of a model a rank of an engine needs, in Hugging Face's layout.
 
-Keeps true: slices tile every tensor, so each element lies in exactly one. Pure, and free of torch.
+Keeps true: slices tile every tensor, so each element is in exactly one slice. Pure; does not import torch.
 """
 
 import re
@@ -13,7 +13,7 @@ from rose.schemas.errors import UsageError
 from rose.schemas.weights import SliceRef
 
 VOCABULARY_PADDING = 64
-"""vLLM fills the vocabulary up to a multiple of this before it splits it."""
+"""vLLM pads the vocabulary to a multiple of this before it splits it over ranks."""
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _ROWS = re.compile(r"\.(q_proj|gate_proj|up_proj)\.(weight|bias)$")
@@ -25,19 +25,19 @@ _LAST_NORM = re.compile(r"(^|\.)model\.norm\.weight$")
 
 
 SLICE_ELEMENTS = 1 << 20
-"""Elements of a slice, where its rows are not longer: enough for the codec's statistics, few for a shard to fetch."""
+"""Elements of a slice, unless one row is longer: enough for the codec's statistics, few enough for a shard to fetch."""
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Element types that travel, and their size."""
+"""Element types that can travel, with their sizes in bytes."""
 
 
 class LayoutError(UsageError):
-    """Tensors that cannot be published."""
+    """Tensors cannot be published."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """A range of rows and of columns."""
+    """A range of rows and columns of a tensor, seen as a matrix."""
 
     row_start: int
     rows: int
@@ -46,10 +46,11 @@ class Box:
 
     @property
     def elements(self) -> int:
+        """Number of elements."""
         return self.rows * self.columns
 
     def intersects(self, other: "Box") -> bool:
-        """Whether they have an element in common."""
+        """Whether the boxes share an element."""
         return (
             max(self.row_start, other.row_start) < min(self.row_start + self.rows, other.row_start + other.rows)
         ) and (
@@ -59,26 +60,26 @@ class Box:
 
 
 def matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """A tensor's rows and columns."""
+    """Rows and columns of a tensor seen as a matrix: the first axis, and the product of the others."""
     return (shape[0], prod(shape[1:])) if shape else (1, 1)
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
+    """The box of a whole tensor."""
     rows, columns = matrix(shape)
     return Box(0, rows, 0, columns)
 
 
 def box_of(piece: SliceRef) -> Box:
-    """The place of a slice in its tensor, seen as a matrix."""
+    """The box of a slice."""
     return Box(piece.row_start, piece.rows, piece.column_start, piece.columns)
 
 
 def slices_of(box: Box, *, column_parts: int = 1) -> Iterator[Box]:
-    """The slices of a box of a tensor, in order; none if it is empty.
+    """The slices of a box, in order; none if the box is empty.
 
-    `column_parts`: matrices are also cut into so many ranges of columns, so that a receiver which is sharded along the
-    columns need not fetch all.
+    `column_parts`: number of ranges into which the columns are also cut, so that a receiver that is sharded along the
+    columns does not fetch all.
     """
     if box.elements == 0:
         return
@@ -92,19 +93,19 @@ def slices_of(box: Box, *, column_parts: int = 1) -> Iterator[Box]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardRank:
-    """One worker of an engine, and what of the model's shape decides its share."""
+    """One worker of an engine, with the parts of the model's configuration that determine its shard."""
 
     tensor_parallel_rank: int
     tensor_parallel_size: int
     layers: range
-    """The decoder layers of its pipeline stage."""
+    """Decoder layers of the rank's pipeline stage."""
     all_layers: int
     key_value_heads: int
     tied_embeddings: bool = False
 
 
 def shard_of(rank: ShardRank, shapes: Mapping[str, Sequence[int]]) -> dict[str, Box]:
-    """The part of each tensor that the rank needs; tensors that it needs nothing of are left out."""
+    """The box of each tensor that the rank needs; tensors that the rank does not need are left out."""
     boxes = {name: _share(name, shape, rank) for name, shape in shapes.items() if _in_stage(name, rank)}
     return {name: box for name, box in boxes.items() if box.elements}
 
@@ -126,7 +127,7 @@ def _share(name: str, shape: Sequence[int], rank: ShardRank) -> Box:
         padded = -(-rows // VOCABULARY_PADDING) * VOCABULARY_PADDING
         start, stop = (min(rows, -(-padded // size) * edge) for edge in (number, number + 1))
         return Box(start, stop - start, 0, columns)
-    if _KEY_VALUE.search(name) and rank.key_value_heads < size:  # several ranks share a head
+    if _KEY_VALUE.search(name) and rank.key_value_heads < size:  # several ranks share a key-value head
         head = rows // rank.key_value_heads
         return Box(number * rank.key_value_heads // size * head, head, 0, columns)
     if _ROWS.search(name) or _KEY_VALUE.search(name):

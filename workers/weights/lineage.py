@@ -1,21 +1,21 @@
-"""Which version to take next: what is known of a run's versions, how they build on each other, and which have failed.
+"""Chooses the version to take next: from the versions of a run, how they build on each other, and which have failed.
 
 Keeps true
-- The newest version that some path leads to is tried first; if it is refused, the next best one is.
-- Nothing is tried that is not newer than what is held, and nothing is tried again that has failed. So no manifest, of
-  whatever number and however broken, keeps an honest one from being taken.
-- A break in a chain costs one anchor at most, not one a version: no path goes through a manifest that failed. Where the
-  fault may lie in what is held, it is tried once more from an anchor.
-- Once nothing is left to try, what lies before the newest anchor is forgotten, but for the way to what is held: also a
-  receiver that can take nothing remembers one chain, and of what failed a sentence each.
+- The newest version that a path leads to is tried first; if it is refused, the next best is tried.
+- Only versions that are newer than the held one are tried, and no manifest is tried again after it has failed. So no
+  broken manifest, of whatever number, prevents a valid one from being taken.
+- A break in a chain costs at most one anchor, not one for each version: no path contains a failed manifest. If the held
+  version may be the cause, the manifest is tried once more on a path from an anchor.
+- When nothing is left to try, versions before the newest anchor are forgotten, except the path to the held version. A
+  receiver that can take no version also remembers only one chain, and one sentence for each failure.
 
-Pure: manifests are believed before they come here, and whether a path can be followed is tried elsewhere.
+Pure: manifests are verified before they are added, and paths are followed elsewhere.
 
 Example
-    learned: anchor 0, then 1 on 0, 2 on 1      -> try 0, 1, 2
-    held 2; learned 3 on 2, 4 on 3              -> try 3, 4
-    3 failed, a chunk of it is missing          -> nothing: the way to 4 leads through 3
-    learned 5 on 4, then anchor 6, 7 on 6       -> nothing at 5, then try 6, 7
+    added: anchor 0, then 1 on 0, 2 on 1        -> try 0, 1, 2
+    held 2; added 3 on 2, 4 on 3                -> try 3, 4
+    3 failed, a chunk of it is missing          -> nothing: the path to 4 contains 3
+    added 5 on 4, then anchor 6, 7 on 6         -> nothing at 5, then try 6, 7
 """
 
 from collections.abc import Sequence
@@ -27,35 +27,38 @@ from rose.workers.weights.checks import BASE_REFUSALS, Refusal, VersionRefused
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A manifest that is believed, and where it lies."""
+    """A trusted manifest and its offset."""
 
     manifest: WeightManifest
     offset: int
 
     @property
     def order(self) -> Order:
+        """Epoch and version number, by which versions are compared."""
         return self.manifest.order
 
 
 Path = Sequence[Placed]
-"""Versions that build on each other: the first is an anchor or builds on what is held, the last is the aim."""
+"""Versions to apply in this order: the first is an anchor or builds on the held version, the last is the target."""
 
 
 @dataclass(slots=True)
 class Lineage:
-    """The versions of one run as one receiver knows them."""
+    """The versions of one run that one receiver knows."""
 
     versions: dict[Order, list[Placed]] = field(default_factory=dict)
-    """One version may come several times, the later the last: stored whole again, or written again after a failure."""
+    """Manifests of each version, by order and sorted by offset. There are several if the version was published again as
+    an anchor, or after a failure."""
     held: Order | None = None
-    """What the receiver has."""
+    """The version that the receiver holds."""
     failed: dict[int, VersionRefused] = field(default_factory=dict)
-    """By offset, manifests that no path goes through any more."""
+    """Manifests that have failed, by offset; no path contains them."""
     suspects: dict[int, VersionRefused] = field(default_factory=dict)
-    """By offset, manifests that failed upon what is held: they are tried once more from an anchor."""
+    """Manifests that failed on top of the held version, by offset; they are tried once more on a path from an
+    anchor."""
 
     def on_manifest(self, manifest: WeightManifest, offset: int) -> None:
-        """Take in a manifest of the run; one that is known already changes nothing."""
+        """Add a trusted manifest of the run. A known manifest changes nothing."""
         placed = self.versions.setdefault(manifest.order, [])
         if all(each.offset != offset for each in placed):
             placed.append(Placed(manifest, offset))
@@ -63,10 +66,11 @@ class Lineage:
 
     @property
     def newest(self) -> Placed | None:
+        """The newest known version, as published last; None if there is none."""
         return self.versions[max(self.versions)][-1] if self.versions else None
 
     def next_path(self) -> Path | None:
-        """The way to the best version that may be had, the cheaper of two; None if there is nothing to try."""
+        """The cheapest path to the newest reachable version; None if there is nothing to try."""
         upon_held, from_anchors = self._paths(upon_held=True), self._paths(upon_held=False)
         newer = [order for order in (*upon_held, *from_anchors) if self._is_newer(order)]
         if not newer:
@@ -75,7 +79,7 @@ class Lineage:
         return min((paths[aim] for paths in (upon_held, from_anchors) if aim in paths), key=payload_bytes)
 
     def on_taken(self, placed: Placed) -> None:
-        """The receiver has this version now; what no later path can need is forgotten."""
+        """The receiver holds this version now. Versions that no later path can need are forgotten."""
         self.held = placed.order
         whole = self._paths(upon_held=False).get(placed.order)
         if whole is None:
@@ -84,9 +88,10 @@ class Lineage:
         self.versions = {order: found for order, found in self.versions.items() if order >= begin or order in needed}
 
     def forget_useless(self) -> None:
-        """Nothing is left to try: forget what only a version before the newest anchor could still be built on.
+        """Forget versions that are needed only by versions before the newest anchor. Called when nothing is left to
+        try.
 
-        What has failed stays known as such: it may be learned again, when the log is read again.
+        Failures are remembered, because the manifests are added again when the log is read again.
         """
         anchors = [
             order
@@ -100,13 +105,16 @@ class Lineage:
         self.versions = {order: found for order, found in self.versions.items() if order >= newest or order in kept}
 
     def on_refused(self, path: Path, placed: Placed, why: VersionRefused) -> None:
-        """A path could be followed up to this version of it."""
+        """Record that following `path` failed at `placed`."""
         upon_held = path[0].manifest.base_version is not None
         where = self.suspects if upon_held and why.refusal in BASE_REFUSALS else self.failed
-        where[placed.offset] = VersionRefused(why.refusal, str(why))  # a traceback holds all that was in memory
+        # A copy without traceback, which would keep tensors in memory.
+        where[placed.offset] = VersionRefused(why.refusal, str(why))
 
     def blocked(self) -> tuple[Placed, VersionRefused] | None:
-        """Why the newest version is not to be had, and the manifest that is to blame; None if it is held or may be."""
+        """The manifest that makes the newest version unreachable, and why; None if the newest version is held or
+        reachable.
+        """
         at = self.newest
         if at is None or not self._is_newer(at.order) or self._leads_to(at.order):
             return None
@@ -124,7 +132,9 @@ class Lineage:
         return any(order in self._paths(upon_held=upon_held) for upon_held in (True, False))
 
     def _below_newer(self) -> set[Order]:
-        """What versions newer than the held one could be built on: older than an anchor, maybe, that lies between."""
+        """The versions that newer ones than the held version may build on, which may be older than an anchor in
+        between.
+        """
         found: set[Order] = set()
         above = [order for order in self.versions if self._is_newer(order)]
         while above:
@@ -142,7 +152,9 @@ class Lineage:
         return self.held is None or order > self.held
 
     def _paths(self, *, upon_held: bool) -> dict[Order, list[Placed]]:
-        """The cheapest path to every version that can be built upon what is held, or from an anchor on."""
+        """The cheapest path to every version that can be built on the held version (`upon_held`) or from an anchor, by
+        order.
+        """
         paths: dict[Order, list[Placed]] = {}
         if upon_held:
             if self.held is None:
@@ -167,7 +179,7 @@ class Lineage:
 
 
 def payload_bytes(path: Path) -> int:
-    """What it costs to follow the path."""
+    """Payload bytes of all versions of a path."""
     return sum(placed.manifest.payload_bytes for placed in path)
 
 

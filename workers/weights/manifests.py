@@ -1,9 +1,9 @@
-"""Manifests on the log: key and signature, the index of a large manifest, and what a run has there.
+"""Manifests on the log: record key, signature, and the index of a large manifest.
 
 Keeps true
-- What is signed is what travels: the bytes are made once.
-- What a run has on the log is told by manifests that are believed, and by nothing else.
-- Of a manifest that names files nothing takes the place: compaction, too, drops it only after its tombstone.
+- The signed bytes are the bytes that are written: a manifest is encoded once.
+- What a run has on the log is read only from trusted manifests.
+- A manifest that names files has its own record key, so compaction keeps it until its tombstone.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,19 +40,19 @@ from rose.workers.weights.layout import LayoutError
 from rose.workers.weights.trust import Trust
 
 INLINE_BYTES = MAX_RECORD_BYTES // 2
-"""Of a record that has its tensors and slices itself, at most, beside `first`."""
+"""Largest encoded manifest with its tensors and slices in the record itself, without `first`."""
 
 INDEX_BYTES = MAX_INDEX_CHUNKS * CHUNK_BYTES
-"""Of an index, at most."""
+"""Largest size of an index."""
 
 INDEX = ":index"
-"""What the chunks of an index have for the name of a tensor."""
+"""Tensor name of the chunks of an index."""
 
 FetchIndex = Callable[[list[ChunkRef]], Iterable[tuple[ChunkRef, WeightChunk]]]
-"""Hands out what lies at every reference, in no order. May raise VersionRefused."""
+"""Yields each chunk with its reference, in any order. May raise VersionRefused."""
 
 INDEX_BATCH = 1_000
-"""Tensors or slices read back at once: other threads run between two."""
+"""Tensors or slices decoded in one call; other threads run between two calls."""
 
 _decoder = msgspec.msgpack.Decoder(WeightIndex)
 _tensors = msgspec.msgpack.Decoder(tuple[TensorSpec, ...]).decode
@@ -60,7 +60,7 @@ _slices = msgspec.msgpack.Decoder(tuple[SliceRef, ...]).decode
 
 
 def check_layout(tensors: Sequence[TensorSpec], slices: int) -> None:
-    """Raises LayoutError for tensors that no receiver would take, or more of them or of slices than one would."""
+    """Raises LayoutError if receivers would refuse these tensors or this number of slices."""
     try:
         _check_readable(_tensors, tensors, MAX_TENSORS)
         if slices > MAX_SLICES:
@@ -70,7 +70,11 @@ def check_layout(tensors: Sequence[TensorSpec], slices: int) -> None:
 
 
 def write_index(manifest: WeightManifest, sink: ChunkSink) -> WeightManifest:
-    """The manifest as it is to be written, once its index is on the shelf. Raises BusError or LayoutError."""
+    """The manifest as it is written: a large one has its tensors and slices in an index, which is put into the sink
+    here.
+
+    Raises BusError, StoreError or LayoutError.
+    """
     index = _index_of(manifest)
     bare = msgspec.structs.replace(manifest, tensors=(), slices=())
     if len(index) + len(msgspec.msgpack.encode(bare)) > INLINE_BYTES:
@@ -87,7 +91,7 @@ def write_index(manifest: WeightManifest, sink: ChunkSink) -> WeightManifest:
 
 
 def _index_of(manifest: WeightManifest) -> bytes:
-    """What it says of tensors and slices. Raises LayoutError where no reader would take that."""
+    """The encoded tensors and slices. Raises LayoutError if receivers would refuse them."""
     try:
         index = msgspec.msgpack.encode(WeightIndex(tensors=manifest.tensors, slices=manifest.slices))
         if len(index) > INDEX_BYTES:
@@ -108,7 +112,7 @@ def _check_readable(read: Callable[[bytes], object], values: Sequence[object], m
 
 
 def read_index(manifest: WeightManifest, fetch: FetchIndex) -> WeightManifest:
-    """The manifest with all its tensors and slices. Raises VersionRefused, and what `fetch` raises."""
+    """The manifest with all its tensors and slices. Raises VersionRefused and what `fetch` raises."""
     if not manifest.index:
         return manifest
     part_at = {(ref.partition, ref.offset): part for part, ref in enumerate(manifest.index)}
@@ -126,47 +130,51 @@ def read_index(manifest: WeightManifest, fetch: FetchIndex) -> WeightManifest:
 
 
 MANIFEST_PARTITION = (MANIFESTS, 0)
-"""Manifests lie in one partition, so versions have an order."""
+"""All manifests are in one partition, so that versions have an order."""
 
 
 def manifest_key(manifest: WeightManifest) -> str:
-    """Runs that share a topic do not replace each other's manifests, nor a version its own that names other files."""
+    """The record key of a manifest: run, version and first file. Runs that share the topic do not replace each other's
+    manifests, and a run does not replace a manifest of the same version that names other files.
+    """
     version = f"{run_keys(manifest.model_id, manifest.run)}{manifest.version}"
     return "/".join((version, *manifest.files[:1]))
 
 
 def run_keys(model_id: str, run: str) -> str:
-    """What the keys of a run's manifests, and of no other's, begin with."""
+    """The prefix of the record keys of a run's manifests."""
     return f"{model_id}/{run}/"
 
 
 @dataclass(frozen=True, slots=True)
 class SignedManifest:
-    """A manifest as it is to be written."""
+    """A manifest with its encoded bytes and its signature header."""
 
     manifest: WeightManifest
     wire: bytes
     headers: Mapping[str, bytes]
 
     def write(self, writer: Writer) -> None:
-        """Hand it to the writer, in whose transaction it may be."""
+        """Write the manifest with this writer, within its transaction if there is one."""
         writer.write_encoded(
             MANIFESTS, self.manifest, self.wire, key=manifest_key(self.manifest), partition=0, headers=self.headers
         )
 
 
 def sign_manifest(manifest: WeightManifest, key: Ed25519PrivateKey | None) -> SignedManifest:
-    """Signed over the bytes that will travel; without a key as it is. Raises RecordError."""
+    """Encode a manifest and sign the bytes; without a key it has no signature. Raises RecordError."""
     wire = encode(manifest)
     return SignedManifest(manifest, wire, {} if key is None else {SIGNATURE_HEADER: key.sign(wire)})
 
 
 def read_manifests(settings: BusSettings, *, on_wait: Callable[[], None] = noop) -> Iterator[Envelope]:
-    """All that is on the topic, believed or not. `meanwhile`: see `read_to_end`. Raises TopicMissing or BusError."""
+    """All messages of the manifests topic, trusted or not. `on_wait`: see `read_to_end`. Raises TopicMissing or
+    BusError.
+    """
     yield from read_to_end(settings, {MANIFEST_PARTITION: 0}, client_id="rose-weights", on_wait=on_wait)
 
 
 def newest_manifest(settings: BusSettings, trust: Trust) -> WeightManifest | None:
-    """The newest manifest that is believed. Raises TopicMissing or BusError."""
+    """The newest trusted manifest, or None. Raises TopicMissing or BusError."""
     found = filter(None, map(trust.verified, read_manifests(settings)))
     return max(found, key=lambda manifest: manifest.order, default=None)

@@ -1,15 +1,16 @@
-"""Publishing policy versions: what changed since the last one, in chunks of slices, and the manifest that commits them.
+"""Publishes policy versions: the changes since the last version in chunks of slices, and the manifest that commits
+them.
 
 Keeps true
-- A version is published once its manifest is on the log, and no chunk of it is stored after that.
-- Versions are committed in the order in which they were published; a failure ends the publisher.
-- After an anchor, what no version needs any more is deleted; that this fails, or takes long, holds up nothing.
-- A rank publishes what it owns (of a DTensor its local shard, without gathering); nothing is published twice.
-- A version builds on the one that the same publisher made before, else on nothing: the first one is an anchor, and so
-  is one after every `anchor_every` versions, or sooner when the chain since the last has cost as much as an anchor or
-  the last is `anchor_max_age_seconds` old.
+- A version is published once its manifest is on the log; none of its chunks is written after that.
+- Versions are committed in the order of the calls. After a failure the publisher is unusable.
+- After an anchor, what no version needs any more is deleted. A failure or delay of the deletion delays no version.
+- A rank publishes what it owns (the local shard of a DTensor, without gathering); nothing is published twice.
+- A version builds on the one that the same publisher made before, otherwise on nothing. An anchor is the first version,
+  one after every `anchor_every` versions, and one as soon as the chain since the last anchor has cost as much as an
+  anchor or the last anchor is `anchor_max_age_seconds` old.
 
-The whole contract of another trainer with the bus:
+The whole interface of another trainer to the bus:
 
     tensors = FolderTensors(model, folder)
     with WeightPublisher(BusSettings("broker:9092"), "policy") as publisher:
@@ -61,10 +62,10 @@ from rose.workers.weights.trust import Trust, load_signing_key, require_signing_
 from rose.workers.weights.version_numbers import VersionNumbers
 
 LOOK_SECONDS = 1.0
-"""Between two looks whether a version is on the log: one that is large, over a link that is slow, takes minutes."""
+"""Interval of checking whether a version is on the log. A large version over a slow link takes minutes."""
 
 PUBLISHING = CollectorRegistry()
-"""What a publisher exports, once there is one."""
+"""Metrics of publishers, exported once a publisher exists."""
 
 PUBLISHED_BYTES = Counter(
     "rose_weights_published_bytes_total", "Payload bytes of the chunks that were published.", registry=PUBLISHING
@@ -81,7 +82,9 @@ PUBLISH_SECONDS = Histogram(
 
 
 class WeightPublisher:
-    """Publishes versions of one model; a context manager that waits for the last. Its methods are for one thread."""
+    """Publishes the versions of one model. A context manager that waits for the last version; its methods are for one
+    thread.
+    """
 
     def __init__(
         self,
@@ -98,17 +101,17 @@ class WeightPublisher:
         key: Ed25519PrivateKey | None = None,
         on_wait: Callable[[], None] = noop,
     ) -> None:
-        """Raises TopicMissing, BusError, or UsageError for a run without a proper name, or no key where one must be.
+        """Raises TopicMissing, BusError, and UsageError if the run's name is invalid or a required key is missing.
 
-        `run`: what the run is called in its namespace. `dtype`: what finer weights are rounded to on the wire; None is
-        as they are. `column_parts`: see `geometry.cut`. Anchors of a model larger than `store_above_bytes` go to the
-        `store`, if there is one. `key` signs the manifests. `meanwhile` is called often while the log is read back: see
-        `read_back`.
+        `run`: name of the run in its namespace. `dtype`: the element type to which more precise weights are rounded;
+        None leaves them. `column_parts`: see `layout.slices_of`. `store`: the anchor store for anchors of models larger
+        than `store_above_bytes`; None puts all anchors on the log. `key` signs the manifests. `on_wait` is called often
+        while the log is read back: see `log_reader.read_to_end`.
         """
         require_signing_key(settings, key, "signing_key")
         register(PUBLISHING)
         self.trust = Trust(model_id, run_id(settings.namespace, run), None if key is None else key.public_key())
-        """Whose manifests on the log count as this run's."""
+        """Decides which manifests on the log are this run's."""
         self._settings = settings
         self._dtype = dtype
         self._anchor_every = anchor_every
@@ -137,7 +140,7 @@ class WeightPublisher:
 
     @cached_property
     def _version_numbers(self) -> VersionNumbers:
-        """Read from the log when it is first asked for: by then an older publisher may have been fenced."""
+        """The numbering, read from the log at first use: an older publisher may have been fenced by then."""
         numbering = VersionNumbers()
         await_transactions(self._settings, [MANIFEST_PARTITION], client_id="rose-weights", on_wait=self._on_wait)
         found = read_manifests(self._settings, on_wait=self._on_wait)
@@ -146,25 +149,25 @@ class WeightPublisher:
 
     @property
     def newest(self) -> WeightManifest | None:
-        """The run's newest version on the log, as far as it is believed. Raises TopicMissing or BusError."""
+        """The newest trusted version of the run on the log, or None. Raises TopicMissing or BusError."""
         return self._version_numbers.newest
 
     @property
     def epoch(self) -> int:
-        """Of the version that is published next. Raises TopicMissing or BusError."""
+        """Epoch of the next version. Raises TopicMissing or BusError."""
         return self._version_numbers.epoch
 
     @property
     def next_version(self) -> int:
-        """The lowest number that no version has. Raises TopicMissing or BusError."""
+        """The lowest free version number. Raises TopicMissing or BusError."""
         return self._version_numbers.next_version
 
     def begin_epoch(self, *, epoch: int = -1, version: int = -1) -> int:
-        """Go back: whatever is published from here on is newer than all before. Returns the lowest number that is free.
+        """Begin an epoch: later versions are newer than all earlier ones. Returns the lowest free number.
 
-        For who goes on from a policy that is older than the newest on the log, or another than it; its `epoch` and
-        `version`, where the log may have lost it. The first version of an epoch is an anchor. Raises TopicMissing or
-        BusError.
+        For a trainer that resumes from a policy other than the newest on the log. `epoch` and `version` are those of
+        that policy, which the log may have lost; -1 if unknown. The first version of an epoch is an anchor. Raises
+        TopicMissing or BusError.
         """
         self.wait_until_published()
         self._base = None
@@ -173,15 +176,16 @@ class WeightPublisher:
     def publish(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None = None, *, step: int | None = None
     ) -> Future[WeightManifest]:
-        """Publish a version from a copy: training may go on when this returns. One process owns all tensors.
+        """Publish a version from a copy: the tensors may change once this returns. One process owns all tensors.
 
-        Waits for the version before. The future's result is the manifest, once that is on the log. Names are those of
-        the model's folder, as `FolderTensors` has them. `version` is the next free number unless told, `step` the
-        version unless told. The newest version may be published again under its number, to have it as an anchor.
-        Raises, here or from the future: VersionTaken, BusError, StoreError, LayoutError for tensors that cannot travel.
-        After that the publisher is of no more use.
+        Waits for the previous version. The result of the future is the manifest, once the manifest is on the log. Names
+        are those of the model folder, as in `FolderTensors`. `version`: default is the next free number. `step`:
+        default is the version. The newest version may be published again under its number, as an anchor.
+
+        Raises, here or from the future: VersionTaken, BusError, StoreError, and LayoutError if the tensors cannot be
+        published. The publisher is unusable then.
         """
-        self.wait_until_published()  # before the copy: there are two at most
+        self.wait_until_published()  # before the copy, so that there are at most two copies
         return self.publish_snapshot(
             self.snapshot(named_tensors), self.next_version if version is None else version, step=step
         )
@@ -194,10 +198,10 @@ class WeightPublisher:
         *,
         step: int | None = None,
     ) -> Future[WeightManifest]:
-        """`publish` of a copy that was made before.
+        """Publish a snapshot that was made before.
 
-        `commit` puts the signed manifest on the log, on the publisher's thread: for who has more to say in one
-        transaction. What the future returns has all slices, what is written may have them in an index.
+        `commit` writes the signed manifest, on the publisher's thread; a caller passes it to write other records in the
+        same transaction. The returned manifest has all slices; the written one may have them in an index.
         """
         self.wait_until_published()
         self._version_numbers.check(version, snapshot.digest())
@@ -206,14 +210,14 @@ class WeightPublisher:
         return self._publishing
 
     def wait_until_published(self, on_wait: Callable[[], None] = noop) -> None:
-        """Wait until the last version is on the log; `meanwhile` is called every second. Raises what `publish` does."""
+        """Wait until the last version is on the log; `on_wait` is called every second. Raises what `publish` raises."""
         if self._publishing is not None:
             while not wait([self._publishing], LOOK_SECONDS).done:
                 on_wait()
             self._publishing.result()
 
     def close(self) -> None:
-        """`settle`, and end."""
+        """Wait until the last version is on the log, then end the threads. Raises what `publish` raises."""
         try:
             self.wait_until_published()
         finally:
@@ -221,17 +225,17 @@ class WeightPublisher:
             self._cleaner.shutdown()
 
     def snapshot(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Snapshot:
-        """A copy of what this process owns, as it travels. Raises LayoutError."""
+        """A copy of the tensors that this process owns, in the published element type. Raises LayoutError."""
         return snapshot_of(named_tensors, dtype=self._dtype, column_parts=self._column_parts)
 
     def put(
         self, snapshot: Snapshot, version: int, *, step: int, published_at: float, anchor: bool | None = None
     ) -> WeightManifest:
-        """Put a version's chunks where they belong, on any thread; return the manifest that would commit them.
+        """Store a version's chunks, on any thread, and return the manifest that would commit them.
 
-        `anchor`: whether it builds on nothing; None is by the publisher's own rule. Ranks whose manifests are merged
-        must all say the same. Whoever does not commit it must throw the publisher away: its next version builds on this
-        one. Raises as `publish` does.
+        `published_at`: Unix seconds. `anchor`: whether the version is an anchor; None applies the publisher's own rule.
+        Ranks whose manifests are merged must pass the same value. If the manifest is not committed, the publisher must
+        be discarded, since its next version builds on this one. Raises what `publish` raises.
         """
         started = perf_counter()
         base = (
@@ -285,7 +289,7 @@ class WeightPublisher:
         return manifest
 
     def commit(self, manifest: WeightManifest) -> None:
-        """Put a manifest of what the ranks have put on the log, signed. Raises VersionTaken, BusError, LayoutError."""
+        """Sign and write the merged manifest of the ranks. Raises VersionTaken, BusError or LayoutError."""
         self._commit(manifest, self._write)
 
     def _publish(
@@ -326,7 +330,7 @@ class WeightPublisher:
     def _put_slice(
         self, sink: ChunkSink, name: str, box: Box, now: Snapshot, base: Snapshot | None, version: int
     ) -> list[StoredChunk]:
-        """Put the chunks of a slice on the shelf, if it changed."""
+        """Put the chunks of a slice into the sink, if the slice changed."""
         new = now.within(name, box)
         if base is None:
             payload = codec.dense(new)
@@ -351,9 +355,9 @@ def _slice_ref(number: int, box: Box, digest: bytes, base_digest: bytes, chunks:
 
 
 def merge_manifests(parts: Sequence[WeightManifest]) -> WeightManifest:
-    """One manifest of those that the ranks' `put` returned for the same version.
+    """Merge the manifests that the ranks' `put` returned for one version.
 
-    Raises LayoutError if the parts are not of one version that builds on one other.
+    Raises LayoutError if they differ in version, base version or tensors.
     """
     if len({(part.order, part.base_version, part.tensors) for part in parts}) > 1:
         raise LayoutError("the ranks' parts are not of one version: give `put` the same `version` and `anchor`")
@@ -366,7 +370,7 @@ def merge_manifests(parts: Sequence[WeightManifest]) -> WeightManifest:
 
 
 def _renumber_file(part: WeightManifest, files: Sequence[str]) -> Iterator[SliceRef]:
-    """The part's slices, its one file being called by its number among all ranks' files."""
+    """The part's slices, with the number of its file among the files of all ranks."""
     if len(files) == len(part.files):
         yield from part.slices
         return
@@ -390,9 +394,9 @@ def make_publisher(
     run: str | None = None,
     on_wait: Callable[[], None] = noop,
 ) -> WeightPublisher:
-    """The publisher that a configuration describes; `run` instead of the configuration's. `meanwhile`: see there.
+    """The publisher that a configuration describes. `run` replaces the configuration's; `on_wait`: see WeightPublisher.
 
-    Raises UsageError for a broken key file or store, or a run without a proper name; TopicMissing, BusError.
+    Raises UsageError if a key file, the store or the run's name is invalid; TopicMissing, BusError.
     """
     return WeightPublisher(
         settings,

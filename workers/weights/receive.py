@@ -1,12 +1,12 @@
-"""Receiving policy versions: followed, fetched, decoded and verified on a thread of its own while the engine runs.
+"""Receives policy versions: follows, fetches, decodes and verifies them on a thread while the engine runs.
 
 Keeps true
-- Nothing is learned from a manifest that is not believed (`rose.workers.weights.trust`), and nothing is allocated
-  before one was checked against the model's own shapes.
-- What is staged is whole and verified: every slice that is wanted, its base, its chunks and its result by digest.
-- Of several new versions only the newest is staged: what lies between is applied to host memory alone. Versions never
-  go back, whatever is on the log; which one is tried next is `rose.workers.weights.lineage`'s to say.
-- Nothing is ever raised into the engine: a refused version is counted and logged, and the old one serves on.
+- Nothing is learned from a manifest that is not trusted (`trust.py`), and nothing is allocated before a manifest was
+  checked against the model's shapes.
+- A staged version is complete and verified: every needed slice, its base, its chunks and its result by digest.
+- Of several new versions only the newest is staged; those in between are applied only in host memory. Versions never go
+  back, whatever is on the log; `lineage.py` chooses the next version to try.
+- No exception reaches the engine: a refused version is counted and logged, and the current version is served on.
 """
 
 from collections import defaultdict
@@ -40,17 +40,17 @@ from rose.workers.weights.manifests import MANIFEST_PARTITION, read_index
 from rose.workers.weights.trust import Trust, UntrustedReason, require_signing_key
 
 MAX_GAP = 8
-"""A gap of more chunks than this is jumped over: so much the bus client has fetched ahead already."""
+"""A longer gap, in chunks, is skipped with a seek; the bus client has fetched a shorter one already."""
 
 CHUNKS_PER_READ = 8
-"""Chunks taken from the bus client at once: under 8 MB."""
+"""Most chunks taken from the bus client in one read: less than 8 MB."""
 
 
 class ChunkFetch:
-    """Iterate for `(ref, chunk)` of every chunk that is there, each partition in order; then see `missing`."""
+    """Iterate to get `(ref, chunk)` for every chunk that exists, in order within each partition; then see `missing`."""
 
     def __init__(self, reader: Reader, refs: Iterable[ChunkRef], stop: Event) -> None:
-        """`reader` reports ends of partitions and is used for nothing else meanwhile."""
+        """`reader` must report ends of partitions and must not be used otherwise during the iteration."""
         self.missing: list[ChunkRef] = []
         self._refs = {(ref.partition, ref.offset): ref for ref in refs}
         places: dict[int, list[int]] = defaultdict(list)
@@ -63,45 +63,46 @@ class ChunkFetch:
 
     @property
     def bytes_read(self) -> int:
-        """Of all chunks that came, wanted or passed over."""
+        """Bytes of all chunks that were read, needed or not."""
         return self._fetch.bytes_read
 
     def __iter__(self) -> Iterator[tuple[ChunkRef, WeightChunk]]:
-        """Ends early on `stop`. Raises BusError or FetchStalled."""
+        """Yields chunks; ends early on `stop`. Raises BusError or FetchStalled."""
         for envelope in self._fetch:
             ref = self._refs[envelope.partition, envelope.offset]
             if isinstance(envelope.record, WeightChunk):
                 yield ref, envelope.record
-            else:  # a tombstone: somebody deleted it
+            else:  # a tombstone: the chunk was deleted
                 self.missing.append(ref)
         self.missing += [self._refs[partition, offset] for (_, partition), offset in self._fetch.missing]
 
 
 LOOK_SECONDS = 0.2
-"""How long one look for manifests lasts; also how soon `stop` is noticed."""
+"""Longest wait of one read for manifests; `stop` is noticed within it."""
 
 FETCH_ATTEMPTS = 3
-"""How often chunks that seem to be missing are looked for: a replica may be behind."""
+"""Number of tries to fetch chunks that seem to be missing: a replica may be behind."""
 
 RETRY_SECONDS = 0.5
-"""Pause after a failure of the bus or a chunk that was not there."""
+"""Pause after a failure of the bus or a missing chunk."""
 
 REASON_CHARACTERS = 1_000
-"""Of a reason that is told on."""
+"""Longest reason that is reported."""
 
 MANIFEST_BATCH = 16
-"""Manifests taken from librdkafka at once."""
+"""Most manifests taken from librdkafka in one read."""
 
 SMALL_FETCHES = {"fetch.max.bytes": str(4 * 2**20), "queued.max.messages.kbytes": str(8 * 2**10)}
-"""An answer hands out nothing before it is whole: over a slow link one of many megabytes looks like a broker that is
-gone. And a shard that wants a part of the chunks should not have all of them fetched ahead."""
+"""Fetch sizes for chunks. A fetch response is used only when it is complete, so over a slow link a response of many
+megabytes looks like a broker that does not answer. A sharded receiver also should not prefetch chunks that it does
+not need."""
 
 REFUSAL_OF = {
     UntrustedReason.UNSIGNED: Refusal.UNSIGNED,
     UntrustedReason.FORGED: Refusal.FORGED,
     UntrustedReason.STRANGER: Refusal.STRANGER,
 }
-"""What becomes of manifests that are not believed."""
+"""The refusal for each reason of distrust."""
 
 UNTRUSTED_SENTENCES = {
     Refusal.UNSIGNED: "versions are signed by nobody, and weights.trusted_key is set: set the trainer's signing_key",
@@ -110,7 +111,7 @@ UNTRUSTED_SENTENCES = {
 }
 
 RECEIVING = CollectorRegistry()
-"""What a receiver exports, as long as there is one."""
+"""Metrics of receivers, exported while a receiver exists."""
 
 RECEIVED_BYTES = Counter(
     "rose_weights_received_bytes_total", "Bytes that were read for staged versions.", registry=RECEIVING
@@ -141,16 +142,16 @@ class StagedVersion:
 
     version: int
     tensors: dict[str, Tensor]
-    """By Hugging Face name, in the element type in which it was published. Nobody writes to them any more."""
+    """Tensors by Hugging Face name, in the published element type. The receiver does not write to them any more."""
     bytes: int
-    """Read for it, from the log and the store; what lay between its chunks and was passed over is among them."""
+    """Bytes read for the version from the log and the store, including chunks that were read but not needed."""
     manifest: WeightManifest
     seconds: float
-    """Fetching, decoding and verifying."""
+    """Seconds of fetching, decoding and verifying."""
 
 
 class WeightReceiver:
-    """Follows the versions of one run: start it, poll `staged`, stop it."""
+    """Follows the versions of one run. Call `start`, poll `staged`, call `stop`."""
 
     def __init__(
         self,
@@ -163,16 +164,18 @@ class WeightReceiver:
         engine_dtype: str | None = None,
         client_id: str = "rose-weights",
     ) -> None:
-        """`trust`: whose versions are taken. `shapes`: of every tensor, as `model_folder.folder_shapes` reads them.
+        """`trust`: decides which versions are taken. `shapes`: shape of every tensor of the model, as
+        `model_folder.folder_shapes` reads them.
 
-        `wanted`: the part of each tensor that this receiver's shard needs (`shards.shard_of`); None is everything.
-        `store`: where the trainer puts large anchors. `engine_dtype`: what must hold every value exactly, if given.
-        Raises UsageError where there must be a key and `trust` has none.
+        `shard`: the part of each tensor that this receiver needs (`layout.shard_of`); None means all. `store`: the
+        anchor store of the trainer. `engine_dtype`: the element type that must hold every value exactly, if given.
+
+        Raises UsageError if the broker authenticates clients and `trust` has no key.
         """
         require_signing_key(settings, trust.key, "trusted_key")
         register(RECEIVING)
         self.refusals: dict[Refusal, int] = dict.fromkeys(Refusal, 0)
-        """Versions not taken, by reason."""
+        """Number of refused versions by reason."""
         self._settings = settings
         self._trust = trust
         self._shapes = shapes
@@ -185,57 +188,58 @@ class WeightReceiver:
         self._current: Assembled | None = None
         self._refused_newest: tuple[int, str] | None = None
         self.newest = -1
-        """The newest version on the log that is believed; -1 for none."""
+        """The newest trusted version on the log; -1 for none."""
         self._lineage = Lineage()
         self._counted: set[int] = set()
-        """Offsets of manifests that were counted as refused."""
+        """Offsets of manifests that are counted as refused."""
         self._untrusted: set[Refusal] = set()
-        """What was told of manifests that are not believed; it is told once."""
+        """Reasons of distrust that were logged; each is logged once."""
         self._untrusted_to = -1
-        """Offset of the last of them that was counted."""
+        """Offset of the last untrusted manifest that was counted."""
         self._fetched_bytes = 0
         self._stopping = Event()
         self._thread = Thread(target=self._run, name=client_id, daemon=True)
 
     def start(self) -> None:
+        """Compile the codec and start the thread."""
         codec.warm_up()
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and wait for it."""
+        """End the thread and wait for its end."""
         self._stopping.set()
         self._thread.join()
         unregister(RECEIVING)
 
     def staged(self, timeout_seconds: float = 0.0) -> StagedVersion | None:
-        """The newest staged version, handed out once; None if there is none within the time."""
+        """The newest staged version, returned once; None if there is none within the time."""
         with self._changed:
             self._changed.wait_for(lambda: self._staged is not None, timeout_seconds)
             staged, self._staged = self._staged, None
             return staged
 
     def refused(self, refusal: Refusal, timeout_seconds: float = 0.0) -> int:
-        """How many versions were refused for this reason; waits for the first of them."""
+        """Number of versions refused for this reason; waits for the first one."""
         with self._changed:
             self._changed.wait_for(lambda: self.refusals[refusal] > 0, timeout_seconds)
             return self.refusals[refusal]
 
     @property
     def refused_newest(self) -> tuple[int, str] | None:
-        """The newest version and why it is not taken; None if it is taken, or may still be.
+        """The newest version and why it is not taken; None if it was taken or may still be taken.
 
-        The version is -1 where none is believed, and something is there that is not.
+        The version is -1 if no version is trusted and an untrusted one is on the log.
         """
         with self._changed:
             return self._refused_newest
 
     @property
     def fetched_bytes(self) -> int:
-        """Read so far, of versions that were staged and of those that were not."""
+        """Bytes read so far, for staged and other versions."""
         return self._fetched_bytes
 
     def refuse(self, version: int, reason: str) -> None:
-        """For an engine that does not take what was staged: `refused_newest` until another version is staged."""
+        """Record that the engine refused a staged version: `refused_newest` until another version is staged."""
         self._log_refusal(version, reason)
 
     def _log_refusal(self, version: int, reason: str) -> None:
@@ -251,7 +255,7 @@ class WeightReceiver:
                 return
             except RoseError as error:
                 log.warning("fetching anew", model=self._trust.model_id, reason=str(error))
-            except Exception:  # whatever it is, the engine goes on serving and later versions arrive
+            except Exception:  # after any error the engine goes on serving and later versions are received
                 log.exception("receiving failed", model=self._trust.model_id)
             if not self._stopping.is_set():
                 RETRIES.inc()
@@ -263,7 +267,7 @@ class WeightReceiver:
             closing(Reader(self._settings, self._client_id, report_ends=True)) as manifests,
             closing(Reader(small, self._client_id, report_ends=True)) as chunks,
         ):
-            self._lineage.versions.clear()  # all that may still be taken is read again
+            self._lineage.versions.clear()  # all manifests that may still be taken are read again
             manifests.assign({MANIFEST_PARTITION: OFFSET_BEGINNING})
             at_end = False
             while not self._stopping.is_set():
@@ -275,7 +279,7 @@ class WeightReceiver:
                     self._catch_up(chunks)
 
     def _on_manifest(self, envelope: Envelope) -> bool:
-        """Whether a manifest is believed; then it is known from here on."""
+        """Add a manifest to the lineage if it is trusted, and return whether it is."""
         judged = self._trust.verify(envelope)
         if isinstance(judged, WeightManifest):
             self._lineage.on_manifest(judged, envelope.offset)
@@ -287,7 +291,7 @@ class WeightReceiver:
         return False
 
     def _on_untrusted(self, refusal: Refusal) -> None:
-        """Something is on the log that is not believed: counted, and told once. Nothing is learned from it."""
+        """Count an untrusted manifest and log each reason once."""
         reason = UNTRUSTED_SENTENCES[refusal].format(run=self._trust.run)
         if refusal not in self._untrusted:
             self._untrusted.add(refusal)
@@ -303,9 +307,9 @@ class WeightReceiver:
             self._changed.notify_all()
 
     def _catch_up(self, chunks: Reader) -> None:
-        """Take the newest version that can be taken, or as much of what leads there as can be.
+        """Take the newest reachable version, or as much of the path to it as possible.
 
-        What was refused is counted once nothing is left to try: by then `refused_newest` says what came of it.
+        Refusals are counted when nothing is left to try, so that `refused_newest` is up to date when a count changes.
         """
         refused: list[Refusal] = []
         try:
@@ -327,7 +331,9 @@ class WeightReceiver:
                 self._count(refusal)
 
     def _follow_path(self, path: Path, chunks: Reader) -> list[Refusal]:
-        """Follow a path as far as it goes, and stage what that led to; what is to be counted."""
+        """Follow a path as far as possible and stage the last version that was applied; returns the refusals
+        to count.
+        """
         started, fetched_before = perf_counter(), self._fetched_bytes
         assembly = Assembly(None if path[0].manifest.base_version is None else self._current, self._shard)
         taken: tuple[Placed, WeightManifest] | None = None
@@ -342,9 +348,7 @@ class WeightReceiver:
                 break
             except (ReceiverStopped, RoseError):
                 raise
-            except (
-                Exception
-            ) as error:  # whatever it is, it would be so again: the versions beside this one must be tried
+            except Exception as error:  # the error would occur again, and other versions must be tried
                 log.exception("a version cannot be read", version=placed.manifest.version)
                 failure = placed, VersionRefused(Refusal.UNREADABLE, describe_error(error))
                 break
@@ -369,7 +373,7 @@ class WeightReceiver:
             self._changed.notify_all()
 
     def _on_refused(self, placed: Placed, why: VersionRefused) -> list[Refusal]:
-        """Logged once, at the manifest which is to blame; what is to be counted."""
+        """Log the refusal of a manifest once; returns the refusals to count."""
         if placed.offset in self._counted:
             return []
         self._counted.add(placed.offset)
@@ -380,7 +384,9 @@ class WeightReceiver:
     def _fetch(
         self, manifest: WeightManifest, chunks: Reader, refs: list[ChunkRef]
     ) -> Iterable[tuple[ChunkRef, WeightChunk | bytes]]:
-        """Raises VersionRefused, Stopped, BusError, StoreError or FetchStalled."""
+        """Fetch chunks from store or log. Raises VersionRefused, ReceiverStopped, BusError, StoreError or
+        FetchStalled.
+        """
         if manifest.files:
             return self._fetch_from_store(manifest, refs)
         return self._fetch_from_log(chunks, refs)

@@ -1,15 +1,15 @@
-"""What no version needs any more is deleted: chunks, manifests, and files of the anchor store.
+"""Deletes chunks, manifests and files of the anchor store that no version needs.
 
 Keeps true
-- Whatever a version from a run's last anchor but one on can need stays; a receiver that is in the middle of the older
-  chain finishes it.
-- What a manifest of another run or model names stays until that manifest is ended by a tombstone, however old it is.
-- What is younger than UNDER_WAY_SECONDS stays: it may belong to a version whose manifest is still to come.
-- Only what the run's own believed manifests have given up is deleted. A manifest that is not believed deletes nothing:
-  at worst it keeps something until it is ended.
-- A manifest is ended after the files that it names are deleted, and not before: also compaction keeps it till then,
-  since it has a key of its own.
-- No failure to delete ends anything.
+- What a version from the run's second-newest anchor on may need is kept, so a receiver in the middle of the older chain
+  can finish.
+- What another run's or model's manifest names is kept until that manifest has a tombstone, however old it is.
+- What is younger than UNDER_WAY_SECONDS is kept: it may belong to a version whose manifest is not written yet.
+- Only what the run's own trusted manifests have given up is deleted. An untrusted manifest deletes nothing; at worst it
+  keeps something until its tombstone.
+- A manifest's tombstone is written after the files that it names are deleted. Compaction keeps the manifest until then,
+  since its record key is its own.
+- A failure to delete is logged and ends nothing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,13 +32,14 @@ from rose.workers.weights.manifests import MANIFEST_PARTITION, read_manifests, r
 from rose.workers.weights.trust import Trust
 
 ANCHORS_KEPT = 2
-"""Of each run: the newest, and the one before it."""
+"""Number of anchors kept for each run: the newest and the one before it."""
 
 UNDER_WAY_SECONDS = 3600.0
-"""Chunks come before their manifest: the largest anchor is put in less, over any uplink that keeps up at all."""
+"""Chunks are written before their manifest; the largest anchor takes less time than this over any usable uplink."""
 
 QUIET_SECONDS = RETENTION_SECONDS
-"""A run without a manifest for so long that keeps chunks from being deleted is named: it may have ended for good."""
+"""A run that keeps chunks from being deleted is named in a warning after this long without a manifest: it may have
+ended."""
 
 CLIENT = "rose-weights"
 
@@ -47,20 +48,20 @@ log = structlog.get_logger("weights")
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """What may be deleted."""
+    """The chunks, files and manifests that can be deleted."""
 
     before: dict[int, int]
-    """Of partitions of the chunks topic the first offset that is needed."""
+    """First offset that is needed in each partition of the chunks topic."""
     files: list[str]
     keys: list[str]
-    """Of manifests."""
+    """Record keys of manifests."""
     kept_for: list[str]
-    """Quiet runs of whose manifests some keep more than the run itself does: model and run, as their keys begin."""
+    """Quiet runs whose manifests keep more chunks than this run: model and run, as in their record keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunClaim:
-    """What a manifest of another run needs."""
+    """The chunks that another run's manifest needs."""
 
     run: str
     at: float
@@ -68,7 +69,7 @@ class RunClaim:
 
 
 def delete_released(settings: BusSettings, trust: Trust, store: AnchorStore | None = None) -> None:
-    """Delete what the run's versions have given up. What cannot be deleted is told, and tried again the next time."""
+    """Delete what the run's versions have given up. A failure is logged; the next call tries again."""
     with _log_failure():
         found = what_is_released(trust, read_manifests(settings), stored=store is not None)
         for run in found.kept_for:
@@ -80,17 +81,17 @@ def delete_released(settings: BusSettings, trust: Trust, store: AnchorStore | No
         with _log_failure():
             if store is not None:
                 store.delete(found.files)
-            _end(settings, found.keys)  # after the files: a manifest is the only place that names them
+            _end(settings, found.keys)  # after the files, since only the manifest names them
 
 
 @contextmanager
 def _log_failure() -> Iterator[None]:
-    """A failure inside ends nothing."""
+    """Log an exception instead of raising it."""
     try:
         yield
     except (RoseError, KafkaException, OSError) as error:
         log.warning("not deleted", reason=str(error))
-    except Exception:  # whatever else a client or a driver raises: training goes on
+    except Exception:  # any other error of a client or driver: training goes on
         log.exception("not deleted")
 
 
@@ -104,9 +105,9 @@ def _end(settings: BusSettings, keys: list[str]) -> None:
 
 
 def what_is_released(trust: Trust, envelopes: Iterable[Envelope], *, stored: bool = True) -> Released:
-    """What the run has given up, of all that its topic of manifests holds.
+    """Find what can be deleted, from all messages of the manifests topic.
 
-    `stored`: whether the files of anchors can be deleted; manifests that name some stay until they can be.
+    `stored`: whether files of anchors can be deleted; otherwise manifests that name files are kept.
     """
     own: dict[int, Placed] = {}
     written: dict[int, str] = {}
@@ -136,7 +137,7 @@ def what_is_released(trust: Trust, envelopes: Iterable[Envelope], *, stored: boo
     files -= {file for placed in needed for file in placed.manifest.files}
     stay = [*needed, *(placed for placed in dead if placed.manifest.files and not stored)]
     keys = {written[placed.offset] for placed in dead} - {written[placed.offset] for placed in stay}
-    own_keys = run_keys(trust.model_id, trust.run)  # a signature says nothing of the key beside it
+    own_keys = run_keys(trust.model_id, trust.run)  # the signature does not cover the record key
     last = {key: offset for offset, key in written.items() if key.startswith(own_keys)}
     return Released(
         before={partition: everybodys[partition] for partition in first},
@@ -147,7 +148,7 @@ def what_is_released(trust: Trust, envelopes: Iterable[Envelope], *, stored: boo
 
 
 def quiet_runs(claims: Iterable[RunClaim], first: Mapping[int, int], now: float) -> list[str]:
-    """The runs that need what lies before these offsets, and have said nothing for long."""
+    """The runs that need chunks before these offsets and have written no manifest for QUIET_SECONDS."""
     newest: dict[str, float] = {}
     needing: set[str] = set()
     for claim in claims:
@@ -158,7 +159,7 @@ def quiet_runs(claims: Iterable[RunClaim], first: Mapping[int, int], now: float)
 
 
 def live_manifests(manifests: Iterable[Placed]) -> list[Placed]:
-    """Those of one run that can still be needed."""
+    """The manifests of one run that may still be needed, sorted by version."""
     found = sorted(manifests, key=lambda placed: (placed.order, placed.offset))
     anchors = [number for number, placed in enumerate(found) if placed.manifest.base_version is None]
     return found[anchors[-ANCHORS_KEPT:][0] :] if anchors else found

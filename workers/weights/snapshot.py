@@ -1,6 +1,6 @@
-"""One version of what a process owns, copied so that its tensors may change while it is published.
+"""A copy of the tensors that a process owns, so that training can change them while the copy is published.
 
-Keeps true: the same values, cut in the same way, have the same digests, on whatever device they are.
+Keeps true: the same values with the same slices have the same digests, whatever their device.
 """
 
 from collections.abc import Iterable
@@ -19,10 +19,10 @@ from rose.workers.weights.tensors import Matrix, bits_of, finite, read_box, spec
 
 
 def owned_part(tensor: Tensor) -> tuple[Box, Tensor] | None:
-    """Where the owned part lies and its values; None if other ranks own all of it.
+    """The box and the values of the part that this process owns; None if other ranks own all of the tensor.
 
-    A plain tensor is owned whole. Raises LayoutError for a DTensor that is sharded along another than its first axis or
-    holds partial sums.
+    A plain tensor is owned whole. Raises LayoutError for a DTensor that is sharded along an axis other than the first
+    or holds partial sums.
     """
     rows, columns = matrix(tensor.shape)
     if not isinstance(tensor, DTensor):
@@ -41,37 +41,37 @@ def owned_part(tensor: Tensor) -> tuple[Box, Tensor] | None:
 
 
 class NotFinite(LayoutError):
-    """A policy that no engine could serve."""
+    """The policy has values that are not finite in the published element type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Of all tensors what they are, of the owned parts what they hold."""
+    """The specs of all tensors, and the boxes and bits of the owned parts, by name."""
 
     specs: dict[str, TensorSpec] = field(default_factory=dict)
     boxes: dict[str, Box] = field(default_factory=dict)
     words: dict[str, Matrix] = field(default_factory=dict)
     digests: dict[tuple[str, Box], bytes] = field(default_factory=dict)
-    """Of every slice, in the manifest's order."""
+    """Digest of every owned slice, in the manifest's order."""
 
     @property
     def owned_bytes(self) -> int:
-        """What this process publishes in an anchor."""
+        """Bytes that this process publishes in an anchor."""
         return sum(words.nbytes for words in self.words.values())
 
     @property
     def model_bytes(self) -> int:
-        """Of the whole model: the same for all its ranks."""
+        """Bytes of the whole model; the same on all ranks."""
         return sum(prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in self.specs.values())
 
     def within(self, name: str, box: Box) -> Matrix:
-        """The words of a slice, out of the owned part of its tensor."""
+        """The bits of a slice of an owned part, as a flat array."""
         own = self.boxes[name]
         at = Box(box.row_start - own.row_start, box.rows, box.column_start - own.column_start, box.columns)
         return read_box(self.words[name], at)
 
     def digest(self) -> bytes:
-        """What the manifest of this version says as its digest, if one process owns all."""
+        """The digest that the manifest of this version has, if one process owns all tensors."""
         digest = WholeDigest()
         for (name, box), of_slice in self.digests.items():
             digest.add(name, box, of_slice)
@@ -81,8 +81,10 @@ class Snapshot:
 def snapshot_of(
     named_tensors: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None, column_parts: int
 ) -> Snapshot:
-    """A copy, with finer values rounded to `dtype`. Raises LayoutError for a type or placement that cannot travel, and
-    NotFinite for a value that is not finite, or too large for `dtype`.
+    """Copy tensors, with more precise values rounded to `dtype`. `column_parts`: see `layout.slices_of`.
+
+    Raises LayoutError if an element type or placement cannot be published, and NotFinite if a value is not finite or
+    too large for `dtype`.
     """
     snapshot = Snapshot()
     for name, tensor in named_tensors:
@@ -93,7 +95,8 @@ def snapshot_of(
             continue
         snapshot.boxes[name], shard = local
         words = bits_of(shard)
-        snapshot.words[name] = words.copy() if wired.dtype == tensor.dtype else words  # what was rounded is a copy
+        # Rounding has made a copy already.
+        snapshot.words[name] = words.copy() if wired.dtype == tensor.dtype else words
         for box in slices_of(snapshot.boxes[name], column_parts=column_parts):
             flat = snapshot.within(name, box)
             if not finite(flat, snapshot.specs[name].dtype):
@@ -103,7 +106,7 @@ def snapshot_of(
 
 
 def _nonfinite_error(name: str, own: tuple[Box, Tensor] | None, dtype: str) -> str:
-    """Why it cannot travel as this. `own`: what this process owns of it, before it was rounded."""
+    """The message of NotFinite. `own`: the owned part of the tensor before rounding."""
     assert own is not None
     values = own[1].float()
     if not values.isfinite().all():

@@ -1,9 +1,9 @@
-"""Trust: the keys that sign manifests, and whose manifests receivers, retention and the trainer believe.
+"""Signing keys, and the decision which manifests receivers, retention and the trainer trust.
 
 Keeps true
-- Where a key is set, nothing is learned from a manifest that its owner did not sign: the signature is over the value's
-  bytes as they travel, so that fields which are added later change nothing for older readers.
-- A manifest of another run or namespace is a stranger, also if the same key signed it.
+- If a key is set, nothing is learned from a manifest that the key's owner did not sign. The signature covers the
+  encoded bytes, so fields that are added later do not invalidate it for older readers.
+- A manifest of another run or namespace is not trusted, even if the same key signed it.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ _ADVICE = "`rose keys FILE` writes a private key to FILE and its public one to F
 
 
 def private_key(file: Path) -> Ed25519PrivateKey:
-    """Of a PEM file without a password. Raises UsageError."""
+    """Read an Ed25519 private key from a PEM file without a password. Raises UsageError."""
     key = _load(file, lambda pem: load_pem_private_key(pem, password=None), "private key without a password")
     if not isinstance(key, Ed25519PrivateKey):
         raise UsageError(f"{file} holds a private key that is not Ed25519: {_ADVICE}")
@@ -43,7 +43,7 @@ def private_key(file: Path) -> Ed25519PrivateKey:
 
 
 def public_key(file: Path) -> Ed25519PublicKey:
-    """Of a PEM file. Raises UsageError."""
+    """Read an Ed25519 public key from a PEM file. Raises UsageError."""
     key = _load(file, load_pem_public_key, "public key")
     if not isinstance(key, Ed25519PublicKey):
         raise UsageError(f"{file} holds a public key that is not Ed25519: {_ADVICE}")
@@ -60,9 +60,10 @@ def _load(file: Path, parse: Callable[[bytes], object], kind: str) -> object:
 
 
 def make_keys(file: Path) -> Path:
-    """Write a new private key to `file`, readable by its owner alone, and the public one to `file`.pub.
+    """Write a new private key to `file`, readable only by its owner, and the public key to `file`.pub.
 
-    Returns the second. Raises UsageError when either is there already or cannot be written; then neither is left.
+    Returns the path of the public key. Raises UsageError if either file exists or cannot be written; no file is left
+    then.
     """
     if not file.name:
         raise UsageError(f"{file} is a folder: {_ADVICE}")
@@ -87,27 +88,27 @@ def _write_new(file: Path, content: bytes, undo: ExitStack, *, mode: int) -> Non
 
 
 class UntrustedReason(Enum):
-    """Why a manifest of the model is not believed."""
+    """Why a manifest of the model is not trusted."""
 
     UNSIGNED = "unsigned"
     FORGED = "forged"
-    """Signed by another key, or changed since."""
+    """The manifest was signed with another key or changed afterwards."""
     STRANGER = "stranger"
-    """Of another run."""
+    """The manifest is another run's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Who is believed about the versions of one model."""
+    """The run and key whose manifests of one model are trusted."""
 
     model_id: str
     run: str
-    """As `run_id` makes it."""
+    """Full name of the run, see `run_id`."""
     key: Ed25519PublicKey | None = None
-    """Of whoever signs; None believes unsigned manifests too."""
+    """Public key of the signer; None trusts unsigned manifests."""
 
     def verify(self, envelope: Envelope) -> WeightManifest | UntrustedReason | None:
-        """The manifest, or why it is not believed; None for a tombstone, another record or another model."""
+        """The manifest, or why it is not trusted; None for a tombstone, another record or another model."""
         manifest = envelope.record
         if not isinstance(manifest, WeightManifest) or manifest.model_id != self.model_id:
             return None
@@ -116,12 +117,12 @@ class Trust:
         return manifest if manifest.run == self.run else UntrustedReason.STRANGER
 
     def verified(self, envelope: Envelope) -> WeightManifest | None:
-        """The manifest, if it is believed."""
+        """The manifest if it is trusted, otherwise None."""
         judged = self.verify(envelope)
         return judged if isinstance(judged, WeightManifest) else None
 
     def verified_of_any_run(self, envelope: Envelope) -> WeightManifest | None:
-        """The manifest, if the key's owner signed it for this model, whatever its run."""
+        """The manifest if the key's owner signed it for this model, whatever its run; otherwise None."""
         judged, manifest = self.verify(envelope), envelope.record
         known = isinstance(judged, WeightManifest) or judged is UntrustedReason.STRANGER
         return manifest if known and isinstance(manifest, WeightManifest) else None
@@ -140,9 +141,10 @@ class Trust:
 
 
 def run_id(namespace: str, run: str) -> str:
-    """What manifests call a run. Raises UsageError for a name that cannot be written there.
+    """The name of a run in manifests: namespace and run. Raises UsageError if the name is too long or has other
+    characters.
 
-    No namespace has a colon, so two runs never have the same one.
+    A namespace has no colon, so two runs never have the same name.
     """
     name = f"{namespace}:{run}"
     try:
@@ -154,15 +156,18 @@ def run_id(namespace: str, run: str) -> str:
 
 
 def make_trust(settings: BusSettings, model_id: str, config: WeightsConfig) -> Trust:
-    """Whose versions a configuration takes. Raises UsageError for a broken key file or a run without a proper name."""
+    """The trust that a configuration describes. Raises UsageError if the key file is broken or the run's name is
+    invalid.
+    """
     key = public_key(config.trusted_key) if config.trusted_key else None
     return Trust(model_id, run_id(settings.namespace, config.run), key)
 
 
 def require_signing_key(settings: BusSettings, key: object, field: str) -> None:
-    """Where clients prove who they are, so do versions. Raises UsageError where this field of the weights names no key.
+    """Raises UsageError if the broker authenticates its clients and `key` is None. `field`: the setting to name in the
+    message.
 
-    A right to write manifests may be given by mistake, or stolen; the trainer's key never leaves the trainer.
+    A right to write manifests may be granted by mistake or stolen; the trainer's private key never leaves the trainer.
     """
     if settings.authenticated and key is None:
         raise UsageError(
@@ -172,7 +177,9 @@ def require_signing_key(settings: BusSettings, key: object, field: str) -> None:
 
 
 def load_signing_key(config: WeightsConfig) -> Ed25519PrivateKey | None:
-    """The key with which a configuration signs. Raises UsageError for a broken one, or if it is not the trusted one."""
+    """The private key of a configuration, or None. Raises UsageError if the file is broken or not the pair of the
+    trusted key.
+    """
     if config.signing_key is None:
         return None
     key = private_key(config.signing_key)

@@ -1,13 +1,11 @@
-"""The numbers of versions, and the epochs of a run.
+"""Version numbers and epochs of a run. Pure.
 
 Keeps true
-- A number is never used for two policies: what comes next is above every number on the log and every one used since.
-- Who goes back begins a new epoch, whose versions are newer than all before, whatever their numbers; before is also
-  what the log has lost.
-- The newest version may be stored whole again under its number, and no other.
-- Only manifests that are believed count; without keys a number that nobody can have counted up to counts neither.
-
-Pure.
+- A number never stands for two policies: the next number is above every number on the log and every number used since.
+- A run that goes back begins an epoch whose versions are newer than all earlier ones, including those that the log has
+  lost.
+- Only the newest version may be published again under its number.
+- Only trusted manifests count. Without keys, a number too large to have been reached by counting does not count either.
 """
 
 from collections.abc import Iterable
@@ -19,11 +17,12 @@ from rose.schemas.errors import RoseError
 from rose.schemas.weights import WeightManifest
 
 MAX_VERSION = 2**52
-"""Half of what a number may be: who begins above the highest below this never comes to the end."""
+"""Manifests with larger numbers are ignored. Half of the range of numbers, so that a run never reaches the end of the
+range."""
 
 
 class VersionTaken(RoseError):
-    """A number that another policy has."""
+    """The version number stands for another policy."""
 
     def __init__(self, version: int, free: int) -> None:
         super().__init__(
@@ -34,17 +33,17 @@ class VersionTaken(RoseError):
 
 @dataclass(slots=True)
 class VersionNumbers:
-    """Of one run, as its publisher keeps it."""
+    """The numbering of one run, kept by its publisher."""
 
     newest: WeightManifest | None = None
-    """Of the run on the log, and since then as published, without what it says of tensors and slices."""
+    """The newest manifest of the run, from the log or published since, without its tensors and slices."""
     highest: int = -1
-    """Of all runs of the model."""
+    """Highest number of all runs of the model."""
     epoch: int = 0
-    """Of the version that is published next."""
+    """Epoch of the next version."""
 
     def learn(self, manifests: Iterable[WeightManifest], run: str) -> None:
-        """Take in what is on the log, of this run and of others of the same model and key."""
+        """Add manifests from the log, of all runs of the model with the same key."""
         for manifest in manifests:
             if manifest.version >= MAX_VERSION or manifest.epoch >= MAX_VERSION:
                 continue
@@ -56,26 +55,29 @@ class VersionNumbers:
 
     @property
     def next_version(self) -> int:
-        """The lowest number that is free."""
+        """The lowest free number."""
         return self.highest + 1
 
     def begin_epoch(self, *, epoch: int = -1, version: int = -1) -> int:
-        """Go back: what is published next is newer than all before. Returns the lowest number that is free.
+        """Begin an epoch whose versions are newer than all earlier ones. Returns the lowest free number.
 
-        `epoch` and `version`: of the policy that is gone on from, which the log may have lost.
+        `epoch` and `version`: those of the policy that the run resumes from, which the log may have lost; -1 if
+        unknown.
         """
         self.epoch = max(epoch, -1 if self.newest is None else self.newest.epoch) + 1
         self.highest = max(self.highest, version)
         return self.next_version
 
     def take(self, manifest: WeightManifest) -> None:
-        """Publish it; raises VersionTaken if its number is not free."""
+        """Use the manifest's number. Raises VersionTaken if the number is not free."""
         self.check(manifest.version, manifest.digest)
         self.highest = max(self.highest, manifest.version)
-        self.newest = msgspec.structs.replace(manifest, tensors=(), slices=())  # of a large model they are many
+        self.newest = msgspec.structs.replace(manifest, tensors=(), slices=())  # they are large
 
     def check(self, version: int, digest: bytes) -> None:
-        """Raises VersionTaken unless the number is free, or that of the newest version, which is the same policy."""
+        """Raises VersionTaken unless the number is free, or is that of the newest version and the policy is
+        the same.
+        """
         newest = self.newest
         again = newest is not None and (newest.order, newest.digest) == ((self.epoch, version), digest)
         if version <= self.highest and not again:

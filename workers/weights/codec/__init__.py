@@ -1,13 +1,13 @@
-"""The weight codec: what changed between two versions of a slice of weights, in a few bits for each changed weight.
+"""The weight codec: encodes the changes between two versions of a slice in a few bits for each changed weight.
 
 Keeps true
-- Bit-exact, for every bit pattern of float32, bfloat16 and float16.
-- Whatever the bytes, `decode` returns an array of the size of `old`, or raises CodecError: it allocates in proportion
-  to `old` alone, and never changes it.
+- The codec is lossless for every bit pattern of float32, bfloat16 and float16.
+- For any bytes, `decode` returns an array of the size of `old` or raises CodecError. Its memory is proportional to
+  `old`, and it never changes `old`.
 
-A payload: `kind` (1 byte); a dense one is followed by the words, little-endian. A delta by `events` (uint32), the first
-exponent, the number of exponents less one, a hazard code for each of them (rose.workers.weights.codec.hazard), and the
-range coder's bytes: events on the line in order, each with its step, then the heavy elements.
+A payload begins with `kind` (1 byte). In a dense payload the values follow, little-endian. In a delta follow `events`
+(uint32), the first exponent, the number of exponents minus one, a hazard code for each exponent (`hazard.py`), and the
+bytes of the range coder: the events in order, each with its step, then the heavy elements.
 """
 
 import struct
@@ -23,25 +23,25 @@ from rose.workers.weights.codec.hazard import EXPONENTS, HEAVY_CODE, codes_of, t
 from rose.workers.weights.codec.range_coder import encoder, fresh_bits
 
 Words = NDArray[Any]
-"""Weights as their bits, flat: uint16 or uint32 [n]."""
+"""The bits of weights as a flat array: uint16 or uint32 [n]."""
 
 DENSE, DELTA = 0, 1
 _HEAD = struct.Struct("<BIBB")
 
 SAMPLING = 8
-"""Every so many'th element is looked at to learn how many weights an exponent has."""
+"""Every so many-th element is counted to estimate the number of weights of each exponent."""
 
 BYTES_AN_ELEMENT = 13
-"""The coder never needs more: 3 stretches, a point and a step of a whole word."""
+"""Upper bound of coded bytes per element: 3 stretches, a point and a step of a whole word."""
 
 
 class CodecError(RoseError):
-    """A payload that is none, or not one for these weights."""
+    """The payload is malformed or does not fit these weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How an element type lies in its word."""
+    """Bit layout of an element type."""
 
     word: type[np.uint16] | type[np.uint32]
     mantissa_bits: int
@@ -49,6 +49,7 @@ class Format:
 
     @property
     def top(self) -> np.uint64:
+        """The sign bit."""
         return np.uint64(1 << (8 * np.dtype(self.word).itemsize - 1))
 
 
@@ -57,30 +58,32 @@ FORMATS = {
     "float16": Format(np.uint16, 10, 0x1F),
     "float32": Format(np.uint32, 23, 0xFF),
 }
-"""By torch's name of the element type."""
+"""Formats by torch's name of the element type."""
 
 
 def encode(old: Words, new: Words, dtype: str) -> bytes:
-    """The payload that turns `old` into `new`, both flat and of one size: a delta, or dense where that is smaller."""
+    """The payload that turns `old` into `new`: a delta, or dense if that is smaller. Both arrays are flat and of one
+    size.
+    """
     form = FORMATS[dtype]
     delta = _encode_delta(old, new, form)
     return delta if len(delta) <= new.nbytes else dense(new)
 
 
 def dense(new: Words) -> bytes:
-    """The payload that turns anything into `new`."""
+    """The dense payload of `new`, which decodes with any `old`."""
     return bytes([DENSE]) + new.tobytes()
 
 
 def warm_up() -> None:
-    """Compile the loops now (or load them compiled), and not when the first payload comes."""
+    """Compile the loops, or load them from numba's cache, before the first payload."""
     for dtype, form in FORMATS.items():
         old: Words = np.arange(64, dtype=form.word)
         decode(old, _encode_delta(old, old[::-1].copy(), form), dtype)
 
 
 def decode(old: Words, payload: bytes, dtype: str) -> Words:
-    """What `new` was when it was encoded against this `old`, as a new array. Raises CodecError."""
+    """Decode a payload against the `old` that it was encoded against; returns a new array. Raises CodecError."""
     form = FORMATS[dtype]
     kind = payload[0] if payload else None
     if kind == DENSE:

@@ -1,11 +1,11 @@
-"""The loops of the codec over elements, compiled by numba.
+"""The codec's loops over elements, compiled by numba.
 
 Keeps true
-- Words are handled as *ordered* integers: of two floats of one sign the larger has the larger one, and neighbours
-  differ by 1 (one ULP). A step is a difference modulo the word, so infinities and NaNs need no special case.
-- What is read from a payload never indexes anything before it was compared with a bound.
+- Bits are handled as *ordered* integers: of two floats with the same sign, the larger float has the larger integer, and
+  neighbours differ by 1 (one ULP). A step is a difference modulo the word size, so infinities and NaNs are not special.
+- A value from a payload is compared with a bound before it indexes an array.
 
-Words are uint16 or uint32 [n]; `shift` and `mask` cut the exponent out of one; `top` is the sign bit.
+`old` and `new` are uint16 or uint32 [n]; `shift` and `mask` extract the exponent of an element; `top` is the sign bit.
 """
 
 import numpy as np
@@ -28,44 +28,45 @@ I64 = np.int64
 ONE64 = U64(1)
 
 MAGNITUDE_BITS = 33
-"""Bit lengths of a step's magnitude that have adaptive bits of their own."""
+"""Number of bit lengths of a step's magnitude; each has its own adaptive bits."""
 
 LEADING = 16
-"""Adaptive bits for the four bits that follow the leading one of a magnitude."""
+"""Adaptive bits for the four bits after the leading bit of a magnitude."""
 
 STEP_BITS = 1 + MAGNITUDE_BITS + MAGNITUDE_BITS * LEADING
-"""Adaptive bits of one exponent: the sign, the unary bit length, the leading bits by length."""
+"""Adaptive bits of one exponent: the sign, the unary bit length, and the leading bits for each length."""
 
 STRETCH, FLAGS, STEPS = 0, 1, 257
-"""Where adaptive bits begin: of empty stretches, of heavy elements by exponent, of steps by exponent from `first`."""
+"""Offsets of adaptive bits: for empty stretches, for heavy elements by exponent, and for steps by exponent from
+`first`."""
 
 DONE, BAD_POSITION, BAD_STEP, OVERRUN = 0, 1, 2, 3
-"""What decoding ends with."""
+"""Results of decoding."""
 
 
 @njit(cache=True, nogil=True)
 def ordered(word, top):  # type: ignore[no-untyped-def]
-    """The ordered integer of a word, as int64."""
+    """The ordered integer (int64) of an element's bits."""
     return I64((top - ONE64) - (word & (top - ONE64))) if word & top else I64(word | top)
 
 
 @njit(cache=True, nogil=True)
 def unordered(value, top):  # type: ignore[no-untyped-def]
-    """The word of an ordered integer."""
+    """The element's bits of an ordered integer."""
     value = U64(value)
     return value & (top - ONE64) if value & top else ((top - ONE64) - value) | top
 
 
 @njit(cache=True, nogil=True)
 def wrapped(step, top):  # type: ignore[no-untyped-def]
-    """A step modulo the word, in [-top, top)."""
+    """A step modulo the word size, in [-top, top)."""
     size = I64(top) << I64(1)
     return ((step + I64(top)) & (size - I64(1))) - I64(top)
 
 
 @njit(cache=True, nogil=True)
 def count_changed(old, new, shift, mask, changed):  # type: ignore[no-untyped-def]
-    """Count the changed elements of every exponent into `changed`, int64 [256]; returns their number."""
+    """Count the changed elements of every exponent into `changed`, int64 [256]; returns their total number."""
     count = 0
     for at in range(len(old)):
         if old[at] != new[at]:
@@ -76,11 +77,10 @@ def count_changed(old, new, shift, mask, changed):  # type: ignore[no-untyped-de
 
 @njit(cache=True, nogil=True)
 def extract(old, new, shift, mask, top, table, gaps, widths, exponents, steps, heavy_exponents, heavy_steps):  # type: ignore[no-untyped-def]
-    """Collect what is to be coded; returns the numbers of events on the line and of heavy elements.
+    """Collect what is to be coded; returns the numbers of events and of heavy elements.
 
-    Of each event: the distance from the event before it (uint64), its own hazard (uint32), exponent (uint8) and step
-    (int64). Of each heavy element its exponent and step, 0 where it did not change.
-    """
+    For each event: the distance from the event before it (uint64), its hazard (uint32), exponent (uint8) and step
+    (int64). For each heavy element its exponent and step; the step is 0 if the element did not change."""
     events = heavy = 0
     gap = U64(0)
     for at in range(len(old)):
@@ -103,13 +103,13 @@ def extract(old, new, shift, mask, top, table, gaps, widths, exponents, steps, h
 
 @njit(cache=True, nogil=True)
 def encode_events(state, out, bits, first, gaps, widths, exponents, steps, heavy_exponents, heavy_steps):  # type: ignore[no-untyped-def]
-    """Code what `extract` found; returns the number of bytes."""
+    """Encode what `extract` collected into `out`; returns the number of bytes."""
     cap = U64(1) << U64(CAP_BITS)
     for event in range(len(gaps)):
         begin, end = gaps[event], gaps[event] + U64(widths[event])
         stretch = begin >> U64(CAP_BITS)
         mark = (stretch + U64(1)) * cap
-        if end > mark:  # it straddles a mark: the larger part stands for it
+        if end > mark:  # it spans a stretch boundary: the larger part is coded for it
             if end - mark > mark - begin:
                 begin, stretch = mark, stretch + U64(1)
             else:
@@ -152,10 +152,9 @@ def _encode_step(state, out, bits, place, step):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def decode_into(data, bits, first, old, new, shift, mask, top, table, events, state, heavy_at):  # type: ignore[no-untyped-def]
-    """Write the changed elements of `new`, a copy of `old`; returns how it ended.
+    """Decode a delta into `new`, a copy of `old`; returns DONE or an error.
 
-    `heavy_at` is int64 scratch for the places of heavy elements, as many as there are in `old`.
-    """
+    `heavy_at` is int64 scratch space for the positions of heavy elements, with one entry for each element of `old`."""
     start(state, data)
     size, heavy, at = len(old), 0, 0
     longest = U64(size) * U64(LIGHT_MOST) + (U64(1) << U64(CAP_BITS))
@@ -170,7 +169,7 @@ def decode_into(data, bits, first, old, new, shift, mask, top, table, events, st
         target += point
         gap = U64(0)
         while True:
-            while at + 8 <= size:  # eight at once, as long as none of them is it or heavy
+            while at + 8 <= size:  # eight at once, while none of them is the event or heavy
                 ahead = (
                     (table[(old[at] >> shift) & mask] + table[(old[at + 1] >> shift) & mask])
                     + (table[(old[at + 2] >> shift) & mask] + table[(old[at + 3] >> shift) & mask])
@@ -219,7 +218,7 @@ def decode_into(data, bits, first, old, new, shift, mask, top, table, events, st
 
 @njit(cache=True, nogil=True)
 def _decode_step(state, data, bits, place):  # type: ignore[no-untyped-def]
-    """A step; 0 if its magnitude is longer than any word."""
+    """Decode a step; 0 if its magnitude is longer than any word."""
     sign_at = STEPS + place * STEP_BITS
     lengths_at = sign_at + 1
     negative = decode_bit(state, data, bits, sign_at)

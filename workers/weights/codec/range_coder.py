@@ -1,12 +1,12 @@
-"""A binary and a uniform range coder with adaptive bits, compiled by numba.
+"""A range coder for adaptive bits and uniform intervals, compiled by numba.
 
 Keeps true
-- Encoder and decoder do the same integer arithmetic, so the same bytes come back on every platform.
-- A decoder never reads past its bytes: it sees zeros there, and `overrun` says so.
+- Encoder and decoder use the same integer arithmetic, so the bytes decode alike on every platform.
+- A decoder never reads past its bytes: it reads zeros there, and `overrun` reports it.
 
-A coder is a small array of u64 (its state) beside a byte buffer, because numba inlines functions over arrays best. The
-scheme is the carry-propagating one of Martin (1979) as LZMA has it, with a window of 56 bits instead of 32: a symbol of
-20 bits then loses no measurable precision.
+The state of a coder is a small uint64 array apart from the byte buffer, because numba inlines functions over arrays
+best. The scheme is the carry-propagating range coder of Martin (1979), as in LZMA, with a window of 56 bits instead of
+32, so that a symbol of 20 bits loses no measurable precision.
 """
 
 import numpy as np
@@ -17,11 +17,12 @@ U64 = np.uint64
 State = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]
 Bits = NDArray[np.uint32]
-"""Adaptive bits: the probability of a zero in units of 2^-16, and in the upper half how often it was updated."""
+"""Adaptive bits: in the lower half the probability of a zero in units of 2^-16, in the upper half the number of
+updates."""
 
 LOW, RANGE, CACHE, CACHED, AT = 0, 1, 2, 3, 4
 CODE = 0
-"""The decoder keeps its code where the encoder keeps its low end."""
+"""The decoder keeps its code where the encoder keeps the low end of its interval."""
 
 WINDOW_BITS = 56
 TOP = U64(1 << WINDOW_BITS)
@@ -35,28 +36,28 @@ ZERO, ONE = U64(0), U64(1)
 PROBABILITY_BITS = U64(16)
 EVEN = np.uint32(1 << 15)
 SLOWEST = 6
-"""An adaptive bit moves by at least 1/2^6 of the way: 64 symbols of memory."""
+"""Each update moves an adaptive bit by at least 1/2^6 of the distance: a memory of 64 symbols."""
 
 TAIL_BYTES = WINDOW_BITS // 8 + 1
-"""Written by `finish`."""
+"""Number of bytes that `finish` writes."""
 
 
 def fresh_bits(*shape: int) -> Bits:
-    """Adaptive bits that expect nothing."""
+    """New adaptive bits, with even probabilities."""
     return np.full(shape, EVEN, dtype=np.uint32)
 
 
 def encoder() -> State:
-    """One that has coded nothing: five words, at LOW, RANGE, CACHE, CACHED and AT."""
+    """The state of a new coder: five values, at LOW, RANGE, CACHE, CACHED and AT."""
     return np.array([0, (1 << WINDOW_BITS) - 1, 0, 0, 0], dtype=np.uint64)
 
 
 @njit(cache=True, nogil=True)
 def _shift(state, out):  # type: ignore[no-untyped-def]
-    """Move the topmost byte of the low end out, with a carry through the bytes that wait for one."""
+    """Output the top byte of the low end, with a carry through the pending bytes."""
     low = state[LOW]
     head = low >> HEAD_SHIFT
-    if head != BYTE:  # below: no carry can reach what waits; above: it has come
+    if head != BYTE:  # below: no carry can reach the pending bytes; above: the carry has come
         carry = head >> EIGHT
         at = state[AT]
         if state[CACHED] > ZERO:
@@ -77,7 +78,7 @@ def _shift(state, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def encode_bit(state, out, bits, at, bit):  # type: ignore[no-untyped-def]
-    """Code one bit with the adaptive bit `bits[at]`, which learns from it."""
+    """Encode one bit with the adaptive bit `bits[at]` and update the latter."""
     entry = bits[at]
     bound = (state[RANGE] >> PROBABILITY_BITS) * U64(entry & np.uint32(0xFFFF))
     if bit == 0:
@@ -93,7 +94,7 @@ def encode_bit(state, out, bits, at, bit):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def encode_uniform(state, out, start, width, total_bits):  # type: ignore[no-untyped-def]
-    """Code the part [start, start + width) of 2^total_bits."""
+    """Encode the interval [start, start + width) of 2^total_bits."""
     unit = state[RANGE] >> U64(total_bits)
     state[LOW] += unit * U64(start)
     state[RANGE] = unit * U64(width)
@@ -104,11 +105,11 @@ def encode_uniform(state, out, start, width, total_bits):  # type: ignore[no-unt
 
 @njit(cache=True, nogil=True)
 def finish(state, out):  # type: ignore[no-untyped-def]
-    """Write what is left; returns the number of bytes."""
+    """Flush the coder; returns the number of bytes."""
     for _ in range(TAIL_BYTES):
         _shift(state, out)
     length = state[AT]
-    for _ in range(TAIL_BYTES):  # a decoder reads zeros past the end, but no more of them (see `overrun`)
+    for _ in range(TAIL_BYTES):  # trailing zeros are dropped: a decoder reads zeros past the end (see `overrun`)
         if length == ZERO or out[length - ONE] != 0:
             break
         length -= ONE
@@ -117,7 +118,7 @@ def finish(state, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def start(state, data):  # type: ignore[no-untyped-def]
-    """Begin to decode."""
+    """Initialise the state for decoding."""
     state[RANGE] = FULL
     state[CODE] = ZERO
     state[AT] = ZERO
@@ -127,7 +128,7 @@ def start(state, data):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def decode_bit(state, data, bits, at):  # type: ignore[no-untyped-def]
-    """One bit by the adaptive bit `bits[at]`, which learns from it."""
+    """Decode one bit with the adaptive bit `bits[at]` and update the latter."""
     entry = bits[at]
     bound = (state[RANGE] >> PROBABILITY_BITS) * U64(entry & np.uint32(0xFFFF))
     if state[CODE] < bound:
@@ -146,13 +147,14 @@ def decode_bit(state, data, bits, at):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def decode_uniform(state, data, total_bits):  # type: ignore[no-untyped-def]
-    """A point of the part that was coded, in [0, 2^total_bits); then tell `narrow` which part that was."""
+    """A point of the coded interval, in [0, 2^total_bits). The caller then passes the interval to `narrow`."""
     return min(state[CODE] // (state[RANGE] >> U64(total_bits)), (ONE << U64(total_bits)) - ONE)
 
 
 @njit(cache=True, nogil=True)
 def narrow(state, data, start, width, total_bits):  # type: ignore[no-untyped-def]
-    """Go on within the part [start, start + width) of 2^total_bits, in which the point that was read lies."""
+    """Continue decoding within the interval [start, start + width) of 2^total_bits, which contains the point that was
+    read."""
     unit = state[RANGE] >> U64(total_bits)
     state[CODE] -= unit * U64(start)
     state[RANGE] = unit * U64(width)
@@ -163,7 +165,8 @@ def narrow(state, data, start, width, total_bits):  # type: ignore[no-untyped-de
 
 @njit(cache=True, nogil=True)
 def overrun(state, data):  # type: ignore[no-untyped-def]
-    """Whether more was decoded than was coded. The window is read ahead, so its length is no sign of that."""
+    """Whether more symbols were decoded than encoded. The window is read ahead, so reading past the end alone is no
+    error."""
     return state[AT] > U64(len(data)) + U64(WINDOW_BITS // 8 + 1)
 
 
@@ -176,7 +179,7 @@ def _next(state, data):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _learnt(entry, bit):  # type: ignore[no-untyped-def]
-    """An adaptive bit after one more symbol: it learns fast at first."""
+    """An adaptive bit after one more symbol. The first updates are the largest."""
     probability, seen = entry & np.uint32(0xFFFF), entry >> np.uint32(16)
     rate = np.uint32(min(seen + np.uint32(1), np.uint32(SLOWEST)))
     if bit == 0:
