@@ -62,6 +62,7 @@ def load_policy(folder: Path) -> Any:
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # else transformers raises without a word of which tensors they are
             output_loading_info=True,
         )
     except ConfigRefused:
@@ -70,9 +71,11 @@ def load_policy(folder: Path) -> Any:
         raise ModelFolderError(f"{folder} does not load as a causal language model: {error}") from None
     except Exception as error:  # transformers, safetensors and json raise a dozen unrelated types for broken files
         raise ModelFolderError(f"{folder} does not load as a causal language model: {_one_line(error)}") from error
-    if report["missing_keys"] or report["mismatched_keys"]:
-        names = ", ".join(sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])[:3])
-        raise ModelFolderError(f"{folder}: the weights do not fit config.json, beginning with {names}")
+    unlike = [
+        f"{name} of shape {tuple(held)} instead of {tuple(asked)}" for name, held, asked in report["mismatched_keys"]
+    ]
+    if unfit := sorted([*report["missing_keys"], *unlike])[:3]:
+        raise ModelFolderError(f"{folder}: the weights do not fit config.json, beginning with {', '.join(unfit)}")
     _refuse_not_finite(model, folder)
     _refuse_untied(model, folder)
     _refuse_whole_heads(model, folder)
