@@ -270,6 +270,15 @@ def test_weights_of_another_shape_are_refused_with_both_shapes(tmp_path: Path) -
     assert "\n" not in str(refused.value)
 
 
+def test_a_library_that_names_only_a_key_is_told_as_an_error_of_a_key(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(SHIPPED, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "SiLU"}))
+    with pytest.raises(ModelFolderError, match=r"does not load as a causal language model: KeyError: 'SiLU'"):
+        load_policy(folder)
+
+
 def test_the_same_luck_plays_the_same_trajectories(policy: Any) -> None:
     seeds = random.Random(5).sample(range(10**6), 5)
     tasks = [Task(environment=Calculator, seed=seed, arguments={}) for seed in seeds]

@@ -117,7 +117,11 @@ def _probe_policy(model: Any, folder: Path) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:REASON_CHARACTERS]
+    """What a library says of an error; of one that says nothing, or names only a key, with its type."""
+    text = " ".join(str(error).split())
+    if isinstance(error, KeyError) or not text:
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    return text[:REASON_CHARACTERS]
 
 
 def _refuse_whole_heads(model: Any, folder: Path) -> None:
