@@ -97,7 +97,11 @@ def _refuse_not_finite(model: Any, folder: Path) -> None:
 
 
 def _refuse_untied(model: Any, folder: Path) -> None:
-    """transformers keeps two tensors apart that config.json calls one, if they differ; vLLM takes one for both."""
+    """Refuse a head of its own in a folder that config.json calls tied. Raises ModelFolderError.
+
+    transformers and vLLM 0.32 compute with the head of the files where it differs from the embedding. Programs that go
+    by config.json compute with the embedding, so the exported folder would be two policies.
+    """
     for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if model.get_parameter_or_buffer(name) is not model.get_parameter_or_buffer(other):
             raise ModelFolderError(
