@@ -190,6 +190,10 @@ def index_names(*files: str) -> Callable[[Path], object]:
         (lambda f: save_file({"a": torch.zeros(1)}, f / "consolidated.safetensors"), "consolidated.*remove"),
         (lambda f: (f / "adapter_config.json").write_text("{}"), "merge the adapter"),
         (lambda f: (f / WHOLE).rename(f / "weights.safetensors"), "holds no model.safetensors"),
+        (
+            lambda f: rewrite(f, lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.empty(0)})),
+            r"model\.layers\.1\.mlp\.up_proj\.weight has no elements \(shape \(0,\)\)",
+        ),
         (index_names(WHOLE, "gone.safetensors"), "lacks gone.safetensors"),
         (index_names("../model/model.safetensors"), "lacks ../model/model.safetensors"),
         (index_names(), "names no file"),

@@ -28,7 +28,6 @@ from rose.workers.weights.model_folder import (
     folder_tensors,
     held_tensors,
     read_config,
-    weight_files,
 )
 
 REASON_CHARACTERS = 300
@@ -50,7 +49,7 @@ def load_policy(folder: Path) -> Any:
         raise ModelFolderError(f"{folder} is not a model folder: it has no config.json")
     try:
         check_agreement(folder, read_config(folder))
-        weight_files(folder)
+        folder_tensors(folder)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         match_engine_numerics(config)
         if (folder / INDEX).is_file():  # where there is a model.safetensors as well, transformers would take that

@@ -125,6 +125,11 @@ def folder_tensors(folder: Path) -> dict[str, FolderTensor]:
     for key, tensor in tensors.items():
         if tensor.dtype not in WEIGHTS + CONSTANTS:
             raise FolderError(f"{folder}: {key} is {tensor.dtype}, of which no version can be published")
+        if 0 in tensor.shape:
+            raise FolderError(
+                f"{folder}: {key} has no elements (shape {tensor.shape}): save the policy anew, gathered from all the "
+                "processes that trained it"
+            )
     return tensors
 
 
