@@ -25,6 +25,7 @@ from rose.workers.model_config import CONFIG, SHORT_AND_LONG, ConfigRefused, che
 from rose.workers.weights.model_folder import (
     INDEX,
     FolderError,
+    check_format,
     folder_tensors,
     held_tensors,
     read_config,
@@ -45,9 +46,10 @@ def load_policy(folder: Path) -> Any:
     """The folder's model in float32, in evaluation mode; a `transformers.PreTrainedModel`. Raises ModelFolderError."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if not (folder / CONFIG).is_file():
-        raise ModelFolderError(f"{folder} is not a model folder: it has no config.json")
     try:
+        check_format(folder)
+        if not (folder / CONFIG).is_file():
+            raise ModelFolderError(f"{folder} is not a model folder: it has no config.json")
         check_agreement(folder, read_config(folder))
         folder_tensors(folder)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -64,7 +66,7 @@ def load_policy(folder: Path) -> Any:
             ignore_mismatched_sizes=True,  # else transformers raises without a word of which tensors they are
             output_loading_info=True,
         )
-    except ConfigRefused:
+    except (ConfigRefused, ModelFolderError):
         raise
     except FolderError as error:
         raise ModelFolderError(f"{folder} does not load as a causal language model: {error}") from None
