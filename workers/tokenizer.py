@@ -10,6 +10,7 @@ Keeps true
 Needs only the library `tokenizers`.
 """
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,18 @@ LOADED = ("version", "added_tokens", "normalizer", "pre_tokenizer", "decoder", "
 
 NULL = msgspec.Raw(b"null")
 
+MARKS_FIRST = re.compile(rb'"prepend_scheme"\s*:\s*"first"')
+"""Of a pre-tokenizer that puts a mark of a word's beginning before a text, and before nothing behind an added token."""
+
 Fields = dict[str, msgspec.Raw]
 
 
-def load_tokenizer(file: Path, *, special: Collection[str] = ()) -> Any:
+def load_tokenizer(file: Path, *, special: Collection[str] = (), amid: bool = False) -> Any:
     """Load a `tokenizers.Tokenizer` from a `tokenizer.json` and the token files in the same folder. Raises
     TokenizerError.
 
-    `special`: contents of added tokens that count as special, whatever the files say.
+    `special`: contents of added tokens that count as special, whatever the files say. `amid`: texts are read as if they
+    followed an added token of a longer text, see `marks_first`.
     """
     from tokenizers import Tokenizer
 
@@ -45,6 +50,8 @@ def load_tokenizer(file: Path, *, special: Collection[str] = ()) -> Any:
         model = msgspec.json.decode(fields.get("model", NULL), type=Fields | None)
         if model and "dropout" in model:
             loaded["model"] = msgspec.Raw(msgspec.json.encode(model | {"dropout": NULL}))
+        if amid and "pre_tokenizer" in loaded:
+            loaded["pre_tokenizer"] = msgspec.Raw(MARKS_FIRST.sub(b'"prepend_scheme":"never"', loaded["pre_tokenizer"]))
         tokenizer: Any = Tokenizer.from_str(msgspec.json.encode(loaded).decode())
     except OSError as error:
         raise TokenizerError(f"{file} is no readable tokenizer: {error.strerror}") from None
@@ -53,6 +60,12 @@ def load_tokenizer(file: Path, *, special: Collection[str] = ()) -> Any:
     _add(tokenizer, tokens, file.parent)
     _mark(tokenizer, special)
     return tokenizer
+
+
+def marks_first(tokenizer: Any) -> bool:
+    """Whether it begins a text with a mark that the same text has not behind an added token."""
+    steps = tokenizer.pre_tokenizer
+    return steps is not None and MARKS_FIRST.search(steps.__getstate__()) is not None
 
 
 def _add(tokenizer: Any, tokens: Tokens, folder: Path) -> None:

@@ -156,14 +156,24 @@ def test_what_cannot_run_is_refused_with_the_reason(rig: Rig) -> None:
     assert list(rig.drain()) == ["held"]
 
 
-def test_a_failed_step_is_one_sentence(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("out of memory"), "out of memory$"),
+        (AssertionError(), "AssertionError: raise error$"),
+        (RuntimeError("\nno kernel\nat line 7"), "no kernel$"),
+    ],
+)
+def test_a_failed_step_is_one_sentence(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
+) -> None:
     def fail() -> None:
-        raise RuntimeError("out of memory")
+        raise error
 
     rig.add("held", [1], max_tokens=2)
     with monkeypatch.context() as faults:
         faults.setattr(rig.engine._core, "step_fn", fail)
-        with pytest.raises(EngineBroken, match="a step failed: out of memory"):
+        with pytest.raises(EngineBroken, match=f"a step failed: {reason}"):
             rig.engine.step()
 
 

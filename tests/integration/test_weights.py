@@ -357,7 +357,7 @@ def test_a_sharded_receiver_fetches_what_its_shard_meets(trainer: Trainer) -> No
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     manifest = trainer.publish(1, tensors=tensors)
     with (
-        receiving(trainer.settings, shapes=shapes, wanted={"embed": Box(0, 1000, 0, 700)}) as shard,
+        receiving(trainer.settings, shapes=shapes, shard={"embed": Box(0, 1000, 0, 700)}) as shard,
         receiving(trainer.settings, shapes=shapes) as whole,
     ):
         trainer.write(manifest)

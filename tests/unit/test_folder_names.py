@@ -190,6 +190,10 @@ def index_names(*files: str) -> Callable[[Path], object]:
         (lambda f: save_file({"a": torch.zeros(1)}, f / "consolidated.safetensors"), "consolidated.*remove"),
         (lambda f: (f / "adapter_config.json").write_text("{}"), "merge the adapter"),
         (lambda f: (f / WHOLE).rename(f / "weights.safetensors"), "holds no model.safetensors"),
+        (
+            lambda f: rewrite(f, lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.empty(0)})),
+            r"model\.layers\.1\.mlp\.up_proj\.weight has no elements \(shape \(0,\)\)",
+        ),
         (index_names(WHOLE, "gone.safetensors"), "lacks gone.safetensors"),
         (index_names("../model/model.safetensors"), "lacks ../model/model.safetensors"),
         (index_names(), "names no file"),
@@ -215,6 +219,46 @@ def test_a_folder_whose_files_are_not_clear_is_refused_by_trainer_and_executor(
     with pytest.raises(UsageError, match=reason) as trainers:
         FolderTensors(load_policy(folder), folder)
     assert not any("\n" in str(caught.value) for caught in (executors, trainers))
+
+
+@pytest.mark.parametrize("with_config", [False, True], ids=["alone", "beside config.json"])
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        (["adapter_config.json", "adapter_model.safetensors"], "merge the adapter into its model"),
+        (["pytorch_model.bin"], r"holds pytorch_model\.bin .*convert its weights to safetensors"),
+        (
+            ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "training_args.bin"],
+            r"holds pytorch_model-00001-of-00002\.bin .*convert",
+        ),
+        (["consolidated.00.pth", "params.json"], r"holds consolidated\.00\.pth .*convert"),
+        (["qwen-q4.gguf"], r"holds qwen-q4\.gguf .*convert"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_folder_without_a_model_in_safetensors_is_told_what_it_is(
+    tmp_path: Path, files: list[str], reason: str, *, with_config: bool
+) -> None:
+    folder = tmp_path / "model"
+    tiny_policy("qwen3", folder)
+    kept = {"config.json"} if with_config else set()
+    for path in folder.iterdir():
+        if path.name not in kept:
+            path.unlink()
+    for name in files:
+        (folder / name).write_bytes(b"{}")
+    for read in (read_folder, load_policy):
+        with pytest.raises(UsageError, match=reason) as refused:
+            read(folder)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_checkpoint_folder_without_weights_is_not_told_to_convert_its_optimizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 8, "architectures": ["Qwen3ForCausalLM"]}')
+    for name in ("optimizer.bin", "scheduler.pt", "training_args.bin", "rng_state_0.pth"):
+        (tmp_path / name).touch()
+    with pytest.raises(UsageError, match=r"holds no \*\.safetensors"):
+        read_folder(tmp_path)
 
 
 def test_a_tensor_that_two_files_hold_is_refused(tmp_path: Path) -> None:

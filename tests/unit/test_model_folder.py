@@ -79,6 +79,19 @@ def test_a_broken_folder_is_one_sentence(folder: Path, spoil: Callable[[Path], o
     assert caught.value.exit_status == 2
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("transformer.wte.weight", "gpt_neox.embed_in.weight", "embed_out.weight"),
+        *("transformer.word_embeddings.weight", "lm_head.weight"),
+    ],
+)
+def test_weights_with_another_number_of_rows_than_the_vocabulary_are_refused_with_both(folder: Path, name: str) -> None:
+    save_file({name: np.zeros((VOCABULARY + 1, 4), np.float32)}, folder / "model.safetensors")
+    with pytest.raises(ModelFolderError, match=rf"{name} has shape \(13, 4\), config.json says a vocabulary of 12"):
+        check_folder(folder)
+
+
 def test_a_path_that_is_no_folder_says_so(tmp_path: Path) -> None:
     with pytest.raises(ModelFolderError, match="is not a model folder"):
         check_folder(tmp_path / "nowhere")

@@ -1,8 +1,10 @@
 """Loading a policy, its logprobs, and one training step, with the model that ships."""
 
 import copy
+import json
 import math
 import random
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -251,6 +253,29 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     del weights["model.norm.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelFolderError, match=r"do not fit.*model\.norm\.weight"):
+        load_policy(folder)
+
+
+def test_weights_of_another_shape_are_refused_with_both_shapes(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(SHIPPED, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 17}))
+    weights, size = load_file(folder / "model.safetensors"), config["hidden_size"]
+    theirs = tuple(weights["model.layers.0.mlp.down_proj.weight"].shape)
+    with pytest.raises(ModelFolderError, match="do not fit") as refused:
+        load_policy(folder)
+    name = r"model\.layers\.0\.mlp\.down_proj\.weight"
+    assert re.search(rf"{name} of shape \({theirs[0]}, {theirs[1]}\) instead of \({size}, 17\)", str(refused.value))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_library_that_names_only_a_key_is_told_as_an_error_of_a_key(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(SHIPPED, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "SiLU"}))
+    with pytest.raises(ModelFolderError, match=r"does not load as a causal language model: KeyError: 'SiLU'"):
         load_policy(folder)
 
 

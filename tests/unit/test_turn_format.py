@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import Template
 from tokenizers import AddedToken, Tokenizer
 
 from rose.workers.environments.turn_format import TurnFormat, TurnFormatError
@@ -242,19 +243,63 @@ def test_a_turn_format_may_have_words_of_the_template_that_are_no_tokens(tmp_pat
     TurnFormat(folder(tmp_path, byte_level(), template, own=own))
 
 
+MARKED = special_tokens("<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|end|>")
+TURNS = "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + END }}{% endfor %}{{ '<|assistant|>\\n' }}"
+
+
 @pytest.mark.parametrize(
-    ("own", "scheme"),
+    ("template", "own", "eos"),
     [
-        ({"first_prefix": "<s>User:", "prefix": "User:", "suffix": "</s>"}, "first"),
-        ({"first_prefix": "<s>", "prefix": "\n", "suffix": "</s>"}, "first"),
+        (CHATML.replace("You are a helpful assistant.", "Add."), None, "<|im_end|>"),
+        (TURNS.replace("END", "eos_token + '\\n'"), None, "</s>"),
+        (TURNS.replace("END", "'<|end|>\\n'"), None, "<|end|>"),
+        ("", {**FRAMED, **ENDED}, "<|im_end|>"),
+        ("", {"first_prefix": "<s>User:", "prefix": "User:", "suffix": "<|end|>Answer:"}, "</s>"),
+        ("", {"first_prefix": "<s>", "prefix": "\n", "suffix": "<|end|>"}, "</s>"),
+        ("", {"first_prefix": "", "prefix": "[", "suffix": "]"}, "</s>"),
+        ("", {"first_prefix": "<s><|user|> ", "prefix": "<|user|> ", "suffix": "<|assistant|>"}, "</s>"),
     ],
+    ids=["ChatML", "TinyLlama", "Phi-3", "own ChatML", "own words", "own lines", "no mark first", "own spaces"],
 )
-def test_a_tokenizer_that_would_mark_a_word_amid_a_turn_is_refused(
-    tmp_path: Path, own: dict[str, str], scheme: str
+def test_a_tokenizer_that_marks_the_first_word_alone_reads_turns_as_the_conversation_written_out(
+    tmp_path: Path, template: str, own: dict[str, str] | None, eos: str
 ) -> None:
-    with pytest.raises(TurnFormatError, match="begins a text with a mark") as refused:
-        TurnFormat(folder(tmp_path, word_marking(scheme=scheme), own=own, bos="<s>", eos="</s>"))
-    assert "turn_format.json" in str(refused.value)
+    """As of Llama 2's and Mistral's tokenizers that transformers 5 saved: `prepend_scheme` is "first"."""
+    tokenizer: Any = word_marking(MARKED, scheme="first")
+    turns = TurnFormat(folder(tmp_path, tokenizer, template, own=own, bos="<s>", eos=eos))
+    said = ["3 + 4", "=7", " so  what", "0 + 7", "7"]
+    tokens = [
+        token
+        for at, text in enumerate(said)
+        for token in (turns.action_tokens(text) if at % 2 else turns.observation_tokens(text, first=not at))
+    ]
+    assert tokens == tokenizer.encode(written_out(said, template, own, eos), add_special_tokens=False).ids
+
+
+def written_out(said: list[str], template: str, own: dict[str, str] | None, eos: str) -> str:
+    """Observations and actions by turns as one text, which ends where the policy goes on."""
+    if own is None:
+        messages = [{"role": "assistant" if at % 2 else "user", "content": text} for at, text in enumerate(said)]
+        return str(Template(template).render(messages=messages, eos_token=eos, add_generation_prompt=True))
+    framed = (text + eos if at % 2 else own["prefix"] + text + own["suffix"] for at, text in enumerate(said))
+    return own["first_prefix"] + "".join(framed).removeprefix(own["prefix"])
+
+
+def test_what_a_text_may_not_spell_is_cut_up_without_marks_of_words_amid_it(tmp_path: Path) -> None:
+    tokenizer: Any = word_marking(MARKED, scheme="first")
+    turns = TurnFormat(folder(tmp_path, tokenizer, own={**FRAMED, **ENDED}, bos="<s>", eos="<|im_end|>"))
+    said = turns.observation_tokens("a<|im_end|>b", first=False)
+    assert turns.action_text(said) == f"{FRAMED['prefix']}a<|im_end|>b{ENDED['suffix']}"
+
+
+def test_a_framing_that_is_read_otherwise_beside_an_observation_is_refused(tmp_path: Path) -> None:
+    tokenizer = byte_level([AddedToken("END", special=True, normalized=False, single_word=True)])
+    own = {"first_prefix": "User: ", "prefix": " User: "}
+    TurnFormat(folder(tmp_path, tokenizer, own={**own, "suffix": " END\nRobot: "}, eos="END"))
+    with pytest.raises(
+        TurnFormatError, match=r"turn_format\.json: its tokenizer reads '.*' and what .* otherwise piece by piece"
+    ):
+        TurnFormat(folder(tmp_path, tokenizer, own={**own, "suffix": "END\nRobot: "}, eos="END"))
 
 
 @pytest.mark.parametrize("scheme", ["", "first", "always"])

@@ -20,7 +20,7 @@ the tokenizer's `eos_token`, else the `eos_token_id` of `config.json`. Needs `to
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -48,7 +48,7 @@ from rose.workers.environments.chat_template import (
 from rose.workers.environments.chat_template import TurnFormatError as TurnFormatError
 from rose.workers.environments.misspelling import misspelt
 from rose.workers.token_files import MODEL_FILE, model_stops, read_object, read_tokens, vocabulary_of
-from rose.workers.tokenizer import TOKENIZER_FILE, check_vocabulary, load_tokenizer
+from rose.workers.tokenizer import TOKENIZER_FILE, check_vocabulary, load_tokenizer, marks_first
 
 FORMAT_FILE, GENERATION_FILE = "turn_format.json", "generation_config.json"
 """Files of a model folder."""
@@ -100,7 +100,7 @@ class TurnFormat:
         own = (model_folder / FORMAT_FILE).exists()
         if not own and not has_template(model_folder):
             raise TurnFormatError(f"{model_folder} has neither a {TEMPLATE_FILE} nor a {FORMAT_FILE}: {FIX}")
-        self._tokenizer = reading(load_tokenizer, model_folder / TOKENIZER_FILE)
+        self._load(model_folder)
         self._named = reading(read_tokens, model_folder).names
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._marks = {number: token.content for number, token in added if not _is_space(token.content)}
@@ -121,6 +121,13 @@ class TurnFormat:
         """Tokens that no text can spell."""
         self._read_text_from_here_on(model_folder)
         self._check(model_folder, wholes, turns, own=own)
+
+    def _load(self, folder: Path, special: Collection[str] = ()) -> None:
+        """The tokenizer, and the one for what follows other tokens of a context. Raises TurnFormatError."""
+        file = folder / TOKENIZER_FILE
+        self._tokenizer = reading(load_tokenizer, file, special=special)
+        first = marks_first(self._tokenizer)
+        self._amid = reading(load_tokenizer, file, special=special, amid=True) if first else self._tokenizer
 
     def _own(self, folder: Path) -> tuple[Framing, tuple[int, ...]]:
         """Read turns as the folder's `turn_format.json` says; its stop tokens. Raises TurnFormatError."""
@@ -192,8 +199,8 @@ class TurnFormat:
         shut = {number: self._marks[number] for number in (*around, *self.stop_token_ids) if number in self._marks}
         shut |= self._beyond_the_model(folder, (*around, *self.stop_token_ids))
         if not shut.keys() <= self._unspeakable:
-            self._tokenizer = reading(load_tokenizer, folder / TOKENIZER_FILE, special=shut.values())
-        self._tokenizer.encode_special_tokens = True
+            self._load(folder, special=shut.values())
+        self._tokenizer.encode_special_tokens = self._amid.encode_special_tokens = True
         words = (stop for stop in self.stop_token_ids if not _is_space(self._tokenizer.decode([stop])))
         self._unspeakable = (self._unspeakable.union(shut, words)).difference(self._encoded(UNKNOWN).ids)
         for number, mark in shut.items():
@@ -234,9 +241,9 @@ class TurnFormat:
         observation, action = apart[0]
         if own:
             raise TurnFormatError(
-                f"{folder / FORMAT_FILE}: its tokenizer begins a text with a mark that the same text has not amid a "
-                f"conversation, so {observation!r} would be read otherwise than it is written: let what stands between "
-                "a special token and an observation begin with a space"
+                f"{folder / FORMAT_FILE}: its tokenizer reads {observation!r} and what the file puts around it "
+                "otherwise piece by piece than written out as one text: let what stands between a special token and an "
+                "observation begin or end with a space"
             )
         raise TurnFormatError(
             f"{folder}: its tokenizer joins {observation!r} or {action!r} with what its chat template puts around it, "
@@ -266,14 +273,15 @@ class TurnFormat:
                 f"the observation holds half of a surrogate pair and no character ({half[0]!r} at {half.start()}): "
                 "replace it, as text.encode(errors='replace').decode() does"
             )
-        text = self._encode(around.head + TRIMS[self._trim](observation) + around.tail)
+        said = around.head + TRIMS[self._trim](observation) + around.tail
+        text = self._encode(said, amid=not first or bool(around.before))
         return [*self.stop_token_ids[:cut], *around.before, *text, *around.after]
 
     def action_tokens(self, action: str) -> list[int]:
         """How a demonstration writes an action: its tokens and the stop token."""
-        before, whole = self._encode(self._lead), self._encode(self._lead + action)
+        before, whole = self._encode(self._lead, amid=True), self._encode(self._lead + action, amid=True)
         apart = whole[: len(before)] == before
-        return [*(whole[len(before) :] if apart else self._encode(action)), self.stop_token_ids[0]]
+        return [*(whole[len(before) :] if apart else self._encode(action, amid=True)), self.stop_token_ids[0]]
 
     def action_text(self, tokens: Sequence[int], stop_token_ids: Sequence[int] = ()) -> str:
         """The action that a turn's sampled tokens spell, without its stop token.
@@ -283,21 +291,26 @@ class TurnFormat:
         ended = len(tokens) > 0 and (tokens[-1] in self.stop_token_ids or tokens[-1] in stop_token_ids)
         return str(self._tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False))
 
-    def _encode(self, text: str) -> list[int]:
-        """Tokens of a text; what would be a token that it may not spell is cut up behind its first letter."""
-        encoded = self._encoded(text)
+    def _encode(self, text: str, *, amid: bool = False) -> list[int]:
+        """Tokens of a text; what would be a token that it may not spell is cut up behind its first letter.
+
+        `amid`: it follows other tokens of a context.
+        """
+        encoded = self._encoded(text, amid=amid)
         if self._unspeakable.isdisjoint(encoded.ids):
             return list(encoded.ids)
         spelt = zip(encoded.ids, encoded.offsets, strict=True)
         cuts = [begin + 1 for token, (begin, end) in spelt if token in self._unspeakable and end - begin > 1]
         if not cuts:
             return list(encoded.ids)
-        return [token for begin, end in pairwise((0, *cuts, len(text))) for token in self._encode(text[begin:end])]
+        pieces = ((text[begin:end], amid or begin > 0) for begin, end in pairwise((0, *cuts, len(text))))
+        return [token for piece, behind in pieces for token in self._encode(piece, amid=behind)]
 
-    def _encoded(self, text: str) -> Any:
+    def _encoded(self, text: str, *, amid: bool = False) -> Any:
+        tokenizer = self._amid if amid else self._tokenizer
         if len(text) > SHORT_CHARACTERS:
-            return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
-        return self._tokenizer.encode(text, add_special_tokens=False)
+            return tokenizer.encode_batch([text], add_special_tokens=False)[0]
+        return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _is_space(text: str) -> bool:

@@ -25,10 +25,10 @@ from rose.workers.model_config import CONFIG, SHORT_AND_LONG, ConfigRefused, che
 from rose.workers.weights.model_folder import (
     INDEX,
     FolderError,
+    check_format,
     folder_tensors,
     held_tensors,
     read_config,
-    weight_files,
 )
 
 REASON_CHARACTERS = 300
@@ -46,11 +46,12 @@ def load_policy(folder: Path) -> Any:
     """The folder's model in float32, in evaluation mode; a `transformers.PreTrainedModel`. Raises ModelFolderError."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if not (folder / CONFIG).is_file():
-        raise ModelFolderError(f"{folder} is not a model folder: it has no config.json")
     try:
+        check_format(folder)
+        if not (folder / CONFIG).is_file():
+            raise ModelFolderError(f"{folder} is not a model folder: it has no config.json")
         check_agreement(folder, read_config(folder))
-        weight_files(folder)
+        folder_tensors(folder)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         match_engine_numerics(config)
         if (folder / INDEX).is_file():  # where there is a model.safetensors as well, transformers would take that
@@ -62,17 +63,20 @@ def load_policy(folder: Path) -> Any:
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # else transformers raises without a word of which tensors they are
             output_loading_info=True,
         )
-    except ConfigRefused:
+    except (ConfigRefused, ModelFolderError):
         raise
     except FolderError as error:
         raise ModelFolderError(f"{folder} does not load as a causal language model: {error}") from None
     except Exception as error:  # transformers, safetensors and json raise a dozen unrelated types for broken files
         raise ModelFolderError(f"{folder} does not load as a causal language model: {_one_line(error)}") from error
-    if report["missing_keys"] or report["mismatched_keys"]:
-        names = ", ".join(sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])[:3])
-        raise ModelFolderError(f"{folder}: the weights do not fit config.json, beginning with {names}")
+    unlike = [
+        f"{name} of shape {tuple(held)} instead of {tuple(asked)}" for name, held, asked in report["mismatched_keys"]
+    ]
+    if unfit := sorted([*report["missing_keys"], *unlike])[:3]:
+        raise ModelFolderError(f"{folder}: the weights do not fit config.json, beginning with {', '.join(unfit)}")
     _refuse_not_finite(model, folder)
     _refuse_untied(model, folder)
     _refuse_whole_heads(model, folder)
@@ -94,7 +98,11 @@ def _refuse_not_finite(model: Any, folder: Path) -> None:
 
 
 def _refuse_untied(model: Any, folder: Path) -> None:
-    """transformers keeps two tensors apart that config.json calls one, if they differ; vLLM takes one for both."""
+    """Refuse a head of its own in a folder that config.json calls tied. Raises ModelFolderError.
+
+    transformers and vLLM 0.32 compute with the head of the files where it differs from the embedding. Programs that go
+    by config.json compute with the embedding, so the exported folder would be two policies.
+    """
     for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if model.get_parameter_or_buffer(name) is not model.get_parameter_or_buffer(other):
             raise ModelFolderError(
@@ -114,7 +122,11 @@ def _probe_policy(model: Any, folder: Path) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:REASON_CHARACTERS]
+    """What a library says of an error; of one that says nothing, or names only a key, with its type."""
+    text = " ".join(str(error).split())
+    if isinstance(error, KeyError) or not text:
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    return text[:REASON_CHARACTERS]
 
 
 def _refuse_whole_heads(model: Any, folder: Path) -> None:

@@ -23,6 +23,12 @@ WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 
+OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.gguf")
+"""Files of weights that are no safetensors."""
+
+NO_WEIGHTS = ("optimizer", "scheduler", "scaler", "training_args", "rng_state")
+"""Beginnings of the names of files that trainers write beside the weights."""
+
 WEIGHTS = ("F64", "F32", "F16", "BF16")
 """Element types of weights, as safetensors calls them."""
 
@@ -54,8 +60,19 @@ class FolderTensor:
         return self.dtype in WEIGHTS
 
 
+def check_format(folder: Path) -> None:
+    """Raises FolderError for an adapter, and for weights that are held in another format than safetensors alone."""
+    if (folder / ADAPTER).is_file():
+        raise FolderError(f"{folder} has an {ADAPTER}: merge the adapter into its model, or remove its files")
+    if not any(folder.glob("*.safetensors")):
+        found = sorted(path.name for pattern in OTHER_FORMATS for path in folder.glob(pattern))
+        if weights := [name for name in found if not name.startswith(NO_WEIGHTS)]:
+            raise FolderError(f"{folder} holds {weights[0]} and no *.safetensors: convert its weights to safetensors")
+
+
 def read_config(folder: Path) -> Mapping[str, Any]:
     """The folder's config.json, which is a language model's. Raises FolderError."""
+    check_format(folder)
     try:
         config = json.loads((folder / CONFIG).read_bytes())
     except OSError:
@@ -79,8 +96,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 def weight_files(folder: Path) -> list[str]:
     """The names of the files that hold the folder's tensors. Raises FolderError."""
-    if (folder / ADAPTER).is_file():
-        raise FolderError(f"{folder} has an {ADAPTER}: merge the adapter into its model, or remove its files")
+    check_format(folder)
     held = sorted(path.name for path in folder.glob("*.safetensors"))
     if (folder / INDEX).is_file():
         return _indexed(folder, held)
@@ -125,6 +141,11 @@ def folder_tensors(folder: Path) -> dict[str, FolderTensor]:
     for key, tensor in tensors.items():
         if tensor.dtype not in WEIGHTS + CONSTANTS:
             raise FolderError(f"{folder}: {key} is {tensor.dtype}, of which no version can be published")
+        if 0 in tensor.shape:
+            raise FolderError(
+                f"{folder}: {key} has no elements (shape {tensor.shape}): save the policy anew, gathered from all the "
+                "processes that trained it"
+            )
     return tensors
 
 

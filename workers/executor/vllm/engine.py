@@ -206,7 +206,7 @@ class Engine:
         try:
             outputs, _ = self._core.step_fn()
         except Exception as error:  # whatever a kernel raises, the scheduler has lost track of its turns
-            raise EngineBroken(f"a step failed: {error}") from error
+            raise EngineBroken(f"a step failed: {first_line(error)}") from error
         seconds = time.perf_counter() - began
         now = began_at + seconds
         seconds -= self.suspended_seconds - aside

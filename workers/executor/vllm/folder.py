@@ -11,7 +11,9 @@ from rose.workers.model_config import check_agreement
 from rose.workers.tokenizer import TOKENIZER_FILE, TokenizerError, check_vocabulary, load_tokenizer
 from rose.workers.weights.model_folder import FolderError, folder_shapes, read_config
 
-VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
+VOCABULARY_TENSORS = tuple(
+    f"{name}.weight" for name in ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "word_embeddings")
+)
 """Endings of the names of tensors that have one row per token id."""
 
 
