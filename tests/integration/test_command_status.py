@@ -286,7 +286,8 @@ def test_prompts_that_an_open_transaction_holds_back_are_not_said_to_be_none(log
     with closing(Reader(log.settings, "worker", group=ENVIRONMENT_GROUP)) as worker:
         worker.commit({(PROMPTS, log.home("a")): 1})
     with watch(log.settings) as looking:
-        assert (list(looking.facts().held_homes), looking.facts().prompts_waiting) == ([home], 0)
+        until(looking, lambda: list(looking.facts().held_homes) == [home])
+        assert looking.facts().prompts_waiting == 0
         producer.abort_transaction()
         until(looking, lambda: looking.facts().prompts_waiting == 1)
         assert list(looking.facts().held_homes) == []

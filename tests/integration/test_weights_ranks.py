@@ -39,7 +39,7 @@ from rose.schemas.weights import WeightManifest
 from tests.integration.test_weights_ranks import MODEL, model
 from rose.topics.settings import BusSettings
 from rose.workers.weights.chunk_stores import AnchorStore
-from rose.workers.weights.publish import WeightPublisher, merge
+from rose.workers.weights.publish import WeightPublisher, merge_manifests
 
 dist.init_process_group("gloo")
 module = fully_shard(model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -52,7 +52,7 @@ for version in range(2):
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, msgspec.msgpack.encode(part))
     if dist.get_rank() == 0:
-        publisher.commit(merge([msgspec.msgpack.decode(each, type=WeightManifest) for each in parts]))
+        publisher.commit(merge_manifests([msgspec.msgpack.decode(each, type=WeightManifest) for each in parts]))
     dist.barrier()
     with torch.no_grad():
         for parameter in module.parameters():

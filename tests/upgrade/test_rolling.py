@@ -37,13 +37,13 @@ READ = """
 import sys
 from confluent_kafka import OFFSET_BEGINNING
 from rose.topics.catalog import RECORD_TOPICS
-from rose.topics.log_reader import read_back
+from rose.topics.log_reader import read_to_end
 from rose.topics.reader import Reader
 from rose.topics.settings import BusSettings
 settings, spoiled = BusSettings(*sys.argv[1:]), []
 reader = Reader(settings, "test")
-places = {(topic, part): OFFSET_BEGINNING for topic in RECORD_TOPICS for part in range(reader.partitions(topic))}
-read = sum(1 for each in read_back(settings, places, spoiled=spoiled.append))
+places = {(topic, part): OFFSET_BEGINNING for topic in RECORD_TOPICS for part in range(reader.partition_count(topic))}
+read = sum(1 for each in read_to_end(settings, places, on_invalid=spoiled.append))
 assert read and not spoiled, spoiled
 """
 """Reads every record on the log, whoever wrote it."""
