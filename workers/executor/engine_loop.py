@@ -111,7 +111,7 @@ class EngineLoop:
 
     @property
     def next_work(self) -> NextWork:
-        """What the next tick would do besides commands."""
+        """The piece of work of the next tick, without commands."""
         if self._stages_next:
             return NextWork(WorkKind.ATOMIC, self._piece_cost.cautious_seconds(1))
         tokens = self._engine.next_step_tokens

@@ -34,7 +34,7 @@ from rose.schemas.turns import Refusal, TurnDispatch, TurnKey, held_hash
 
 
 class InboxAction(Enum):
-    """What the executor does with a dispatch."""
+    """The action that the executor takes on a dispatch."""
 
     ACCEPT = "take"
     IGNORE = "pass"

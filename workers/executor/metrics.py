@@ -1,4 +1,4 @@
-"""What an executor exports to Prometheus.
+"""The Prometheus metrics of an executor.
 
 Keeps true
 - Units are seconds and bytes, and the number of labels does not grow with the work.

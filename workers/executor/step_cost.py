@@ -1,4 +1,4 @@
-"""What an engine step costs, learned from the steps themselves.
+"""Online estimate of the seconds of an engine step, learned from the steps themselves.
 
 Keeps true
 - The estimate is `base + per_token * tokens` seconds, fitted by least squares over an exponentially fading past, and

@@ -237,7 +237,7 @@ class HoldReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AdmissionDecision:
-    """What the guest may do until the next decision."""
+    """The limits of the guest until the next decision."""
 
     seconds: float
     """The longest that the guest may compute; 0.0 if the guest may not compute."""

@@ -122,7 +122,7 @@ class GuestState(Enum):
 
 
 class Action(Enum):
-    """What the caller must do now."""
+    """The next action of the caller."""
 
     NONE = "nothing"
     BUILD = "build"

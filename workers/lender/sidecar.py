@@ -53,7 +53,7 @@ RESTART_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LendingPlan:
-    """What a server lends, to which run, and the stop file that ends it."""
+    """The settings of a lending server: the run that it lends to, the limits, and the stop file."""
 
     settings: BusSettings | None
     """Settings of the run's bus; None: the server lends nothing and is observed."""

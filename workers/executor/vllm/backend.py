@@ -33,7 +33,7 @@ class BackendWeights(Protocol):
 
 
 class ModelBackend(Protocol):
-    """Where the model of one engine runs."""
+    """Place where the model of one engine runs."""
 
     ranks: int
     """Number of processes, each of which holds an equal share of the KV cache."""

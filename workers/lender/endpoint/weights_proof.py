@@ -1,4 +1,4 @@
-"""Weights proof: whether an endpoint answers with the weights that it was told to load.
+"""Weights proof: whether an endpoint answers with the weights that it was asked to load.
 
 The endpoint completes a random context like a turn, and returns the likeliest tokens with their logprobs at each
 position. A reference model of the transformers library computes logprobs of the same tokens after the same context,

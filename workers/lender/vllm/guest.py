@@ -1,8 +1,7 @@
 """The guest: the rollout engine inside a serving engine's process, built, ticked and dropped.
 
 Keeps true
-- No error of the guest leaves `tick`: the guest is dropped, the sidecar is told, and the guest is built again after a
-  back-off.
+- No error of the guest leaves `tick`: the guest is dropped and reported as lost, and is built again after a back-off.
 - A tick is one bounded piece of work: of the build, of staging a version, or an engine step. A guest without observed
   steps makes some steps before it lends (`guest_build`).
 - Between two ticks, and within `as_host` between two layers of a step, the process is as the host left it.

@@ -29,7 +29,7 @@ from vllm.v1.worker import gpu_worker, workspace
 
 MEMORY_BINDING = ((torch.ops._C, "init_cpu_memory_env"),) if hasattr(torch.ops._C, "init_cpu_memory_env") else ()
 """The operator that binds the process's memory to its NUMA node, if vLLM runs on CPUs. Serving has bound the memory.
-The call waits for a kernel thread on each CPU, which takes minutes beside ranks that spin."""
+The call waits for a kernel thread on each CPU, which can take minutes while serving's ranks spin."""
 
 SWAPPED_NAMES: tuple[tuple[ModuleType, str], ...] = (
     (vllm_config, "_current_vllm_config"),
