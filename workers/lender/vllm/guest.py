@@ -244,7 +244,7 @@ class Guest:
             give_up = loop.abort_turn
         elif loop is not None and self._profile is not None:
             give_up = self._profile.abort_turn
-        most = (loop is not None and loop.granted_bytes) or NO_LIMIT  # of one that parks, the turns go back one by one
+        most = (loop is not None and loop.granted_bytes) or NO_LIMIT  # a suspension aborts turns one by one
         self._sharing.rebalance(give_up, most_bytes=most, grow=grow)
         self._report_changes()
 
