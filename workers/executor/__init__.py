@@ -1,1 +1,1 @@
-"""The rollout executor: runs turns on an engine, swaps policy versions between steps, tells its slack."""
+"""The rollout executor: runs turns on an engine, swaps policy versions between steps, reports its slack."""

@@ -1,20 +1,22 @@
-"""Where an executor is: its inbox, and with that its cell; and how it goes to another one.
+"""The inbox and the cell of an executor, and the move of an executor to another cell.
 
 Keeps true
-- Who is told of no cell has the inbox that it was told of, or that follows from its name. Who is told of one has that
-  inbox if it lies there, else one of the cell's, which follows from its name as well: who starts again finds it.
-- It leaves when that costs least: at once while it holds nothing, else when its engine has changed to another policy
-  version. From then on it takes nothing on, and it goes once all that it held is given back. It holds a turn until the
-  answer is stored.
-- It begins there before it ends here, as one that starts: under an incarnation of its own. Until that is stored, and
-  the answer to what came meanwhile, it is here, so a broker that is away only makes it later.
-- A cell that there is not changes nothing.
+- Without a target cell, an executor reads the inbox of its configuration, or the inbox that follows from its name. With
+  a target cell, the executor reads the same inbox if this inbox lies in the cell. Otherwise it reads an inbox of the
+  cell that also follows from its name, so a restarted executor finds the same inbox.
+- An executor leaves a cell when leaving costs least: at once while it holds no turn, otherwise when its engine has
+  changed to another policy version. A leaving executor accepts no turns, and moves when it has returned all turns. It
+  holds a turn until the answer is stored.
+- A move begins with a marker record in the new inbox, and the executor gets a new incarnation. Until the marker and
+  the answers to all turns that arrived meanwhile are stored, the executor belongs to the old cell. An unreachable
+  broker therefore only delays a move.
+- A target cell that does not exist is ignored.
 
-Example, told of cell 1 in cell 0
-    holds two turns       -> it stays, and takes turns
-    serves version 8      -> leaves: they go back, nothing is taken on
-    holds nothing         -> its mark is written into an inbox of cell 1
-    the mark is stored    -> it is there
+Example: an executor in cell 0 with target cell 1
+    holds two turns          -> stays, and accepts turns
+    serves version 8         -> leaves: its turns go back, and it accepts no turns
+    holds no turn            -> writes its marker into an inbox of cell 1
+    the marker is stored     -> belongs to cell 1
 """
 
 import secrets
@@ -29,11 +31,14 @@ from rose.topics.writer import Writer
 from rose.workers.executor.config import ExecutorConfig
 
 INCARNATION_RANDOM_BITS = 16
-"""Random bits of an incarnation, below the offset: a broker that lost its newest records may give an offset twice."""
+"""Random bits of an incarnation, below the offset: a broker that lost its newest records may assign an offset twice."""
 
 
 def inbox_of(config: ExecutorConfig, target_cell: int | None, *, slots: int, cells: int) -> Place:
-    """The inbox of an executor that is told of this cell, or of none. Raises UsageError where there is none."""
+    """Return the inbox of an executor whose target cell is `target_cell`; None is no target cell.
+
+    `slots`: number of inboxes. `cells`: number of cells. Raises UsageError if the configured slot does not exist.
+    """
     slot = inbox_slot(config.worker, slots) if config.slot is None else config.slot
     if not 0 <= slot < slots:
         raise UsageError(
@@ -47,22 +52,22 @@ def inbox_of(config: ExecutorConfig, target_cell: int | None, *, slots: int, cel
 
 
 class CellMembership:
-    """Of one executor in its inbox. Its loop says what it is told, and is told when it has come elsewhere."""
+    """Membership of one executor. The executor's loop calls `advance` with the target cell and learns of each move."""
 
     def __init__(self, reader: Reader, writer: Writer, config: ExecutorConfig, target_cell: int | None) -> None:
-        """Begin. Raises UsageError, TopicMissing or BusError."""
+        """Write the first marker and assign the inbox. Raises UsageError, TopicMissing or BusError."""
         self._reader = reader
         self._writer = writer
         self._config = config
         self._slots, self._cells = reader.partition_count(DISPATCHED), reader.partition_count(HEARTBEATS)
         self._next_inbox = inbox_of(config, target_cell, slots=self._slots, cells=self._cells)
-        """Where it begins, or began last."""
+        """The inbox of the newest marker."""
         self._marker_offset: int | None = None
-        """The offset there of what says so, once it is stored."""
+        """Offset of the newest marker; None until the marker is stored."""
         self._next_cell: int | None = None
-        """The cell that it leaves for."""
+        """The cell that the executor is leaving for."""
         self._joining = False
-        """It has begun to begin elsewhere."""
+        """Whether a marker in another cell's inbox is written and the move is not complete."""
         reader.watermarks(self._next_inbox)
         self._write_marker()
         writer.flush()
@@ -70,16 +75,19 @@ class CellMembership:
 
     @property
     def leaving_for(self) -> str:
-        """For where, to people; empty while it stays."""
+        """Pause reason that names the next cell; empty while the executor stays."""
         return "" if self._next_cell is None else f"{MOVING_REASON} {self._next_cell}"
 
     def on_version_change(self, target_cell: int | None) -> None:
-        """The engine has changed to another policy version."""
+        """Start to leave for the target cell: the engine has changed to another policy version."""
         if self._is_other_cell(target_cell):
             self._next_cell = target_cell
 
     def advance(self, target_cell: int | None, *, held_turns: int) -> bool:
-        """Go on with leaving; whether it is elsewhere now. `held_turns`: turns that it holds here."""
+        """Advance the move. Return whether the executor has entered another inbox in this call.
+
+        `held_turns`: turns of this inbox that the executor holds, or whose answers are not stored.
+        """
         if self._joining:
             if self._marker_offset is None or held_turns:
                 return False
@@ -99,7 +107,7 @@ class CellMembership:
         return target_cell is not None and target_cell != self.cell and target_cell < min(self._cells, self._slots)
 
     def _write_marker(self) -> None:
-        """Mark a start in the next inbox."""
+        """Write a tombstone with the executor's name as key into the next inbox: the marker of a start."""
 
         def marked(_: int, offset: int) -> None:
             self._marker_offset = offset
@@ -108,11 +116,11 @@ class CellMembership:
         self._writer.tombstone(DISPATCHED, key=self._config.worker, partition=self._next_inbox[1], on_delivery=marked)
 
     def _enter_cell(self) -> None:
-        """Read on from the mark: what is dispatched after a heartbeat is read."""
+        """Read the inbox from the marker on: the router dispatches only after a heartbeat, which follows the marker."""
         assert self._marker_offset is not None
         self.inbox = self._next_inbox
         self.cell = self.inbox[1] % self._cells
-        """Whose router it is heard by."""
+        """The cell whose router reads the heartbeats."""
         self.incarnation = self._marker_offset << INCARNATION_RANDOM_BITS | secrets.randbits(INCARNATION_RANDOM_BITS)
         self._next_cell, self._joining = None, False
         self._reader.assign({self.inbox: self._marker_offset + 1})

@@ -10,7 +10,7 @@ from rose.schemas.heartbeats import MAX_HELD_TURNS
 from rose.schemas.turns import FENCING_KEY
 
 NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-"""As `rose.schemas.limits.Id`."""
+"""The pattern of `rose.schemas.limits.Id`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class ExecutorConfig:
 
     @property
     def worker(self) -> str:
-        """The name that it goes by. Raises UsageError for one that an executor cannot have."""
+        """The executor's name. Raises UsageError if the name is invalid."""
         name = self.name or socket.gethostname()
         if NAME.fullmatch(name) is None or name == FENCING_KEY:
             raise UsageError(
@@ -67,5 +67,5 @@ class ExecutorConfig:
 
     @property
     def short_name(self) -> str:
-        """The last part of it, as of a pod's, for where there is little room."""
+        """The part of the name behind its last hyphen, as of a pod's name, for short process names."""
         return self.worker.rpartition("-")[2]

@@ -1,11 +1,14 @@
-"""The contexts of the turns that an executor runs: kept from the turn before, or read back from the log.
+"""The contexts of the turns that an executor runs: cached from earlier turns, or read back from the log.
 
 Keeps true
-- What is handed out has the digest that its request says. What cannot be had so is told as torn, never guessed.
-- Nobody waits for the log: what has to be read back comes later, through `found`, and other turns go on meanwhile.
-- At most MOST_BYTES are kept, those of the trajectories that were served last.
-- A broker that is away is asked again until it answers: only what the log does not hold is torn. A home whose leader is
-  away keeps the others' contexts waiting for one question, not until it is back.
+- Every context that is returned has the digest of its request. A context that cannot be restored is reported as
+  `ContextMissing`; no context is guessed.
+- The executor's loop does not wait for the log. A context that must be read back is returned later by `take_found`,
+  and other turns continue meanwhile.
+- The cache holds at most MAX_CACHE_BYTES. It evicts the least recently used trajectory first.
+- Reads from an unreachable broker are repeated until the broker answers. A context is missing only if the log does not
+  hold it. A home whose leader is unreachable delays the contexts of other homes by one failed read, not until the
+  leader is back.
 """
 
 import sys
@@ -31,31 +34,31 @@ from rose.topics.settings import BusSettings
 from rose.workers.executor import metrics
 
 MAX_CACHE_BYTES = 256 * 1024 * 1024
-"""Of contexts kept: some 2,000 of 32,768 tokens."""
+"""Size limit of the cache: about 2,000 contexts of 32,768 tokens."""
 
 ENTRY_BYTES = 256
-"""That one which is kept takes beside its tokens: else there were no bound to those that have few, or none."""
+"""Overhead that is counted for each cached context. Without it the number of short or empty contexts has no bound."""
 
 STOP_POLL_SECONDS = 0.2
-"""How soon the thread notices that it is to stop."""
+"""Longest time until the thread notices a stop."""
 
 RETRY_SECONDS = 1.0
-"""Before the broker is asked anew after trouble."""
+"""Wait after a failed read before the next read."""
 
 SPARSE_FETCH_SETTINGS = {"fetch.message.max.bytes": "131072"}
-"""Of what lies behind what is wanted little is of use."""
+"""Fetches are small because few of the records that follow a wanted record are wanted too."""
 
 SEEK_GAP_RECORDS = 100
-"""A gap of more records than this is jumped over: that takes a few milliseconds, as reading some 200 requests does."""
+"""Longer gaps, in records, are skipped by a seek. A seek takes a few milliseconds, as reading 200 requests does."""
 
 CLOSE_SECONDS = 5.0
-"""How long its end is waited for."""
+"""Longest wait in `ContextStore.close` for the thread to end."""
 
 log = structlog.get_logger("executor")
 
 
 class ContextCache:
-    """The newest context of each trajectory that was served here. Pure."""
+    """LRU cache of the newest context of each trajectory that was served by this executor. Pure."""
 
     def __init__(self, most_bytes: int = MAX_CACHE_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -67,14 +70,17 @@ class ContextCache:
 
     @property
     def size(self) -> int:
-        """Bytes of all that is kept, ENTRY_BYTES for each among them."""
+        """Bytes of all cached contexts, ENTRY_BYTES for each context included."""
         return self._size
 
     def lookup(self, dispatch: TurnDispatch) -> bytes | None:
-        """The dispatch's context, as far as it follows from what is kept and what it carries itself."""
+        """Return the dispatch's context (packed tokens) from the cache and the tokens that the dispatch carries.
+
+        Return None if no combination of them has the digest of the request.
+        """
         request = dispatch.request
         cached = self._contexts.get(request.trajectory_id, b"")
-        ways = [cached]  # of a turn that was here before
+        ways = [cached]  # complete if an earlier attempt of the same turn was here
         if not dispatch.cut:
             ways.append(request.appended if request.is_anchor else cached + request.appended)
         for context in ways:
@@ -84,7 +90,7 @@ class ContextCache:
         return None
 
     def store(self, trajectory_id: str, context: bytes) -> None:
-        """The newest of its trajectory."""
+        """Cache a trajectory's newest context, and evict the least recently used ones above the size limit."""
         if (former := self._contexts.pop(trajectory_id, None)) is not None:
             self._size -= ENTRY_BYTES + len(former)
         self._contexts[trajectory_id] = context
@@ -95,7 +101,7 @@ class ContextCache:
 
 
 class ContextStore:
-    """Kept ones, and a thread that reads the others back. `close` it."""
+    """The context cache, and a thread that reads the other contexts back from the log. Call `close` at the end."""
 
     def __init__(self, settings: BusSettings, name: str) -> None:
         self._settings = (
@@ -104,19 +110,22 @@ class ContextStore:
         self._name = name
         self._cache = ContextCache()
         self._reading: dict[TurnKey, float] = {}
-        """Since when, in monotonic seconds."""
-        self._asked: Queue[TurnDispatch] = Queue()  # no SimpleQueue: a signal amid its wait can make that endless
+        """Turns whose contexts are read back, with the time of the request in monotonic seconds."""
+        self._asked: Queue[TurnDispatch] = Queue()  # no SimpleQueue: a signal during its timed wait can make it endless
         self._answers: SimpleQueue[tuple[TurnDispatch, bytes | ContextMissing]] = SimpleQueue()
         self._stopping = Event()
         self._thread: Thread | None = None
 
     @property
     def is_reading(self) -> bool:
-        """Whether any is awaited."""
+        """Whether a context is being read back."""
         return bool(self._reading)
 
     def find(self, dispatch: TurnDispatch) -> bytes | None:
-        """The packed tokens that its request goes on from; None: they will come through `found`."""
+        """Return the packed tokens of the dispatch's context, or None and start to read the context back.
+
+        A context that is read back is returned by `take_found`.
+        """
         context = self._cache.lookup(dispatch)
         if context is not None:
             metrics.CONTEXTS.labels("kept" if dispatch.cut or dispatch.request.chain else "carried").inc()
@@ -129,14 +138,17 @@ class ContextStore:
         return None
 
     def take_found(self) -> Iterator[tuple[TurnDispatch, bytes | ContextMissing, float]]:
-        """What was read back since, or why it cannot be; and the seconds that took."""
+        """Yield each turn whose read has ended: its dispatch, its context or why the context is missing, and seconds.
+
+        The seconds are the time from `find` until now.
+        """
         while self._reading:
             try:
                 dispatch, context = self._answers.get_nowait()
             except Empty:
                 return
             since = self._reading.pop(dispatch.key, None)
-            if since is None:  # it was given up meanwhile
+            if since is None:  # `cancel_all` has cancelled the read
                 continue
             seconds = time.monotonic() - since
             metrics.READ_BACK_SECONDS.observe(seconds)
@@ -146,13 +158,13 @@ class ContextStore:
             yield dispatch, context, seconds
 
     def cancel_all(self) -> list[TurnKey]:
-        """Those that are being read back, which are not awaited any more."""
+        """Cancel all reads. Return the keys of their turns."""
         keys = list(self._reading)
         self._reading.clear()
         return keys
 
     def close(self) -> None:
-        """End the thread; with a broker that is away it is not waited for to the end."""
+        """End the thread. Waits at most CLOSE_SECONDS, which a thread with an unreachable broker may exceed."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
@@ -169,7 +181,10 @@ class ContextStore:
                 self._stopping.wait(RETRY_SECONDS)
 
     def _read_next(self, reader: Reader, left: dict[int, list[TurnDispatch]]) -> None:
-        """What is asked for by now, and one home of what is `left` from trouble, the longest untried first."""
+        """Read the contexts that are requested by now, and those of one home of `left`.
+
+        `left`: by home, dispatches whose reads have failed. The home that was not tried for the longest time is first.
+        """
         together: list[TurnDispatch] = []
         for dispatch in self._next_dispatches(0.0 if left else STOP_POLL_SECONDS):
             left.get(dispatch.home, together).append(dispatch)
@@ -178,7 +193,7 @@ class ContextStore:
             self._try(reader, left.pop(next(iter(left))), left)
 
     def _try(self, reader: Reader, asked: Sequence[TurnDispatch], left: dict[int, list[TurnDispatch]]) -> None:
-        """Raises RoseError; nothing of it was read then."""
+        """Read the contexts of `asked`. Raises RoseError; all of `asked` are in `left` then."""
         try:
             self._read(reader, asked)
         except RoseError:
@@ -187,7 +202,7 @@ class ContextStore:
             raise
 
     def _next_dispatches(self, seconds: float) -> list[TurnDispatch]:
-        """All that are asked for by now, waiting so long for the first."""
+        """Return all dispatches in the queue. Waits up to `seconds` for the first one."""
         dispatches: list[TurnDispatch] = []
         try:
             dispatches.append(self._asked.get(timeout=seconds))
@@ -197,7 +212,7 @@ class ContextStore:
             return dispatches
 
     def _read(self, reader: Reader, asked: Sequence[TurnDispatch]) -> None:
-        """Raises TopicMissing, BusError or FetchStalled."""
+        """Read the contexts of `asked` and queue the answers. Raises TopicMissing, BusError or FetchStalled."""
         if not asked:
             return
         found = [ContextReadBack(dispatch) for dispatch in asked]
@@ -208,7 +223,7 @@ class ContextStore:
             for offset in each.offsets:
                 offsets_by_place.setdefault((REQUESTED, home), []).append(offset)
                 goes_to.setdefault((home, offset), []).append(each)
-        # The embedded broker answers a fetch with all the rest of a partition: there jumps cost more than they save.
+        # The embedded broker answers a fetch with the whole rest of a partition, so seeks cost more than they save.
         far = sys.maxsize if self._settings.embedded else SEEK_GAP_RECORDS
         for envelope in RecordFetch(reader, offsets_by_place, jump_records=far, should_stop=self._stopping.is_set):
             if isinstance(envelope.record, TurnRequest):
@@ -220,22 +235,25 @@ class ContextStore:
 
 
 class ContextReadBack:
-    """A dispatch's context from what is read of the log. Pure. Of that no more is held than the context has tokens."""
+    """Assembles a dispatch's context from requests on the log. Pure.
+
+    Holds at most as many tokens as the context has.
+    """
 
     def __init__(self, dispatch: TurnDispatch) -> None:
         self.dispatch = dispatch
         self._found: dict[int, TurnRequest] = {}
         self._tokens = 0
-        """Of all that was found."""
+        """Number of tokens in all requests that were found."""
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Of the requests, in its home, that the context is read back from."""
+        """Offsets, in the dispatch's home, of the requests that the context is assembled from."""
         dispatch = self.dispatch
         return (*dispatch.request.chain, dispatch.offset) if dispatch.cut else dispatch.request.chain
 
     def on_request(self, offset: int, request: TurnRequest) -> None:
-        """One of them was read."""
+        """Take in a request that was read at `offset`. A request of another trajectory is ignored."""
         request_wanted = self.dispatch.request
         if request.trajectory_id != request_wanted.trajectory_id:
             return
@@ -245,7 +263,7 @@ class ContextReadBack:
             self._found.clear()
 
     def context(self) -> bytes | ContextMissing:
-        """The packed tokens, once all that is there was read."""
+        """Return the packed tokens, or why the context is missing. Call it after all `offsets` were read."""
         request, offset = self.dispatch.request, self.dispatch.offset
         if self._tokens > request.context_tokens:
             return ContextMissing(

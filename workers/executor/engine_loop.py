@@ -1,13 +1,13 @@
-"""The engine's side of an executor: it is ticked, and does one bounded piece of work a tick.
+"""The engine's side of an executor: each tick does one bounded piece of work.
 
 Keeps true
-- A tick takes orders in, does one piece of preparing a version or one engine step, in turn, and reports.
-  Nothing else runs in this process for it: no bus, no records, no thread.
-- Where a tick has an end, orders that take long to obey (a turn's context is hashed) are a piece of work of their own.
-- A policy version is swapped in between two steps, whole or not at all.
-- Where no tick may be done, a turn that is given up goes back all the same, one at a time; within a step, none does.
-- Reports never wait for their reader: what does not fit on the line is kept and sent later, in order.
-- Ticks make the heartbeats: an engine that hangs says nothing.
+- A tick executes commands, then does one piece of staging a version or one engine step, in turn, and reports. The loop
+  uses nothing else in this process: no bus, no records, no thread.
+- In a tick with a time limit, commands that take long (the context of a turn is hashed) use up the tick.
+- A policy version is activated between two steps, completely or not at all.
+- While no tick is allowed, turns are still aborted, one at a time. During a step, no turn is aborted.
+- Reports do not wait for their reader: reports that do not fit into the ring buffer are kept and sent later, in order.
+- Ticks produce the statuses that become heartbeats: an engine that hangs is silent.
 """
 
 import math
@@ -47,14 +47,14 @@ from rose.workers.executor.vllm.engine import Engine
 from rose.workers.executor.vllm.types import EngineRefusal, FinishedTurn, SwapRefused
 
 INITIAL_PIECE_COST = {"base_seconds": 0.002, "token_seconds": 1e-6}
-"""A guess for a piece of preparing a version, of which none was seen."""
+"""Initial estimate for a piece of staging a version, before any piece was observed."""
 
 COMMAND_SHARE = 0.1
-"""Share of a tick that orders may take beside a step."""
+"""Share of a tick's time that commands may take if a step is to follow in the tick."""
 
 
 class EngineLoop:
-    """One engine at its channel. Whoever owns the thread calls `tick`."""
+    """One engine at its channel. The owner of the thread calls `tick`."""
 
     def __init__(
         self,
@@ -67,31 +67,33 @@ class EngineLoop:
         serving_stats: Callable[[], ServingStats | None] = lambda: None,
         lending_stats: Callable[[], LendingStats | None] = lambda: None,
     ) -> None:
-        """`reports` is of the channel; `cost` is told of each step; `status_seconds` lie between two `EngineStatus`s,
-        which say `serving_stats` and `lending_stats`.
+        """`reports`: sender into the report ring buffer of `channel`. `cost`: observes each step.
+
+        `status_seconds`: time between two `EngineStatus` reports. `serving_stats`, `lending_stats`: called for each
+        status, for the parts of the same name.
         """
         self.granted_bytes = NO_LIMIT
-        """KV bytes that it may hold, as far as it was told; 0: it is not to lend. A guest's alone."""
+        """KV bytes that a guest may hold by the newest Resume or Suspend; 0 for a guest that may not lend."""
         self._engine = engine
         self._channel = channel
         self._commands = RingBuffer(channel.commands)
         self._pending: deque[Command] = deque()
-        """Read where no tick may be done."""
+        """Commands that were read and not yet executed."""
         self._reports = reports
         self._last_allowed_at = time.monotonic()
-        """When it might last compute."""
+        """When the engine was last allowed to compute, monotonic seconds."""
         self._blocked = False
-        """Whether what was last heard within a step is that it may not go on."""
+        """Whether the engine was blocked at the latest `tick_mid_step`."""
         self._status_seconds = status_seconds
         self._serving_stats, self._lending_stats = serving_stats, lending_stats
         self._cost = cost
         self._seconds_per_turn = 0.0
-        """Running sum of device-seconds a turn."""
+        """Running sum over steps of device-seconds divided by the turns in the engine."""
         self._seconds_at_start: dict[str, float] = {}
-        """By turn, what that sum was when it came."""
+        """By turn in the engine, the running sum when the turn was added."""
         self._staging: tuple[int, Iterator[None]] | None = None
         self._piece_cost = StepCost(**INITIAL_PIECE_COST)
-        """Of a piece of preparing, whatever it does."""
+        """Cost of a piece of staging; each piece counts as one token."""
         self._stepped = False
         """Whether the latest piece of work was a step."""
         self._steps, self._step_seconds = 0, 0.0
@@ -104,12 +106,12 @@ class EngineLoop:
 
     @property
     def rest_seconds(self) -> float:
-        """Until it must be ticked although it is not busy."""
+        """Seconds until the next tick is due although the loop is not busy."""
         return max(0.0, self._next_status - time.monotonic())
 
     @property
     def next_work(self) -> NextWork:
-        """What the next tick would do beside orders, which take as long as they may."""
+        """The piece of work of the next tick, without commands."""
         if self._stages_next:
             return NextWork(WorkKind.ATOMIC, self._piece_cost.cautious_seconds(1))
         tokens = self._engine.next_step_tokens
@@ -120,10 +122,10 @@ class EngineLoop:
         )
 
     def tick(self, most_tokens: int | None = None, most_seconds: float = math.inf) -> None:
-        """One bounded piece of work: orders, for `most_seconds`; with them what was wanted, which is a step of at most
-        `most_tokens` tokens or none, or a piece of preparing a version.
+        """Execute commands for up to `most_seconds`, then do one piece of work if the commands were short.
 
-        Raises EngineBroken.
+        The piece is a piece of staging a version, or a step of at most `most_tokens` tokens; None sets no limit and 0
+        forbids a step. Raises EngineBroken.
         """
         self._last_allowed_at, self._blocked = time.monotonic(), False
         self._reports.flush()
@@ -137,7 +139,7 @@ class EngineLoop:
         self.tick_idle(blocked=self._blocked)
 
     def _execute_pending(self, most_seconds: float) -> bool:
-        """Obey orders for so long; whether there is time for more than that."""
+        """Execute commands for up to `most_seconds`. Return whether there is time for other work in this tick."""
         began, seconds = time.monotonic(), 0.0
         while self._pending and seconds < most_seconds:
             self._execute(self._pending.popleft())
@@ -149,8 +151,9 @@ class EngineLoop:
         return self._staging is not None and (self._stepped or not len(self._engine))
 
     def tick_idle(self, *, blocked: bool = False) -> None:
-        """Say how the engine stands, if it is time for that, and give a turn up: all that may be done where a step may
-        not. `blocked`: whether one may not, or there is just nothing to do.
+        """Report the status if it is due, and abort at most one turn: the work that is allowed while no step is.
+
+        `blocked`: whether a step is not allowed; False if there is only nothing to do.
         """
         if not blocked:
             self._last_allowed_at = time.monotonic()
@@ -161,8 +164,9 @@ class EngineLoop:
             self.report_status()
 
     def tick_mid_step(self, *, blocked: bool) -> bool:
-        """Within a step that stands still: say how the engine stands, if it is time for that; whether no turn is to be
-        given up, which waits for the step's end. `blocked`: whether the step may not go on.
+        """Report the status if it is due while a step is paused. Return whether no abort is pending.
+
+        A pending abort waits for the end of the step. `blocked`: whether the step is not allowed to continue.
         """
         self._blocked = blocked
         if not blocked:
@@ -174,7 +178,10 @@ class EngineLoop:
         return not any(isinstance(command, AbortTurn) for command in self._pending)
 
     def abort_one_turn(self) -> bool:
-        """Give one turn up; whether none is left. Who gave the orders may be slow to hear of it."""
+        """Abort one turn. Return whether no turn is left.
+
+        The executor may still submit turns until it learns of the suspension; those turns are aborted too.
+        """
         self._read_commands()
         pending = (command.name for command in self._pending if isinstance(command, SubmitTurn))
         name = next(pending, None) or next(iter(self._seconds_at_start), None)
@@ -183,12 +190,12 @@ class EngineLoop:
         return name is None
 
     def detach(self) -> None:
-        """Whoever gave the orders is gone: let go of the turns; the engine may have another host."""
+        """Abort all turns without a report: the executor is gone, and the engine may get another one."""
         for name in self._seconds_at_start:
             self._engine.abort(name)
 
     def _read_commands(self) -> None:
-        """Orders as they came; what says whether to lend is heard at once."""
+        """Read commands into the queue. Resume and Suspend take effect at once."""
         for message in self._commands.read():
             command = COMMAND_DECODER.decode(message)
             if isinstance(command, Resume | Suspend):
@@ -197,7 +204,7 @@ class EngineLoop:
                 self._pending.append(command)
 
     def _abort_next(self) -> None:
-        """The first turn that is to be given up, out of its order."""
+        """Execute the first abort in the queue before the commands ahead of it."""
         for command in self._pending:
             if isinstance(command, AbortTurn):
                 self._pending.remove(command)
@@ -205,8 +212,9 @@ class EngineLoop:
                 return
 
     def abort_turn(self, name: str, reason: str = "") -> None:
-        """Take a turn out, and answer with what was sampled of it; it may be in the engine, on the way there, or have
-        left.
+        """Abort a turn and report the tokens that were sampled.
+
+        The turn may be in the engine or in the queue. A turn that has finished is ignored.
         """
         finished = self._engine.abort(name)
         if finished is not None:
@@ -230,7 +238,7 @@ class EngineLoop:
                 self._activate(command.version)
 
     def _submit(self, command: SubmitTurn) -> None:
-        if command.version != self._engine.version:  # who gave it had not heard that the guest is another
+        if command.version != self._engine.version:  # the executor did not know yet that the guest was replaced
             reason = f"version {self._engine.version} serves, not {command.version}"
             self._reports.send(aborted_before_start(command.name, time.time(), reason))
             return
@@ -293,7 +301,7 @@ class EngineLoop:
         )
 
     def report_status(self) -> None:
-        """Say at once how the engine stands."""
+        """Report the engine's status now."""
         self._next_status = time.monotonic() + self._status_seconds
         load, lending = self._engine.load(), self._lending_stats()
         self._reports.send(

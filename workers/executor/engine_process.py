@@ -1,9 +1,11 @@
-"""A dedicated executor's engine, in a process of its own.
+"""The engine of a dedicated executor, in its own process.
 
 Keeps true
-- It lives no longer than the process that forked it, however that one ends; that one learns at once when it is gone.
-- It is forked before its parent has a bus, and never uses one: librdkafka's threads are not forked with it.
-- Signals that ask a role to stop are for its parent.
+- The engine process lives no longer than its parent, however the parent ends. The parent learns at once when the
+  engine process is gone.
+- The engine process is forked before its parent has a client of a broker, and uses no broker: a fork does not copy
+  librdkafka's threads.
+- Signals that ask a role to stop are ignored in the engine process; the parent handles them.
 """
 
 import os
@@ -25,10 +27,10 @@ from rose.workers.model_config import check_context_length
 
 
 class EngineProcess:
-    """An engine that is being made, then runs turns: a context manager that ends it."""
+    """A process that builds an engine and runs turns. As a context manager it ends the process."""
 
     def __init__(self, config: ExecutorConfig) -> None:
-        """Returns at once; call it before this process has a client of a broker.
+        """Fork the engine process and return at once. Call it before this process has a client of a broker.
 
         Raises ModelFolderError or ConfigRefused.
         """
@@ -49,14 +51,14 @@ class EngineProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Ends it. What it holds is in no memory but its own and the buffers', so nothing is left behind."""
+        """Kill the process. It holds only its own memory and the shared buffers, so nothing is left behind."""
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         os.close(self._liveness_fd)
 
 
 def _child_main(config: ExecutorConfig, channel: ChannelFds) -> NoReturn:
-    """The forked process's program."""
+    """Run the program of the engine process."""
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
@@ -64,16 +66,16 @@ def _child_main(config: ExecutorConfig, channel: ChannelFds) -> NoReturn:
         run_engine(config, channel)
     except RoseError as error:
         MessageSender(RingBuffer(channel.reports)).send(EngineFailed(str(error), isinstance(error, UsageError)))
-    except Exception:  # noqa: BLE001 - whatever it was, nobody else will tell
+    except Exception:  # noqa: BLE001 - nothing else reports an error of this process
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # what was registered to run at exit is the parent's
+        os._exit(1)  # skips the exit handlers, which are the parent's
 
 
 def run_engine(config: ExecutorConfig, channel: ChannelFds) -> None:
-    """Make the engine, and tick it for ever. Raises EngineStartError or EngineBroken."""
+    """Build the engine and tick it forever. Raises EngineStartError or EngineBroken."""
     import rose.workers.executor.vllm.process_env  # noqa: F401
     from rose.workers.executor.engine_loop import EngineLoop
     from rose.workers.executor.step_cost import INITIAL_COST, StepCost

@@ -1,9 +1,10 @@
-"""The grants of one executor, followed on a thread.
+"""The grants of one executor, followed on a thread, and the intake gate that they open and close.
 
 Keeps true
-- The topic is compacted: what was granted before this process began is read back, and after trouble with the bus again.
-  What lies before the end of the log as it was met then was not seen to come, so its lease has not begun (`Lease`).
-- A broker that is away changes nothing, until the lease of what was read ends.
+- The topic is compacted: grants from before the start of this process are read back, and read again after an error of
+  the bus. The arrival of a grant below the log end at that time was not observed, so its lease has not begun
+  (`Lease`).
+- An unreachable broker changes nothing until the lease of the newest grant ends.
 """
 
 import time
@@ -28,53 +29,55 @@ class Permission:
     """Whether an executor may take turns at this moment, and how much a lender may lend."""
 
     denied_reason: str = ""
-    """Why it may not; empty where it may."""
+    """Why the executor may take no turns; empty if it may."""
     may_finish: bool = False
-    """Though it may not, the turns that run may go on for now."""
+    """Whether running turns may finish although no new turns may be taken."""
     kv_bytes: int = 0
-    """That turns may hold; 0 sets no limit."""
+    """KV bytes that turns may hold; 0 sets no limit."""
     token_budget: int = 0
+    """KV tokens that turns may hold; 0 sets no limit."""
     cell: int | None = None
-    """That it is to be in; None: where it is."""
+    """Target cell of the executor; None keeps its cell."""
 
 
 UNRESTRICTED = Permission()
-"""As much as it has."""
+"""Permission without a limit."""
 
 PermissionSource = Callable[[], Permission]
-"""What an executor may do now."""
+"""Returns what an executor may do now."""
 
 MAX_BLOCKED_SECONDS = 5.0
-"""Turns whose engine might not compute for so long go back: elsewhere they go on from where they are."""
+"""After so long without leave to compute, the engine's turns are returned: another executor continues them."""
 
 
 class IntakeGate:
-    """An executor's."""
+    """Whether one executor takes turns now, why not, and whether running turns may finish."""
 
     def __init__(self, permission: PermissionSource, *, lends: bool) -> None:
         self.lends = lends
-        """Whether its engine is a guest, that parks and wakes."""
+        """Whether the engine is a guest, which can be suspended and resumed."""
         self.reason = ""
-        """Why no turn is taken; empty where turns are."""
+        """Why no turn is accepted; empty if turns are accepted."""
         self.finishing = False
-        """Though none is taken, those that run go on."""
+        """Whether running turns go on although no turn is accepted."""
         self.allowed_tokens = 0
-        """That turns may hold."""
+        """KV tokens that turns may hold."""
         self.cell = permission().cell
-        """That it is to be in; None: where it is."""
+        """Target cell of the executor; None keeps its cell."""
         self._permission = permission
         self._last_command: Resume | Suspend | None = None
-        """What the guest was told last."""
+        """The newest command to the guest."""
 
     @property
     def evicts_running(self) -> bool:
-        """Whether what runs goes back as well."""
+        """Whether running turns are returned too."""
         return bool(self.reason) and not self.finishing
 
     def update(self, status: EngineStatus, *, busy: bool, leaving_for: str = "") -> Resume | Suspend | None:
-        """Look again, the engine's newest tick at hand; returns what the engine is to be told.
+        """Read the permission and update the gate. Return a new command for the engine, or None.
 
-        `busy`: turns run; `leaving`: for where, if it is on its way to another cell.
+        `status`: the engine's newest status. `busy`: whether turns run. `leaving_for`: pause reason of a move to
+        another cell, empty without a move.
         """
         permission = self._permission()
         self.cell, self.allowed_tokens = permission.cell, allowed_tokens(status, permission)
@@ -88,12 +91,12 @@ class IntakeGate:
 
 
 def guest_command(permission: Permission) -> Resume | Suspend:
-    """What it is to a guest."""
+    """Return the command that gives a guest this permission."""
     return Suspend() if permission.denied_reason else Resume(permission.kv_bytes or NO_LIMIT)
 
 
 def unavailable_reason(status: EngineStatus) -> str:
-    """Why its engine can run no turn; empty where it can."""
+    """Return why the engine can run no turn; empty if it can."""
     if status.suspended_reason:
         return status.suspended_reason
     if status.blocked_seconds >= MAX_BLOCKED_SECONDS:
@@ -102,7 +105,7 @@ def unavailable_reason(status: EngineStatus) -> str:
 
 
 def allowed_tokens(status: EngineStatus, permission: Permission) -> int:
-    """Tokens that turns may hold: as many as the engine has room for, and no more than its leave says."""
+    """Return the KV tokens that turns may hold: the engine's KV memory within the limits of the permission."""
     tokens = status.kv_bytes_total // status.kv_bytes_per_token
     if permission.kv_bytes:
         tokens = min(tokens, permission.kv_bytes // status.kv_bytes_per_token)
@@ -111,33 +114,36 @@ def allowed_tokens(status: EngineStatus, permission: Permission) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedGrant:
-    """A grant as it was read."""
+    """A grant, when it was received, and when it expires. Times are monotonic seconds."""
 
     grant: CapacityGrant
     received_at: float
     expires_at: float | None
-    """When its lease ends; None where none was seen to come."""
+    """End of the lease; None if the arrival of the grant was not observed."""
 
 
 class Lease:
-    """One executor's."""
+    """The newest grants of one executor, from all sources, and the permission that follows from them."""
 
     def __init__(self, job: str = "", *, grant_required: bool = False) -> None:
-        """`job`: `namespace:run` of a lender, "" of any other; `needed`: without a grant it parks."""
+        """`job`: `namespace:run` of a lender, "" of any other executor.
+
+        `grant_required`: whether a lender without a grant lends nothing.
+        """
         self.lends = bool(job)
-        """Whether grants rule it, and not drains alone."""
+        """Whether all grants apply; otherwise only drains and cells do."""
         self._job = job
         self._grant_required = grant_required
         self._grants: dict[GrantSource, ReceivedGrant] = {}
 
     def on_grant(self, grant: CapacityGrant | None, now: float, *, source: GrantSource, live: bool) -> bool:
-        """The newest under one of its keys; None once it was deleted. Whether that says anything new.
+        """Record the newest grant of one source; None if the grant was deleted. Return whether its terms are new.
 
-        `seen`: it came while the log was followed, and was not read back.
+        `live`: whether the grant arrived while the topic was followed, and was not read back.
         """
         before = self._grants.get(source)
         if before is not None and before.grant == grant:
-            return False  # read again after trouble with the bus: its time began when it was read first
+            return False  # read again after an error of the bus: the lease began at the first read
         if grant is None and before is not None and before.grant.lease_seconds:
             self._grants[source] = replace(before, expires_at=now)
         elif grant is None:
@@ -147,7 +153,7 @@ class Lease:
         return before is None or grant is None or not _is_renewal(before.grant, grant)
 
     def permission(self, now: float) -> Permission:
-        """What it may do, and where."""
+        """Return the permission at `now`, monotonic seconds."""
         named = self._grants.get(GrantSource.CELL)
         allowed = self._permission(now)
         return allowed if named is None else replace(allowed, cell=named.grant.cell)
@@ -179,7 +185,10 @@ class Lease:
 
 
 def _expiry(grant: CapacityGrant, before: ReceivedGrant | None, now: float, *, live: bool) -> float | None:
-    """When a lease that is read now ends: one that was not seen to come with that which it renews, or sooner."""
+    """Return when the lease of a grant that is received at `now` ends; None if that is not known.
+
+    The lease of a grant that is not `live` ends no later than the lease that the grant renews.
+    """
     until = now + grant.lease_seconds
     if live:
         return until
@@ -189,7 +198,7 @@ def _expiry(grant: CapacityGrant, before: ReceivedGrant | None, now: float, *, l
 
 
 def _is_renewal(earlier: CapacityGrant, later: CapacityGrant) -> bool:
-    """Whether one renews the other; why it does may have changed."""
+    """Whether `later` has the terms of `earlier`. The reasons may differ if both grants have a lease."""
     terms = [(each.lend, each.kv_bytes, each.token_budget, each.job, each.cell) for each in (earlier, later)]
     return terms[0] == terms[1] and (
         earlier.reason == later.reason or bool(earlier.lease_seconds and later.lease_seconds)
@@ -197,13 +206,13 @@ def _is_renewal(earlier: CapacityGrant, later: CapacityGrant) -> bool:
 
 
 POLL_SECONDS = 0.2
-"""Between two looks at whether to stop."""
+"""Seconds between two checks for a stop."""
 
 log = structlog.get_logger("executor")
 
 
 class GrantFollower:
-    """Ask for `leave`, stop it."""
+    """Follows the grants of one executor on a thread. Call `permission` at any time, and `stop` at the end."""
 
     def __init__(self, settings: BusSettings, worker: str, lease: Lease) -> None:
         self._lease = lease
@@ -211,7 +220,7 @@ class GrantFollower:
         self._follower = TableFollower(settings, GRANTS, f"{worker}-grants", self._on_grant)
 
     def wait_until_read(self, stop: Event) -> None:
-        """Wait until those that were there have been read, or `stop` is set. Raises RoseError for what lasts."""
+        """Wait until all existing grants have been read, or `stop` is set. Raises RoseError if the follower failed."""
         while not self._follower.is_caught_up.wait(POLL_SECONDS) and not stop.is_set():
             if self._follower.failure is not None:
                 raise self._follower.failure
@@ -219,7 +228,7 @@ class GrantFollower:
             HEALTH.report(reason, ready=False, lasts_seconds=START_SECONDS)
 
     def permission(self) -> Permission:
-        """What it may do now."""
+        """Return what the executor may do now."""
         return self._lease.permission(time.monotonic())
 
     def stop(self) -> None:

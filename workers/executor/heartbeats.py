@@ -1,6 +1,7 @@
-"""What an executor says of itself, several times a second, as records. Pure: the time is handed in.
+"""The heartbeat records of an executor, several a second. Pure: the time is a parameter.
 
-Keeps true: heartbeats of one start are numbered without a gap, and list every turn whose answer is not on the log.
+Keeps true: the heartbeats of one incarnation are numbered without a gap, and list every turn whose answer is not on
+the log.
 """
 
 from collections.abc import Collection
@@ -11,14 +12,18 @@ from rose.workers.executor.ipc.messages import EngineStatus
 from rose.workers.executor.results import MAX_REASON_CHARACTERS, ExecutorIncarnation
 
 TTL_SECONDS = 2.0
-"""How long a heartbeat is good for: after that, silence means no slack."""
+"""How long a heartbeat is valid: an executor that is silent for longer is taken to have no slack."""
 
 MAX_VERSIONS_BEHIND = 1
-"""An executor that is so many versions behind the log is well: the newest is still on its way."""
+"""An executor that is at most so many versions behind the log is ready: the newest version may be in transfer."""
 
 
 def health_summary(version: int, newest: int, refused: str, *, pause_reason: str) -> tuple[str, bool]:
-    """In a sentence, and whether it takes turns of the present policy. `newest`: on the log; -1 for none."""
+    """Return the executor's health as a sentence, and whether it takes turns with a current version.
+
+    `version`: the serving version, negative for none. `newest`: the newest version on the log, -1 for none. `refused`:
+    why the newest version was refused, empty if it was not.
+    """
     if pause_reason:
         return f"takes no turns: {pause_reason}", False
     if refused:
@@ -31,13 +36,13 @@ def health_summary(version: int, newest: int, refused: str, *, pause_reason: str
 
 
 class Heartbeats:
-    """Of one start of an executor."""
+    """Makes the heartbeats of one incarnation of an executor."""
 
     def __init__(self, incarnation: ExecutorIncarnation, slot: int, *, by_grant: bool = False) -> None:
         self.swap_seconds = 0.0
-        """That turns waited for the latest swap."""
+        """Seconds for which turns waited for the latest version swap."""
         self.refused: tuple[int, str] = (-1, "")
-        """The newest version that it does not take, and why."""
+        """The newest version that was refused, and why; (-1, "") for none."""
         self._incarnation = incarnation
         self._slot = slot
         self._by_grant = by_grant
@@ -45,7 +50,7 @@ class Heartbeats:
         self._cuts = 0
 
     def on_status(self, status: EngineStatus) -> None:
-        """The engine has ticked: what has been since its tick before is counted once."""
+        """Add up what an engine status counts since the status before. Call it once for each status."""
         if status.lending is not None:
             self._cuts += status.lending.cuts
 
@@ -60,7 +65,11 @@ class Heartbeats:
         now: float,
         turns: Collection[int] | None = None,
     ) -> SlackHeartbeat:
-        """`turns`: by hash, those that it lists; left out, those of its inbox. `pause_reason`: why it takes none."""
+        """Return the next heartbeat.
+
+        `turns`: `held_hash` of the turns to list; None lists the turns of `inbox`. `pause_reason`: why no turns are
+        taken, empty if turns are taken. `now`: unix seconds.
+        """
         beat = SlackHeartbeat(
             worker=self._incarnation.worker,
             incarnation=self._incarnation.incarnation,

@@ -1,26 +1,27 @@
-"""The inbox: which dispatched turns this executor takes on. Several may share one: its slot is a mailbox.
+"""The inbox: decides which dispatched turns this executor accepts. Several executors may share one inbox.
 
 Keeps true
-- What is for another worker is passed over, and changes nothing here but the newest claim: that is of the whole inbox.
-- A dispatch for another incarnation is dropped: it was meant for a process that is gone.
-- So is one of an older claim than the newest seen: its router has been replaced.
-- A turn is taken on once; the same (trajectory, turn, attempt) again is dropped.
-- What is taken on never exceeds the turns and tokens that the heartbeat offers; the rest is refused, with the reason.
-- Everything taken on is held until it is given back by exactly one `release`.
-- What is held is listed by `hashes`, and so is what is answered until that is stored; the latter takes no room.
+- A dispatch to another worker is ignored. It changes only the newest fencing token, which belongs to the whole inbox.
+- A dispatch to another incarnation is dropped: the process that it was sent to is gone.
+- A dispatch with an older fencing token than the newest seen is dropped: its router has been replaced.
+- A turn is accepted once; a second dispatch of the same (trajectory, turn, attempt) is dropped.
+- Accepted turns never exceed the turns and tokens that the heartbeat offers; further turns are refused with a reason.
+- Every accepted turn is held until exactly one `release`.
+- `listed_hashes` lists the held turns, and the answered turns until their answers are stored. Answered turns take no
+  room.
 
-Pure, and without time: no clock of a router is compared with this machine's.
+Pure, and without time: no clock of a router is compared with this machine's clock.
 
 Example (worker w1, max_turns=1)
-    offer(g:2 turn 0, to w2)          -> PASS
-    offer(g:0 turn 0, incarnation 7)  -> TAKE
-    offer(g:0 turn 0, incarnation 7)  -> DROP duplicate
-    offer(g:1 turn 0, incarnation 6)  -> DROP incarnation
-    offer(g:1 turn 0, incarnation 7)  -> REFUSE for lack of room
-    claimed(40), offer(g:1, claim 12) -> DROP claim
-    release(g:0 turn 0)               -> the dispatch, to answer it
-    answered(g:0 turn 0)              -> listed still, and there is room for another
-    stored(g:0 turn 0)                -> listed no more
+    on_dispatch(g:2 turn 0, to w2)               -> IGNORE
+    on_dispatch(g:0 turn 0, incarnation 7)       -> ACCEPT
+    on_dispatch(g:0 turn 0, incarnation 7)       -> DROP duplicate
+    on_dispatch(g:1 turn 0, incarnation 6)       -> DROP incarnation
+    on_dispatch(g:1 turn 0, incarnation 7)       -> REFUSE for lack of room
+    on_claim(40), on_dispatch(g:1, claim 12)     -> DROP claim
+    release(g:0 turn 0)                          -> the dispatch, to answer it
+    on_answer_sent(g:0 turn 0)                   -> still listed, and there is room for another turn
+    on_answer_stored(g:0 turn 0)                 -> no longer listed
 """
 
 import struct
@@ -33,20 +34,20 @@ from rose.schemas.turns import Refusal, TurnDispatch, TurnKey, held_hash
 
 
 class InboxAction(Enum):
-    """What is done with a dispatch."""
+    """The action that the executor takes on a dispatch."""
 
     ACCEPT = "take"
     IGNORE = "pass"
-    """Another worker's, who reads this inbox too."""
+    """The dispatch is to another worker that reads the same inbox."""
     DROP = "drop"
-    """Not ours to answer."""
+    """The dispatch is stale or a duplicate, and gets no answer."""
     REFUSE = "refuse"
-    """The router gets the turn back."""
+    """The turn is returned to the router."""
 
 
 @dataclass(frozen=True, slots=True)
 class InboxDecision:
-    """The verdict on one dispatch; what is dropped or refused has its reason."""
+    """The decision on one dispatch. DROP and REFUSE have a reason."""
 
     action: InboxAction
     reason: str = ""
@@ -57,17 +58,17 @@ ACCEPTED, IGNORED = InboxDecision(InboxAction.ACCEPT), InboxDecision(InboxAction
 
 
 def kv_tokens_needed(dispatch: TurnDispatch) -> int:
-    """KV tokens that the turn may come to hold: its context and all that it may sample."""
+    """Return the most KV tokens that the turn may hold: its context and all tokens that it may sample."""
     return dispatch.request.context_tokens + dispatch.request.sampling.max_tokens
 
 
 def packed_hashes(hashes: Collection[int]) -> bytes:
-    """Turns by `held_hash`, as a heartbeat lists them."""
+    """Pack `held_hash` values as a heartbeat lists them: little-endian unsigned 64-bit integers."""
     return struct.pack(f"<{len(hashes)}Q", *hashes)
 
 
 class Inbox:
-    """The turns that this incarnation of a worker holds, against what it offers."""
+    """The turns that one incarnation of a worker holds, within the turns and tokens that it offers."""
 
     def __init__(self, worker: str, incarnation: int, *, max_turns: int, token_budget: int) -> None:
         self.worker = worker
@@ -75,11 +76,11 @@ class Inbox:
         self.max_turns = max_turns
         self.token_budget = token_budget
         self.fencing_token = 0
-        """The newest claim of a router on this inbox."""
+        """The newest fencing token of a router in this inbox."""
         self._held: dict[TurnKey, tuple[TurnDispatch, int]] = {}
-        """With its `held_hash`."""
+        """Held turns, each with its `held_hash`."""
         self._unstored: dict[TurnKey, int] = {}
-        """Answered, and not known to be on the log; with its `held_hash`."""
+        """Answered turns whose answers are not known to be on the log, each with its `held_hash`."""
         self._tokens = 0
 
     def __len__(self) -> int:
@@ -87,27 +88,28 @@ class Inbox:
 
     @property
     def tokens(self) -> int:
-        """KV tokens that the held turns may come to need."""
+        """KV tokens that the held turns may need."""
         return self._tokens
 
     @property
     def listed_turns(self) -> int:
-        """Turns that are held, or whose answers are not stored."""
+        """Number of turns that are held, or whose answers are not stored."""
         return len(self._held) + len(self._unstored)
 
     @property
     def listed_hashes(self) -> list[int]:
-        """`held_hash` of every turn that is listed; as many as a heartbeat takes, those that are held first."""
+        """`held_hash` of every listed turn, held turns first, and at most as many as a heartbeat takes."""
         return [*(execution for _, execution in self._held.values()), *self._unstored.values()][:MAX_HELD_TURNS]
 
     def on_claim(self, fencing_token: int) -> None:
-        """A router has claimed this inbox."""
+        """Record the fencing token of a router that has taken this inbox."""
         self.fencing_token = max(self.fencing_token, fencing_token)
 
     def on_dispatch(self, dispatch: TurnDispatch, policy_version: int, *, offset: int) -> InboxDecision:
-        """Decide on a dispatch that lies at this offset; TAKE holds it until `release`.
+        """Decide on the dispatch at `offset`. An accepted turn is held until `release`.
 
-        No claim lies behind what is dispatched under it: one that says so, whoever wrote it, claims no more than that.
+        `policy_version`: the version that serves, negative if none does. A fencing token is the offset of an earlier
+        record of the inbox, so a token above the dispatch's own offset counts as that offset.
         """
         older = dispatch.claim < self.fencing_token
         self.on_claim(min(dispatch.claim, offset))
@@ -128,15 +130,15 @@ class Inbox:
         return ACCEPTED
 
     def release(self, key: TurnKey) -> TurnDispatch:
-        """Give a held turn back, to be answered. Raises KeyError for one that is not held."""
+        """Stop holding a turn and return its dispatch. Raises KeyError if the turn is not held."""
         dispatch, _ = self._held.pop(key)
         self._tokens -= kv_tokens_needed(dispatch)
         return dispatch
 
     def on_answer_sent(self, key: TurnKey) -> None:
-        """The answer to a turn that is not held is on its way to the log."""
+        """List a released turn until its answer is stored."""
         self._unstored[key] = held_hash(key)
 
     def on_answer_stored(self, key: TurnKey) -> None:
-        """It is there."""
+        """Stop listing a turn: its answer is on the log."""
         self._unstored.pop(key, None)

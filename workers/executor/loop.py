@@ -1,23 +1,26 @@
-"""The executor's loop beside its engine: inbox, orders, reports, staged weights, results, heartbeats; again.
+"""The executor's loop: reads the inbox, sends commands to the engine, reads its reports, writes results and heartbeats.
 
 Keeps true
-- The engine ticks, and each of its ticks is a heartbeat: one that hangs is a silent executor, and the router notices.
-  One that is gone is told at once.
-- Every turn taken on is answered once, and listed in each heartbeat until the answer is on the log; a turn that cannot
-  be taken is refused with the reason. One that is given up, as when the executor stops, goes back with what was sampled
-  of it.
-- No turn is taken on before a version from the log has been applied. A turn is handed to the engine with the version
-  that serves; while the engine changes to another one, turns that come wait here, as do those whose context is read
-  back from the log.
-- While its gate is closed (a grant, a stop, a server that is never idle, another cell) it holds nothing: what it held
-  goes back. To one that is drained time is left to end what runs.
-- In another cell it is one that starts; engine, KV cache and version stay (`cell_membership`).
-- What it says to others holds without a clock: its incarnation is a place in the log, its turns are named.
-- Others may share its inbox, which changes nothing for it. One that begins under its own name takes its place: it ends,
-  with a sentence, and answers nothing more.
-- A broker that is away, or a process that was stopped for a while, changes nothing: it goes on with what it holds.
+- The executor writes a heartbeat when the engine has reported its status. An executor whose engine hangs is therefore
+  silent, and the router notices. An executor whose engine process is gone reports STOPPING at once.
+- Every accepted turn is answered once, and is listed in each heartbeat until its answer is on the log. A turn that
+  cannot be accepted is refused with a reason. An aborted turn, as at a stop of the executor, is returned with the
+  tokens that were sampled.
+- No turn is accepted before a version from the log has been activated. A turn is submitted to the engine with the
+  serving version. Turns that arrive while the engine changes to another version are deferred, and so are turns whose
+  context is read back from the log.
+- While the intake gate is closed (a grant, a stop, a server that is never idle, a move to another cell) the executor
+  holds no turn: its turns are returned. A drained executor may have time to finish the running turns.
+- After a move to another cell the executor has a new incarnation; engine, KV cache and version stay
+  (`cell_membership`).
+- Records of an executor mean the same on any clock: the incarnation is a place in the log, and turns are listed by
+  name.
+- Other executors may read the same inbox. If another executor starts under the same name, this executor ends with
+  UsageError and answers no more turns.
+- An unreachable broker, or a pause of the process, changes nothing: the executor continues with the turns that it
+  holds.
 
-It decides nothing: the inbox does.
+The loop decides nothing about a dispatch: `Inbox` decides.
 """
 
 import time
@@ -72,22 +75,22 @@ from rose.workers.executor.vllm.types import EngineBroken
 from rose.workers.weights.receive import WeightReceiver
 
 INBOX_BATCH = 256
-"""Dispatches taken from the inbox at once."""
+"""Most dispatches that are read from the inbox at once."""
 
 IDLE_SECONDS = 0.02
-"""Longest wait for the inbox while the engine has nothing to do: staged weights are picked up within it."""
+"""Longest wait for the inbox while the engine has nothing to do: bounds the delay of staged weights."""
 
 BUSY_SECONDS = 0.002
-"""Longest wait for the inbox while the engine has turns: its reports are picked up within it."""
+"""Longest wait for the inbox while the engine has turns: bounds the delay of the engine's reports."""
 
 RETURN_SECONDS = 5.0
-"""How long the engine may take to give its turns up when the executor stops: a few of its longest steps."""
+"""How long the engine may take to abort its turns when the executor stops: a few of its longest steps."""
 
 STOPPED = "it stops"
-"""Why it gives everything back in the end."""
+"""Reason of the turns that are returned at the end."""
 
 SUSPENDED = "it is parked"
-"""Why a guest gave turns back, before it has said so."""
+"""Reason of turns that a guest returned before it has reported why it is suspended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +114,9 @@ class Executor:
         receiver: WeightReceiver,
         gate: IntakeGate,
     ) -> None:
-        """`status`: the first of the engine at the link.
+        """`status`: the engine's first status on the channel of `client`.
 
-        Raises TopicMissing, BusError, or UsageError where there is no such inbox.
+        Raises TopicMissing, BusError, or UsageError if the inbox does not exist.
         """
         self._config = config
         self._name = name = config.worker
@@ -122,18 +125,18 @@ class Executor:
         self._receiver = receiver
         self._log = structlog.get_logger("executor").bind(worker=name)
         self._status = status
-        """The engine's newest."""
+        """The engine's newest status."""
         self._gate = gate
         self._running: dict[str, RunningTurn] = {}
         self._answered: deque[int] = deque(maxlen=MAX_HELD_TURNS)
-        """By `held_hash`, the turns that it answered last."""
+        """`held_hash` of the turns that were answered last."""
         self._swap = VersionSwap(
             client, receiver, name, drain_first=config.drain_before_swap, keep_serving=self._gate.lends
         )
         self._engine_lost = False
-        """There was no engine for a while: what it had been given is lost, also where there is one again by now."""
+        """Whether the engine was lost, and with it all turns and weights that it had. Another engine may be there."""
         self._deferred: list[TurnDispatch] = []
-        """Taken on while the engine changes to the next version."""
+        """Turns that were accepted while the engine changes to the next version."""
         self._contexts = ContextStore(settings, name)
         self._writer = Writer(settings, name)
         self._reader = Reader(settings, name)
@@ -143,7 +146,7 @@ class Executor:
         self._count_status(status)
 
     def _enter_inbox(self) -> None:
-        """Be one that starts where it is now: who was here before under its name, or elsewhere, holds nothing."""
+        """Start in the current inbox with a new incarnation that holds no turn."""
         membership = self._membership
         slot = membership.inbox[1]
         self._log = self._log.bind(cell=membership.cell, slot=slot)
@@ -154,7 +157,7 @@ class Executor:
         self._answered.clear()
 
     def _change_inbox(self) -> None:
-        """It has begun elsewhere, and all that it answered here is stored: whoever hears it here lets it go at once."""
+        """Report STOPPING to the old cell, all of whose answers are stored, and enter the new inbox."""
         self._send_heartbeat(ExecutorState.STOPPING, self._answered)
         swap_seconds = self._heartbeats.swap_seconds
         self._enter_inbox()
@@ -162,9 +165,9 @@ class Executor:
         self._log.info("moved", incarnation=self._incarnation.incarnation)
 
     def run(self, stop: Event) -> None:
-        """Until `stop` is set; what it holds then goes back to the router, with what was sampled of it.
+        """Run until `stop` is set, then return all held turns to the router with the tokens that were sampled.
 
-        Raises EngineBroken or BusError, or UsageError when another begins under its name.
+        Raises EngineBroken or BusError, or UsageError if another executor starts under the same name.
         """
         self._log.info("started", incarnation=self._incarnation.incarnation)
         try:
@@ -179,7 +182,7 @@ class Executor:
                     self._writer.poll()
                 self._return_all()
             self._writer.flush()
-        except EngineBroken:  # its turns are lost: the router need not wait for silence
+        except EngineBroken:  # its turns are lost: STOPPING spares the router the wait for the TTL
             self._writer.flush()
             self._send_heartbeat(ExecutorState.STOPPING, self._answered)
             self._writer.flush()
@@ -226,11 +229,11 @@ class Executor:
             self._start_turn(dispatch)
 
     def _start_found(self) -> None:
-        """Go on with the turns whose contexts were read back."""
+        """Continue with the turns whose contexts were read back."""
         for dispatch, context, seconds in self._contexts.take_found():
             if isinstance(context, ContextMissing):
                 self._inbox.release(dispatch.key)
-                # Of an anchor nothing more can be asked for than it has: what is wrong with that is somebody's fault.
+                # A request without a chain is an anchor and carries the whole context: another anchor would not help.
                 self._refuse(dispatch, str(context), Refusal.CONTEXT if dispatch.request.chain else Refusal.ENGINE)
             elif self._swap.defers_turns:
                 self._deferred.append(dispatch)
@@ -238,7 +241,7 @@ class Executor:
                 self._submit_turn(dispatch, context, received_at=time.time() - seconds)
 
     def _start_turn(self, dispatch: TurnDispatch) -> None:
-        """Hand a turn that was taken on to the engine, once its context is there."""
+        """Submit an accepted turn to the engine if its context is cached; otherwise start to read the context back."""
         context = self._contexts.find(dispatch)
         if context is not None:
             self._submit_turn(dispatch, context, received_at=time.time())
@@ -251,7 +254,7 @@ class Executor:
         )
 
     def _read_reports(self) -> None:
-        """Take in what the engine reports. Of ticks that came together the last one is told on."""
+        """Handle the engine's reports. Only the newest of several queued statuses becomes a heartbeat."""
         before = self._status
         for report in self._client.reports():
             self._on_report(report)
@@ -273,7 +276,7 @@ class Executor:
         return ExecutorState.READY if self._version >= 0 else ExecutorState.STARTING
 
     def _update_gate(self) -> None:
-        """Follow what grants and the engine say of taking turns, and of where."""
+        """Update cell membership and intake gate, and return turns if the gate has closed or the engine was lost."""
         before, was_shut = self._gate.reason, self._gate.evicts_running
         if self._membership.advance(self._gate.cell, held_turns=self._inbox.listed_turns):
             self._change_inbox()
@@ -294,13 +297,13 @@ class Executor:
             self._refuse_waiting("its engine is gone, and the next one serves no version yet", Refusal.VERSION)
 
     def _abort_all(self) -> None:
-        """Have everything go back: the engine's with what was sampled of it."""
+        """Return all turns: running turns by an abort in the engine, with the tokens sampled; the others at once."""
         for name in self._running:
             self._client.send(AbortTurn(name))
         self._refuse_waiting(self._gate.reason, Refusal.ROOM)
 
     def _refuse_waiting(self, reason: str, refusal: Refusal) -> None:
-        """Have those go back that the engine has not been given yet."""
+        """Refuse the turns that were accepted and not yet submitted to the engine."""
         deferred, self._deferred = self._deferred, []
         for key in [*(dispatch.key for dispatch in deferred), *self._contexts.cancel_all()]:
             self._refuse(self._inbox.release(key), reason, refusal)
@@ -331,17 +334,17 @@ class Executor:
 
     @property
     def _max_turns(self) -> int:
-        """That it holds at once."""
+        """Most turns that the executor may hold at once."""
         most, may = self._config.max_turns, self._status.most_turns
         return most if may is None else min(most, may)
 
     def _on_activated(self, report: WeightsActivated) -> None:
         self._swap.on_activated(report.version)
         self._heartbeats.swap_seconds = report.seconds
-        self._status = msgspec.structs.replace(self._status, version=report.version)  # it may be older than this report
+        self._status = msgspec.structs.replace(self._status, version=report.version)  # may be older than this report
         metrics.SWAP_SECONDS.observe(report.seconds)
         self._log.info("serving", version=report.version, swap_seconds=round(report.seconds, 4))
-        if not self._gate.reason:  # a closed one holds nothing for long, and what it ends yet it was left the time for
+        if not self._gate.reason:  # a closed gate returns its turns soon, or leaves them the time to finish
             self._membership.on_version_change(self._gate.cell)
         if not self._membership.leaving_for:
             self._start_deferred()
@@ -353,15 +356,15 @@ class Executor:
         self._start_deferred()
 
     def _start_deferred(self) -> None:
-        """The engine takes turns again."""
+        """Start the deferred turns: the engine takes turns again."""
         deferred, self._deferred = self._deferred, []
         for dispatch in deferred:
             self._start_turn(dispatch)
 
     def _return_all(self) -> None:
-        """Give everything back and say goodbye: the heartbeat lists the turns whose answers are on the log by then.
+        """Return all turns, then write a STOPPING heartbeat that lists the turns whose answers are on the log.
 
-        An engine that hangs gives nothing back; the router then issues its turns again from their beginning.
+        An engine that hangs returns nothing; the router then reissues its turns without the tokens sampled here.
         """
         self._gate.reason = STOPPED
         self._abort_all()
@@ -382,21 +385,24 @@ class Executor:
         result = finished_result(
             self._incarnation, dispatch, finished, outcome, reason, received_at=running.received_at
         )
-        if not given_up and (flaw := result.part.validation_error):  # else who would go on from it looks
+        if not given_up and (flaw := result.part.validation_error):  # of an aborted turn, the next executor checks it
             self._refuse(dispatch, f"its engine's answer cannot be learned from: {flaw}", Refusal.ENGINE)
         else:
             metrics.count_finished(outcome, finished, received_at=running.received_at)
             self._send(result)
 
     def _refuse(self, dispatch: TurnDispatch, reason: str, refusal: Refusal | None, *, listed: bool = True) -> None:
-        """`listed`: whether it was; else what is listed goes on saying what there is room for."""
+        """Answer a turn with a refusal.
+
+        `listed`: whether a heartbeat may have listed the turn. A turn that was never listed stays unlisted.
+        """
         request = dispatch.request
         metrics.TURNS.labels("refused").inc()
         self._log.info("refused", trajectory=request.trajectory_id, turn=request.turn, reason=reason)
         self._send(refused_result(self._incarnation, dispatch, reason, refusal, now=time.time()), listed=listed)
 
     def _send(self, result: TurnResult, *, listed: bool = True) -> None:
-        """Answer a turn. One that is listed is until that is stored."""
+        """Write the answer to a turn. A `listed` turn stays listed until its answer is stored."""
         inbox, key = self._inbox, result.key
         if listed:
             inbox.on_answer_sent(key)
@@ -411,7 +417,7 @@ class Executor:
         )
 
     def _send_heartbeat(self, state: ExecutorState, turns: Collection[int] | None = None) -> None:
-        """`turns`: by hash, those that it lists; left out, those of its inbox."""
+        """Write a heartbeat. `turns`: `held_hash` of the listed turns; None lists the turns of the inbox."""
         status = self._status
         self._heartbeats.refused = self._receiver.refused_newest or (-1, "")
         metrics.show_held(status, turns=len(self._inbox), version=self._version)

@@ -1,4 +1,4 @@
-"""The executor as a program."""
+"""Program of an executor: follows grants and weights, waits for the engine, and runs the loop."""
 
 from collections.abc import Mapping, Sequence
 from threading import Event
@@ -23,11 +23,11 @@ def run_executor(
     weights: WeightsConfig | None = None,
     lease: Lease | None = None,
 ) -> None:
-    """Run turns for `config.worker` on the engine at the link until `stop` is set.
+    """Run turns for `config.worker` on the engine of `client` until `stop` is set.
 
-    `lease`: of a lender; any other executor follows drains alone.
-    `shapes`: of the tensors of its model. Raises RoseError: a setting that no engine can be made from, an engine that
-    broke or is gone, a broken key file or store, an unreachable broker, a missing topic, another of the same name.
+    `shapes`: shapes of the model's tensors, by name. `lease`: the lease of a lender; without one, only drains and cells
+    apply. Raises RoseError if the engine cannot be built with these settings, breaks or is gone, a key file or store
+    is invalid, the broker is unreachable, a topic is missing, or another executor has the same name.
     """
     from rose.workers.executor.grants import GrantFollower, IntakeGate
     from rose.workers.executor.loop import Executor

@@ -1,9 +1,9 @@
-"""What an executor exports to Prometheus.
+"""The Prometheus metrics of an executor.
 
 Keeps true
-- Seconds and bytes, and no label that grows with the work.
-- An executor's figures are exported by an executor alone, a lender's by one that lends, and by either while it looks at
-  its engine: one that begins anew, for want of a guest or of the broker, says nothing meanwhile.
+- Units are seconds and bytes, and the number of labels does not grow with the work.
+- Executors export the executor metrics, and lenders export the lender metrics too. Both are exported only while the
+  executor's loop runs: an executor that restarts, because the guest or the broker is gone, exports nothing meanwhile.
 """
 
 import math
@@ -20,10 +20,10 @@ from rose.workers.executor.ipc.messages import EngineStatus, LendingStats, Servi
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 EXECUTOR = CollectorRegistry()
-"""What every executor exports while it runs."""
+"""Metrics that every executor exports while it runs."""
 
 LENDER = CollectorRegistry()
-"""What those beside serving export while they run, once they have heard of it."""
+"""Metrics that a lender exports while it runs, from the first status with serving statistics on."""
 
 TURNS = Counter("rose_executor_turns_total", "Turns answered or dropped, by outcome.", ["outcome"], registry=EXECUTOR)
 TOKENS = Counter("rose_executor_tokens_total", "Tokens of finished turns, by kind.", ["kind"], registry=EXECUTOR)
@@ -107,7 +107,7 @@ POLICY_VERSION.set(-1)
 
 @contextmanager
 def exported() -> Iterator[None]:
-    """While an executor runs; what it has counted before it goes on."""
+    """Export the metrics while an executor runs. Counters continue from earlier runs in the process."""
     register(EXECUTOR)
     try:
         yield
@@ -121,7 +121,7 @@ def exported() -> Iterator[None]:
 
 
 def count_finished(outcome: TurnOutcome, finished: TurnFinished, *, received_at: float) -> None:
-    """A turn that the engine has ended. `received_at`: unix seconds, when it came to the inbox."""
+    """Count a turn that the engine has finished. `received_at`: unix seconds, when the turn came to the inbox."""
     TURNS.labels(outcome.value).inc()
     TOKENS.labels("sampled").inc(count(finished.tokens))
     TOKENS.labels("cached").inc(finished.cached_tokens)
@@ -129,7 +129,7 @@ def count_finished(outcome: TurnOutcome, finished: TurnFinished, *, received_at:
 
 
 def show_held(status: EngineStatus, *, turns: int, version: int) -> None:
-    """What it holds, and the version that serves; -1 before one is proven."""
+    """Set the gauges of held turns, KV memory and policy version. `version`: -1 before a version serves."""
     HELD_TURNS.set(turns)
     KV_CAPACITY_BYTES.set(status.kv_bytes_total)
     KV_FREE_BYTES.set(status.kv_bytes_free)
@@ -137,7 +137,7 @@ def show_held(status: EngineStatus, *, turns: int, version: int) -> None:
 
 
 def show_steps(status: EngineStatus) -> None:
-    """What the engine did since the tick before; of a guest, how serving stands."""
+    """Count the engine's steps since the status before; for a guest, update the metrics of serving too."""
     STEPS.inc(status.steps)
     STEP_SECONDS.inc(status.step_seconds)
     if status.serving is not None:
@@ -145,13 +145,13 @@ def show_steps(status: EngineStatus) -> None:
 
 
 def show_serving(stats: ServingStats) -> None:
-    """What a guest's host says of serving."""
+    """Update the metrics of serving from a status of the guest's host."""
     register(LENDER)
     SERVING_REQUESTS.labels("running").set(stats.running)
     SERVING_REQUESTS.labels("waiting").set(stats.waiting)
     for kind, headroom in (("prefill", stats.prefill_headroom), ("decode", stats.decode_headroom)):
         HEADROOM_SECONDS.labels(kind).set(math.nan if headroom is None else headroom)
-    if stats.longest_seconds:  # reports without any would hide the long ones among the many
+    if stats.longest_seconds:  # statuses without guest work would hide the few long pieces
         GUEST_PIECE_SECONDS.observe(stats.longest_seconds)
     for step in ("guest", "prefill", "decode"):
         PREDICTION_ERROR.labels(step).set(getattr(stats, f"{step}_error"))
@@ -160,8 +160,9 @@ def show_serving(stats: ServingStats) -> None:
 
 
 def show_lending(status: EngineStatus) -> None:
-    """What a guest's host says of memory, if anything. Where there is no guest it may hold nothing, and its host does
-    not say how serving stands.
+    """Update the metrics of lent memory, if the status has lending statistics. Call it once for each status.
+
+    Of a suspended engine, set the budget to 0 and the metrics of serving to NaN.
     """
     if status.lending is not None:
         _show_memory(status.lending)

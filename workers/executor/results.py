@@ -1,7 +1,7 @@
-"""What an executor says of a turn, as records. Pure: the time is handed in.
+"""The results of turns, as records. Pure: the time is a parameter.
 
-Keeps true: an answer names the turn, the attempt and the start of the executor that it is of, and is of the whole
-turn so far: what was sampled here, behind what attempts before this one had sampled.
+Keeps true: a result names the turn, the attempt and the incarnation of the executor. A result holds the whole turn so
+far: the tokens that earlier attempts sampled, then the tokens that this attempt sampled.
 """
 
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ from rose.workers.executor.ipc.messages import TurnFinished
 
 
 def resumed_context(dispatch: TurnDispatch, context: bytes) -> bytes:
-    """The packed tokens that the engine begins with: the turn's context, and what was sampled of the turn."""
+    """Return the packed tokens that the engine prefills: the turn's context, then the tokens of earlier attempts."""
     return context if dispatch.begun is None else context + dispatch.begun.tokens
 
 
 def remaining_sampling(dispatch: TurnDispatch) -> Sampling:
-    """How the rest is sampled; an engine refuses a turn of which nothing is left."""
+    """Return the sampling parameters of the rest of the turn. An engine refuses a turn without tokens to sample."""
     sampling, begun = dispatch.request.sampling, dispatch.begun
     if begun is None:
         return sampling
@@ -39,7 +39,7 @@ def remaining_sampling(dispatch: TurnDispatch) -> Sampling:
 
 
 def dispatch_error(dispatch: TurnDispatch, *, homes: int) -> str:
-    """Why this dispatch cannot be answered, where there are so many homes; empty when it can."""
+    """Return why this dispatch cannot be answered; empty if it can. `homes`: number of home partitions."""
     if dispatch.home >= homes:
         return f"its answer is awaited in home {dispatch.home}, and there are {homes}"
     if not dispatch.cut and dispatch.request.validation_error:
@@ -58,7 +58,7 @@ def dispatch_error(dispatch: TurnDispatch, *, homes: int) -> str:
 
 
 def concatenate_parts(earlier: Part | None, rest: Part) -> Part:
-    """The turn so far: `rest` was sampled behind `earlier`."""
+    """Return the turn so far: `earlier`, then `rest`. Device seconds are added by worker class."""
     if earlier is None:
         return rest
     seconds = dict(earlier.device_seconds)
@@ -75,7 +75,7 @@ def concatenate_parts(earlier: Part | None, rest: Part) -> Part:
 def _concatenate_spans(
     first: tuple[VersionSpan, ...], later: tuple[VersionSpan, ...], tokens: int
 ) -> tuple[VersionSpan, ...]:
-    """Both, the second moved by so many tokens; one span where the same version went on."""
+    """Concatenate spans; `later` is shifted by `tokens`. Adjacent spans of one version become one span."""
     moved = [VersionSpan(span.start + tokens, span.end + tokens, span.version) for span in later]
     if first and moved and first[-1].version == moved[0].version:
         moved[0] = VersionSpan(first[-1].start, moved[0].end, moved[0].version)
@@ -84,7 +84,7 @@ def _concatenate_spans(
 
 
 MAX_REASON_CHARACTERS = 4_096
-"""Of a reason in a record."""
+"""Longest reason in a record, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,10 @@ def finished_result(
     *,
     received_at: float,
 ) -> TurnResult:
-    """COMPLETED, or PREEMPTED for a reason: what was sampled, when, and at what cost."""
+    """Return the result of a turn that the engine has finished or aborted: tokens, times and cost.
+
+    `outcome`: COMPLETED, or PREEMPTED with a `reason`. `received_at`: unix seconds, when the turn came to the inbox.
+    """
     sampled = Part(
         tokens=finished.tokens,
         logprobs=finished.logprobs,
@@ -133,7 +136,7 @@ def finished_result(
 def refused_result(
     start: ExecutorIncarnation, dispatch: TurnDispatch, reason: str, refusal: Refusal | None, *, now: float
 ) -> TurnResult:
-    """REFUSED: nothing was sampled here."""
+    """Return a REFUSED result, of which nothing was sampled here. `now`: unix seconds."""
     result = _result(start, dispatch, TurnOutcome.REFUSED, reason, _times(dispatch, now, now))
     return msgspec.structs.replace(result, refusal=refusal)
 

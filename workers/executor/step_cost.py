@@ -1,19 +1,20 @@
-"""What an engine step costs, learned from the steps themselves.
+"""Online estimate of the seconds of an engine step, learned from the steps themselves.
 
 Keeps true
 - The estimate is `base + per_token * tokens` seconds, fitted by least squares over an exponentially fading past, and
   both terms stay positive, so that every rate derived from it is finite.
-- Of what a token adds a step has forgotten only as much as it tells. An engine that decodes makes steps of like size,
-  whose differences are noise: what larger ones told of a token is kept until the next prompt comes.
-- How wrong it is is known as well: `error` is a fading quantile of |measured - predicted| / predicted, each prediction
-  made before its step was seen. About nine steps in ten end within `cautious_seconds`, whatever the fit leaves out.
-- What must end within a bound is planned for the worst: `tokens_within` leaves room for the largest `overshoot` of the
-  last thousand steps or so, so that only what is worse than all of those, or stalls, goes beyond it. But a step of
-  little more than its fixed cost would be late as often, and for nothing: `MIN_USEFUL_SHARE` says what it computes all
-  the same. So would a price that no step of another size tests: `MIN_TOKEN_VARIANCE` says when one does, that is
-  expected to end in time.
-- A stall is no cost: of a step that took longer than `MAX_LEARNED_RATIO` times its cautious price, no more than that is
-  learned. A cost that has really changed is followed all the same, as the error rises with each such step.
+- A step makes the estimate of the cost per token forget only as much as the step tells about this cost. An engine that
+  decodes makes steps of similar size, whose differences are noise: the estimate from larger steps is kept until the
+  next prompt.
+- The prediction error is known: `error` is a fading quantile of |measured - predicted| / predicted, each prediction
+  made before its step was observed. About nine steps in ten end within `cautious_seconds`, whatever the fit omits.
+- Steps with a time bound are planned for the worst recent case: `tokens_within` leaves room for the largest
+  `overshoot` of about the last thousand steps, so only a step that is later than all of those, or stalls, exceeds the
+  bound. A step of little more than its fixed cost would be late as often without use; `MIN_USEFUL_SHARE` sets the
+  tokens that a step computes regardless. An estimate that no step of another size tests would never be corrected;
+  `MIN_TOKEN_VARIANCE` sets when a step of another size is tried, provided that it is expected to end in time.
+- A stall is not learned as a cost: a step counts at most as `MAX_LEARNED_RATIO` times its `cautious_seconds`. A cost
+  that has really changed is still followed, because `error` rises with each such step.
 
 Pure. Example: steps of 10 tokens in 3 ms and 110 tokens in 13 ms -> base 2 ms, 0.1 ms a token.
 """
@@ -21,45 +22,45 @@ Pure. Example: steps of 10 tokens in 3 ms and 110 tokens in 13 ms -> base 2 ms, 
 import math
 
 INITIAL_COST = {"base_seconds": 0.01, "token_seconds": 0.0001}
-"""A guess for an engine of which no step was seen."""
+"""Initial estimate for an engine, before any step was observed."""
 
 FADING = 0.98
-"""Weight that a step keeps with each step after it: about the last 50 count."""
+"""Factor by which each step fades the weight of the steps before: about the last 50 steps count."""
 
 SLOPE_FADING = 0.998
-"""The same of what is known of a token, at most, where steps tell nothing about it: half of it is left after 350."""
+"""The fading of the cost per token in steps that tell nothing about this cost: half of the weight is left after 350
+steps."""
 
 MAX_STEP_GROWTH = 4
-"""Times as many tokens as in the largest step of late that a step is planned for at most: no price is known far beyond
-what was seen."""
+"""A step is planned for at most this many times the tokens of the largest recent step: costs are not known far beyond
+the sizes that were observed."""
 
 LEAST_SECONDS = 1e-7
-"""Floor under both terms: no engine is infinitely fast."""
+"""Lower bound of both terms: no engine is infinitely fast."""
 
 ERROR_QUANTILE = 0.9
 """Share of the steps that `error` covers."""
 
 ERROR_RATE = 0.2
-"""How fast `error` moves, in its logarithm a step: it falls to a tenth in about 115 good steps, and rises 9 times as
-fast."""
+"""Change of log(`error`) per step: `error` falls to a tenth in about 115 good steps, and rises 9 times as fast."""
 
 MAX_LEARNED_RATIO = 2.0
-"""Times its cautious price that is learned of a step at most."""
+"""A step counts at most as this many times its `cautious_seconds`: longer steps are stalls."""
 
 OVERSHOOT_FADING = 0.999
-"""Share of the largest overshoot that is left of it after a step that was less late."""
+"""Factor by which a step with a smaller overshoot fades the largest overshoot."""
 
 MAX_OVERSHOOT = 1.0
-"""What is later than that says that the fit is wrong, which it mends by itself."""
+"""Largest overshoot that is recorded. A larger one shows that the fit is wrong, and the fit corrects itself."""
 
 MIN_USEFUL_SHARE = 0.5
-"""A step computes tokens for this share of its fixed cost whatever was late, or for this share of the time that the
-bound leaves above that, its error included, if that is less."""
+"""A step computes tokens for this share of its fixed cost whatever steps were late, or for this share of the time that
+the bound, divided by one plus `error`, leaves above the fixed cost, if that is less."""
 
 MIN_TOKEN_VARIANCE = 1.0
-"""Tokens squared: where the steps of late differ by no more than this, what is known of a token counts half (as in a
-ridge regression), and a step of up to twice their size is tried. Else a price that lets only steps of one size be made
-would never be seen to be wrong."""
+"""Tokens squared: where recent steps differ by no more than this, the estimate of the cost per token counts half (as in
+a ridge regression), and a step of up to twice their size is tried. Otherwise an estimate that allows only steps of one
+size would never be corrected."""
 
 LEAST_ERROR, MOST_ERROR = 0.01, 10.0
 """Bounds of `error`."""
@@ -72,21 +73,21 @@ class StepCost:
         self.base_seconds = base_seconds
         self.token_seconds = token_seconds
         self.error = 1.0
-        """Relative, 0.1 is ten percent; it starts high, so that what was never measured is priced with caution."""
+        """Relative prediction error, 0.1 is ten percent; starts high, so that predictions without data are cautious."""
         self.observed = 0
-        """Steps that were taken in."""
+        """Number of observed steps."""
         self.overshoot = 0.0
-        """How much longer than predicted a step took at most of late, relative; no stall is in it."""
+        """Largest relative excess of a recent step over its prediction, stalls left out."""
         self._weight = self._tokens = self._seconds = 0.0
-        """Of the last steps: how many count, and their means."""
+        """Effective number of recent steps, and the means of their tokens and seconds."""
         self._spread = self._covered = 0.0
-        """Of distances from the means of their time, the sums of tokens squared and of tokens times seconds. A step has
-        both fade by as much as it adds to the first."""
+        """Sums, over distances from the means at the time, of tokens squared and of tokens times seconds. Each step
+        fades both sums in proportion to what it adds to the first."""
         self._largest = 0.0
         """Tokens of the largest step, fading."""
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Take in one step that computed `tokens` tokens (prefill and decode together)."""
+        """Learn from one step that computed `tokens` tokens (prefill and decode together) in `seconds`."""
         predicted = self.seconds(tokens)
         missed = abs(seconds - predicted) > self.error * predicted
         if self.has_observed:
@@ -118,7 +119,7 @@ class StepCost:
 
     @property
     def has_observed(self) -> bool:
-        """Whether a step was seen: until then it is a guess."""
+        """Whether a step was observed. Before that, all predictions use the initial estimate."""
         return self.observed > 0
 
     def seconds(self, tokens: float) -> float:
@@ -130,12 +131,13 @@ class StepCost:
         return (self.base_seconds * steps + self.token_seconds * tokens) * (1.0 + self.error)
 
     def bounded_seconds(self, tokens: int) -> float:
-        """Seconds within which a step of `tokens` tokens would have ended, had it been the worst of late."""
+        """Seconds of a step of `tokens` tokens in the worst recent case."""
         return self.seconds(tokens) * self._worst
 
     def tokens_within(self, seconds: float) -> int:
-        """The most tokens of one step whose `bounded_seconds` are at most `seconds`, but for what `MIN_USEFUL_SHARE`,
-        `MIN_TOKEN_VARIANCE` and `MAX_STEP_GROWTH` say; 0 where none fit.
+        """Return the most tokens of one step whose `bounded_seconds` are at most `seconds`; 0 if none fit.
+
+        `MIN_USEFUL_SHARE` and `MIN_TOKEN_VARIANCE` allow more tokens, `MAX_STEP_GROWTH` fewer.
         """
         tokens = self._planned(seconds, self.token_seconds, self.base_seconds)
         return (
@@ -145,21 +147,21 @@ class StepCost:
         )
 
     def _exploratory_tokens(self, seconds: float) -> int:
-        """The same with what is still known of a token, as far as so many are expected to end in time."""
+        """Tokens with the cost per token discounted by `MIN_TOKEN_VARIANCE`, if they are expected to end in time."""
         sure = self.token_seconds * self._spread / (self._spread + MIN_TOKEN_VARIANCE)
         tokens = self._planned(seconds, max(sure, LEAST_SECONDS), self.seconds(self._tokens) - sure * self._tokens)
         expected = int((seconds / (1.0 + self.error) - self.base_seconds) / self.token_seconds)
         return min(tokens, expected, round(2.0 * self._tokens))
 
     def _planned(self, seconds: float, token_seconds: float, base_seconds: float) -> int:
-        """For the worst of late, with a step at these prices."""
+        """Tokens of a step that ends within `seconds` in the worst recent case, at these costs."""
         bounded = seconds / self._worst - base_seconds
         worth = MIN_USEFUL_SHARE * min(base_seconds, seconds / (1.0 + self.error) - base_seconds)
         return max(0, int(max(bounded, worth) / token_seconds))
 
     @property
     def _worst(self) -> float:
-        """Times its predicted seconds that a step is planned for."""
+        """Ratio of planned to predicted seconds of a step."""
         return 1.0 + max(self.error, self.overshoot)
 
     @property
@@ -167,5 +169,5 @@ class StepCost:
         return 1.0 / self.token_seconds
 
     def decode_tokens_per_second(self, running: int) -> float:
-        """Of one sequence while `running` sequences decode together."""
+        """Decode rate of one sequence while `running` sequences decode together."""
         return 1.0 / self.seconds(max(running, 1))

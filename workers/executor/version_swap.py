@@ -1,10 +1,10 @@
-"""Which policy version an executor serves, and the change to the next one.
+"""The policy version that an executor serves, and the change to the next version.
 
 Keeps true
-- One change is under way at a time. The old version serves until the engine says that the new one does, or that it does
-  not take it.
-- A version is copied to where the engine reads it on a thread of its own: turns go on meanwhile.
-- Of an engine that is gone nothing serves; what it served is kept, where there may be another.
+- One change is in progress at a time. The old version serves until the engine reports that the new version serves, or
+  that the engine rejects it.
+- A separate thread copies a version into a weight buffer: turns go on meanwhile.
+- After the loss of the engine no version serves. If another engine may come, the version that served is kept for it.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,51 +19,52 @@ class SwapPhase(Enum):
     """How far the change to the next version is."""
 
     STAGING = "preparing"
-    """The old one serves, and goes on serving whoever comes."""
+    """The engine prepares the new version. The old version serves, new turns included."""
     STAGED = "prepared"
-    """The engine can change to it between two steps."""
+    """The engine can activate the new version between two steps."""
     ACTIVATING = "ordered"
-    """From the next order that the engine takes it serves the new version, or has refused it."""
+    """The activation is sent: later commands find the new version serving, or rejected."""
 
 
 class VersionSwap:
-    """Of one executor. Its loop has it go on, and tells it what the engine says."""
+    """The version swap of one executor. The loop calls `advance`, and the `on_` methods for reports of the engine."""
 
     def __init__(
         self, client: EngineClient, receiver: WeightReceiver, name: str, *, drain_first: bool, keep_serving: bool
     ) -> None:
-        """`drain_first`: turns end under the version that they began under; `keep_serving`: there may be another
-        engine.
+        """`drain_first`: whether running turns end before a new version is activated.
+
+        `keep_serving`: whether the serving version is kept for another engine after the loss of the engine.
         """
         self.serving_version = -1
-        """The newest that was applied; -1: none was, in this engine."""
+        """The version that serves in this engine; -1 for none."""
         self._client = client
         self._receiver = receiver
         self._drains = drain_first
         self._keeps = keep_serving
         self._kept: StagedVersion | None = None
-        """What serves, to serve it again in another engine."""
+        """The serving version, to serve it again in another engine."""
         self._next: StagedVersion | None = None
         self._phase = SwapPhase.STAGING
-        """Of `_next`."""
+        """Phase of `_next`."""
         self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-lays")
         self._copying: Future[StageWeights] | None = None
-        """Of `_next`, while it is copied to where the engine reads it."""
+        """The command for `_next`, while `_next` is copied into a weight buffer."""
 
     @property
     def in_progress(self) -> bool:
-        """Whether a change is under way."""
+        """Whether a change is in progress."""
         return self._next is not None
 
     @property
     def defers_turns(self) -> bool:
-        """Whether turns that come are for the next version."""
+        """Whether new turns must wait for the next version."""
         if self._next is None or self._phase is SwapPhase.STAGING:
             return False
         return self._phase is SwapPhase.ACTIVATING or self._drains
 
     def advance(self, *, busy: bool) -> None:
-        """As far as the change can go now. `busy`: the engine has turns."""
+        """Advance the change by one phase if that is possible now. `busy`: whether the engine has turns."""
         if self._next is None:
             self._next = self._receiver.staged() or (self._kept if self.serving_version < 0 else None)
             if self._next is not None:
@@ -80,25 +81,25 @@ class VersionSwap:
             self._client.send(ActivateWeights(self._next.version))
 
     def on_staged(self) -> None:
-        """The engine can serve what is coming."""
+        """Record that the engine can activate the next version."""
         self._phase = SwapPhase.STAGED
 
     def on_activated(self, version: int) -> None:
-        """The engine serves it."""
+        """Record that the engine serves `version`."""
         self.serving_version = version
         if self._keeps:
             self._kept = self._next
         self._next = None
 
     def on_rejected(self, report: WeightsRejected) -> None:
-        """The old version serves on."""
+        """Refuse the next version. The old version continues to serve."""
         self._receiver.refuse(report.version, report.reason)
         if self._next is self._kept:
             self._kept = None
         self._next = None
 
     def on_engine_lost(self) -> None:
-        """The engine is gone, with what it had been given; or it was, and there is another by now."""
+        """Record that the engine was lost with its weights, even if another engine is there by now."""
         self._kept = self._next or self._kept
         self.serving_version, self._next, self._copying = -1, None, None
 

@@ -1,33 +1,36 @@
-"""Admission: may a guest compute now, and how much. Asked before every guest step, answered where serving runs.
+"""Admission: whether the guest may compute now, and how much. Decided in the serving process before each guest step.
 
 Keeps true
-- While serving holds nothing, a guest always may: one step, of at most `yield_seconds` as predicted, and of one token
-  where not even that fits (so a cost learned from a stall is unlearned). A request that arrives waits for that step at
-  most: `yield_seconds` is the yield bound.
-- While serving has something waiting, or unread in its input queue, no guest computes.
-- While serving computes, a guest may only as long as all of these allow, and never longer than the yield bound:
-  prefill  `S_prf = (arrival + ttft) - now - T_prf` of each request without a first token, with all that is computed
-           before it, and of the prompts that may arrive meanwhile: none is predicted late for the guest's step
-  decode   `S_dec = (last token + tpot) - now - T_dec` of each request that decodes, with those prompts in its next step
-  occupancy  what serving's own steps have earned for guests: see `rose.workers.lender.admission`
-  What serving's next step takes longer because the guest computed is the guest's own time in all three.
-- What is left over is not chopped up: less than `MIN_USEFUL_SHARE` of what the guest wants waits for more, and less
-  than all of it where what it wants cannot be done in part.
-- All of a guest's work is admitted alike, also that of building it, and its first step, which has no price yet: a
-  serving that is never idle and has slack lends. Of a step of which not even one token fits with its error, one is
-  computed where almost all of the yield bound is left, if it is expected to end within that. Of one that is not, the
-  price fades while it is not tried: it may have been somebody else's doing.
+- While serving holds no request, the guest may always compute: one step of at most `yield_seconds` as predicted, or of
+  one token if not even one token fits (so that a cost learned from a stall is unlearned). A request that arrives waits
+  at most for this step: `yield_seconds` is the yield bound.
+- While serving has a waiting request, or an unread message in its input queue, the guest does not compute.
+- While serving computes, the guest may compute as long as all of these limits allow, and never longer than the yield
+  bound:
+  prefill    `S_prf = (arrival + ttft) - now - T_prf` of each request without a first token, where T_prf includes all
+             prompts ahead, and of the prompts that may arrive meanwhile: the guest's step makes no prefill late
+  decode     `S_dec = (last token + tpot) - now - T_dec` of each decoding request, with those prompts in its next step
+  occupancy  the seconds that serving's own steps have earned for guests (`OccupancyGuard`)
+  All three limits charge the guest for the extra time of serving's next step after a guest step.
+- Slack is not used in small pieces: the guest waits until at least `MIN_USEFUL_SHARE` of the seconds of its next work
+  is left, or all of them if the work cannot be done in part.
+- All guest work is admitted by the same rules, including the build of the guest and its first step, whose cost is not
+  known yet: a server that is never idle but has slack lends too. If not even one token fits with its error, a step of
+  one token runs when almost all of the yield bound is left, provided that the step is expected to end within it.
+  Otherwise the estimated cost of the step fades while no step runs: something other than the guest may have caused it.
 
-One dial, from 0 to 1, says how many requests serving may come to hold: `1 / (1 - dial)` times what it would alone.
-- 0 is `strict`: as alone. Guests compute only while serving has nothing to do.
-- above 0 is `slo`: guests compute inside the slack too. At 0.09 serving may hold a tenth more, at 0.5 twice as many.
-- 1 is the slack alone, without an occupancy guard: the far end of the curve, not a setting to serve with.
+One dial, from 0 to 1, sets how many requests serving may hold: at most `1 / (1 - dial)` times as many as without a
+guest.
+- 0 is `strict`: as many as without a guest. The guest computes only while serving has nothing to do.
+- above 0 is `slo`: the guest also computes within the slack. At 0.09 serving may hold a tenth more, at 0.5 twice as
+  many.
+- 1 uses the slack alone, without an occupancy guard. It is the end of the scale, not a setting for a real server.
 
-Units: seconds, tokens; `now` and every time handed in are of one monotonic clock. Pure.
+Units: seconds, tokens; `now` and all other times are of one monotonic clock. Pure.
 
 Calls: `on_arrival` for each prompt, `on_serving_step` after each serving step, `admit` before each guest step,
-`on_guest_run` after it. What was learned of steps, with its calibration error, is in `serving.prefill`,
-`serving.decode` and `guest`, which whoever runs the guest's steps tells of them.
+`on_guest_run` after it. The learned step costs, with their prediction errors, are in `serving.prefill`,
+`serving.decode` and `guest`. The caller that runs the guest's steps observes them in `guest`.
 """
 
 import math
@@ -41,14 +44,15 @@ from rose.workers.executor.ipc.messages import NextWork, WorkKind
 from rose.workers.executor.step_cost import INITIAL_COST, StepCost
 
 AFTER_GUEST_RATE = 0.1
-"""Share by which `after_guest_seconds` follows what a step took above its prediction: about the last ten count."""
+"""Rate at which `after_guest_seconds` follows the excess of a step over its prediction: about the last ten steps
+count."""
 
 AFTER_GUEST_FADING = 0.001
-"""Share that what is known of guests loses with each step of serving's before which none computed: half in 700."""
+"""Share of a learned cost of the guest that fades with each serving step without a guest step before: half in 700."""
 
 
 class ServingCost:
-    """Predicted seconds of a tenant that decodes `decoding` requests and computes prompts beside them."""
+    """Predicts the seconds of serving's steps, which decode requests and compute prompts."""
 
     def __init__(self, *, step_tokens: int) -> None:
         self.step_tokens = step_tokens
@@ -56,14 +60,13 @@ class ServingCost:
         self.decode = StepCost(**INITIAL_COST)
         self.prefill = StepCost(**INITIAL_COST)
         self.after_guest_seconds = 0.0
-        """What the first step after the guest takes longer."""
+        """Extra seconds of the first serving step after a guest step."""
 
     def observe(self, *, prompt_tokens: int, decoding: int, seconds: float, after_guest: bool = False) -> float:
-        """Take in one serving step; returns how many of its seconds it would have taken for any batch, and alone: its
-        fixed cost.
+        """Learn from one serving step. Return its fixed cost: the seconds that any batch takes without a guest.
 
-        `prompt_tokens` were computed of prompts, beside one token for each of `decoding` requests; `after_guest`: the
-        guest has computed since the step before.
+        `prompt_tokens`: prompt tokens that the step computed, in addition to one token for each of `decoding` requests.
+        `after_guest`: whether the guest has computed since the serving step before.
         """
         fit, tokens = self.prefill if prompt_tokens else self.decode, prompt_tokens + decoding
         if after_guest:
@@ -75,7 +78,10 @@ class ServingCost:
         return min(fit.base_seconds, seconds)
 
     def _observe_after_guest(self, fit: StepCost, tokens: int, seconds: float) -> None:
-        """From a step whose price alone is known; what one in ten takes beyond its error is no addition."""
+        """Learn `after_guest_seconds` from a step, if the cost of serving's steps without a guest is known.
+
+        The change is bounded by the prediction error: the excess of the worst steps has other causes.
+        """
         if not fit.has_observed:
             return
         alone = fit.seconds(tokens)
@@ -86,25 +92,28 @@ class ServingCost:
         )
 
     def prefill_seconds(self, tokens: int, decoding: int) -> float:
-        """T_prf: until the last of `tokens` prompt tokens is computed, in steps that decode beside it."""
+        """T_prf: seconds until the last of `tokens` prompt tokens is computed, in steps that also decode."""
         if not tokens:
             return 0.0
         steps = -(-tokens // max(1, self.step_tokens - decoding))
         return self.prefill.cautious_seconds(tokens + steps * decoding, steps=steps)
 
     def step_seconds(self, tokens: int, decoding: int) -> float:
-        """T_dec: the next step, which decodes and computes as much of `tokens` prompt tokens as one step holds."""
+        """T_dec: seconds of the next step, which decodes and computes as many of `tokens` prompt tokens as fit."""
         if not tokens:
             return self.decode.cautious_seconds(decoding)
         return self.prefill.cautious_seconds(min(tokens + decoding, self.step_tokens))
 
 
 STALLED_STEPS = 50.0
-"""Times the longest guest step: a second, as steps are."""
+"""A guest step is charged for at most this many times the longest guest step: 1 s at the default yield bound."""
 
 
 class OccupancyGuard:
-    """What guests have earned by serving's own steps and not yet spent."""
+    """Bounds the requests that serving holds in addition because of the guest.
+
+    Keeps the request-seconds that serving's own steps have earned and the guest has not spent.
+    """
 
     def __init__(self, *, dial: float, longest_seconds: float) -> None:
         self._share = dial / (1.0 - dial) if dial < 1.0 else math.inf
@@ -112,44 +121,44 @@ class OccupancyGuard:
         self._earned = 0.0
 
     def on_serving_step(self, held: int, fixed_seconds: float) -> None:
-        """Serving made a step while it held `held` requests; `fixed_seconds` of it were its fixed cost."""
+        """Earn from a serving step with `held` requests, of which `fixed_seconds` were its fixed cost."""
         if self._share < math.inf:
             earned = self._earned + self._share * held * fixed_seconds
             self._earned = min(earned, held * self._longest_seconds)
 
     def on_guest_run(self, held: int, seconds: float) -> None:
-        """A guest computed for `seconds` while serving held `held` requests."""
+        """Spend `seconds` of guest work while serving held `held` requests."""
         if self._share < math.inf:
             self._earned -= held * min(seconds, STALLED_STEPS * self._longest_seconds)
 
     def available_seconds(self, held: int) -> float:
-        """What a guest may take now that serving holds `held` requests, above 0."""
+        """Seconds that the guest may compute while serving holds `held` requests, which must be above 0."""
         return self._earned / held if self._share < math.inf else math.inf
 
 
 ARRIVAL_MEMORY_SECONDS = 3.0
-"""After so long an arrival counts for 1/e."""
+"""Time constant of the arrival rate: an arrival counts for 1/e after so many seconds."""
 
 ARRIVAL_DEVIATIONS = 2.0
-"""Standard deviations above the mean."""
+"""Standard deviations above the mean that `ArrivalRate.expected_tokens` adds."""
 
 
 class ArrivalRate:
-    """Fading rates of what arrived."""
+    """Exponentially fading rate of arriving prompt tokens."""
 
     def __init__(self) -> None:
         self._tokens = self._squares = 0.0
         self._latest = -math.inf
 
     def on_arrival(self, tokens: int, now: float) -> None:
-        """A prompt of `tokens` tokens came to serving."""
+        """Record that a prompt of `tokens` tokens arrived at serving."""
         fading = self._fading(now)
         self._tokens = self._tokens * fading + tokens
         self._squares = self._squares * fading + tokens * tokens
         self._latest = max(self._latest, now)
 
     def expected_tokens(self, seconds: float, now: float) -> int:
-        """Prompt tokens that may arrive within `seconds`."""
+        """Upper estimate of the prompt tokens that arrive within `seconds`."""
         share = self._fading(now) * seconds / ARRIVAL_MEMORY_SECONDS
         return round(self._tokens * share + ARRIVAL_DEVIATIONS * math.sqrt(self._squares * share))
 
@@ -158,17 +167,18 @@ class ArrivalRate:
 
 
 STRICT = 0.0
-"""The dial of the strict policy."""
+"""Dial of the strict policy."""
 
 SLO = 0.09
-"""The dial of the slo policy, unless another is given: serving's requests stay a tenth longer than alone at most."""
+"""Default dial of the slo policy: serving's requests take at most a tenth longer than without a guest."""
 
 MIN_USEFUL_SHARE = 0.5
-"""Share of what a guest wants, or of a bounded step if that is less, for which its step's fixed cost is paid."""
+"""Share of the seconds of the next work, or of the longest step if that is less, below which a step is not worth its
+fixed cost."""
 
 FULL_SHARE = 0.9
-"""Share of the yield bound that is left for what wants all of it, or of the slack where that never comes to as much:
-more hardly ever is."""
+"""Share of the yield bound, or of the most slack if that is less, at which all of it counts as left: more is rarely
+left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,29 +207,29 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class ServingState:
-    """What serving holds at a moment."""
+    """The requests that serving holds at one moment."""
 
     prefills: Sequence[tuple[float, int]] = ()
-    """Of each request without a first token, in the order of serving's queue: when it arrived (seconds), and the prompt
-    tokens left to compute, cached ones left out."""
+    """For each request without a first token, in the order of serving's queue: its arrival (seconds), and its prompt
+    tokens that are neither computed nor cached."""
     last_tokens: Sequence[float] = ()
-    """When each decoding request got its latest token, seconds."""
+    """For each decoding request, the time of its latest token, seconds."""
     waiting: int = 0
-    """Requests that hold no slot: new ones, and those that serving preempted."""
+    """Requests that hold no slot: new requests, and requests that serving has preempted."""
     queued: bool = False
-    """Whether its input queue holds something unread."""
+    """Whether serving's input queue holds an unread message."""
 
     @property
     def held(self) -> int:
-        """Requests in serving's scheduler."""
+        """Number of requests in serving's scheduler."""
         return len(self.prefills) + len(self.last_tokens)
 
 
 class HoldReason(Enum):
-    """Why a guest may not compute now."""
+    """Why the guest may not compute now: a waiting request, or the tightest limit."""
 
     WAITING = "waiting"
-    """Serving has something waiting, or unread."""
+    """Serving has a waiting request or an unread message."""
     OCCUPANCY = "occupancy"
     PREFILL = "prefill"
     DECODE = "decode"
@@ -227,43 +237,47 @@ class HoldReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AdmissionDecision:
-    """What a guest may do before serving is looked at again."""
+    """The limits of the guest until the next decision."""
 
     seconds: float
-    """The longest that it may compute, 0.0 for not at all."""
+    """The longest that the guest may compute; 0.0 if the guest may not compute."""
     tokens: int
-    """The most tokens of a guest step, 0 for none: there may be time for other work alone."""
+    """The most tokens of a guest step; 0 for no step, while `seconds` may still allow other work."""
     hold_reason: HoldReason | None
-    """Why not; None if it may."""
+    """Why the guest may not compute; None if it may."""
     prefill_headroom: float | None
     """Least S_prf, seconds; None while no request waits for its first token."""
     decode_headroom: float | None
-    """Least S_dec, seconds; None while none decodes."""
+    """Least S_dec, seconds; None while no request decodes."""
 
 
 class Admission:
-    """Serving's promise, and what has been learned of both tenants' steps."""
+    """Decides when the guest may compute, from serving's promise and the learned step costs of both tenants."""
 
     def __init__(self, promise: Promise, *, serving_step_tokens: int) -> None:
-        """`serving_step_tokens`: the most tokens that one step of serving computes."""
+        """`serving_step_tokens`: the most tokens that one serving step computes."""
         self.promise = promise
         self.serving = ServingCost(step_tokens=serving_step_tokens)
         self.guest = StepCost(**INITIAL_COST)
         self._after_guest = False
-        """Whether the guest has computed since serving's latest step."""
+        """Whether the guest has computed since the latest serving step."""
         self._untried = 0
-        """Steps of serving since the guest's latest."""
+        """Serving steps since the latest guest step."""
         self._observed = 0
-        """Steps of the guest."""
+        """Guest steps that were observed at the latest serving step."""
         self._arrivals = ArrivalRate()
         self._occupancy = OccupancyGuard(dial=promise.dial, longest_seconds=promise.yield_seconds)
 
     def on_arrival(self, prompt_tokens: int, now: float) -> None:
-        """A request came to serving."""
+        """Record the arrival of a request at serving."""
         self._arrivals.on_arrival(prompt_tokens, now)
 
     def on_serving_step(self, *, prompt_tokens: int, decoding: int, held: int, seconds: float) -> None:
-        """Serving made a step: `prompt_tokens` of prompts and one token for each of `decoding`, of `held` requests."""
+        """Learn from a serving step of `seconds`.
+
+        The step computed `prompt_tokens` tokens of prompts and one token for each of `decoding` requests. `held`:
+        requests in serving's scheduler.
+        """
         after, self._after_guest = self._after_guest, False
         self._untried = self._untried + 1 if self.guest.observed == self._observed else 0
         self._observed = self.guest.observed
@@ -271,12 +285,12 @@ class Admission:
         self._occupancy.on_serving_step(held, fixed)
 
     def on_guest_run(self, *, held: int, seconds: float) -> None:
-        """The guest computed for `seconds` while serving held `held` requests."""
+        """Charge the guest for `seconds` of work while serving held `held` requests."""
         self._after_guest = True
         self._occupancy.on_guest_run(held, seconds + self.serving.after_guest_seconds)
 
     def admit(self, serving: ServingState, next_work: NextWork, *, now: float) -> AdmissionDecision:
-        """May the guest compute now?"""
+        """Decide whether and for how long the guest may compute its `next_work` at `now`."""
         bound, held = self.promise.yield_seconds, serving.held
         prefill, decode, newcomer, most = self._slack(serving, now)
         hold: HoldReason | None = None
@@ -307,7 +321,10 @@ class Admission:
         )
 
     def _min_useful_seconds(self, next_work: NextWork, most_seconds: float) -> float:
-        """Seconds for which it is worth to begin while serving computes, of which `most` may ever be left."""
+        """Fewest seconds that are worth a start of `next_work` while serving computes.
+
+        `most_seconds`: the most seconds that can be left while serving holds as many requests.
+        """
         if next_work.kind is WorkKind.ATOMIC:
             return min(next_work.seconds, FULL_SHARE * most_seconds)
         if next_work.kind is WorkKind.STEP and not self.guest.has_observed:
@@ -321,8 +338,10 @@ class Admission:
         return max(work_seconds, token)
 
     def _slack(self, serving: ServingState, now: float) -> tuple[float, float, float, float]:
-        """Least S_prf, least S_dec, and the S_prf of prompts that arrive as a guest's step begins; inf where none. And
-        the most that the last two can come to while serving holds as much.
+        """Return four slacks in seconds; inf where there is no request.
+
+        The least S_prf, the least S_dec, the S_prf of prompts that arrive when the guest step begins, and the most that
+        the second and third can be while serving holds as many requests.
         """
         decoding, left = len(serving.last_tokens), 0
         prefill = decode = math.inf

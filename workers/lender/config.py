@@ -1,4 +1,4 @@
-"""What a server lends: the file that `ROSE_LEND` names, and what `rose lend` is told besides."""
+"""Configuration of a lender: the file that `ROSE_LEND` names, and the other settings of `rose lend`."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,7 +80,7 @@ class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def read_config(file: Path) -> LendConfig:
-    """Raises UsageError."""
+    """Read and validate the configuration of the engine core's guest. Raises UsageError if `file` is invalid."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=LendConfig)
     except OSError as error:

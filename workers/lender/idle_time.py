@@ -1,30 +1,30 @@
-"""What of a server's time could be lent: its idle stretches.
+"""The idle stretches of a server: the time that the server could lend.
 
-Keeps true: every moment since the beginning is idle or busy, and each idle stretch that has ended is counted once.
-Pure; `now` is seconds on any one clock of the caller's.
+Keeps true: every moment since the start is idle or busy, and each idle stretch that has ended is counted once.
+Pure; `now` is seconds on any one clock.
 
-Example: busy(0), idle(2), busy(5), told at 10 -> 10 s observed, 3 s idle, one stretch of 3 s
+Example: on_busy(0), on_idle(2), on_busy(5), read at 10 -> 10 s observed, 3 s idle, one stretch of 3 s
 """
 
 from bisect import bisect_left
 
 STRETCH_BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-"""Seconds: stretches are counted by the first of these that they do not exceed; longer ones behind the last."""
+"""Upper bounds of the histogram of idle stretches, in seconds. A further bucket counts longer stretches."""
 
 
 class IdleTime:
-    """Of one server, idle in the beginning."""
+    """Idle time of one server, which is idle at the start."""
 
     def __init__(self, now: float) -> None:
         self.stretches = [0] * (len(STRETCH_BOUNDS) + 1)
-        """Ended ones, by length."""
+        """Number of ended idle stretches, by bucket of STRETCH_BOUNDS."""
         self.stretch_seconds = 0.0
-        """All of those together."""
+        """Sum of the ended idle stretches, in seconds."""
         self._began = now
         self._idle_since: float | None = now
 
     def on_busy(self, now: float) -> None:
-        """Serving has something to do."""
+        """Record that serving has work from `now` on."""
         if self._idle_since is not None:
             seconds = now - self._idle_since
             self.stretches[bisect_left(STRETCH_BOUNDS, seconds)] += 1
@@ -32,14 +32,14 @@ class IdleTime:
             self._idle_since = None
 
     def on_idle(self, now: float) -> None:
-        """Serving has nothing to do."""
+        """Record that serving has no work from `now` on."""
         if self._idle_since is None:
             self._idle_since = now
 
     def seconds(self, now: float) -> float:
-        """Observed so far."""
+        """Seconds since the start of the observation."""
         return now - self._began
 
     def idle_seconds(self, now: float) -> float:
-        """Idle so far, this stretch included."""
+        """Idle seconds since the start, the current stretch included."""
         return self.stretch_seconds + (now - self._idle_since if self._idle_since is not None else 0.0)

@@ -1,33 +1,35 @@
-"""One budget of KV bytes for serving and its guest: who may hold how much of it.
+"""The KV budget: how many KV bytes serving and its guest may hold.
 
 Keeps true
-- `serving + kept = total`, always: serving may touch what the guest may not keep. The guest's running requests may hold
-  `budget`, at most `kept`. What it keeps above that are cached prefixes, for the requests that a cut preempted: they
-  stay until serving's requests, its priced prefixes or half of its headroom take the room, and never grow.
-- Serving never waits for a byte that the guest may hold: the decision that is told of serving's want makes room for it.
-- Headroom. The guest grows only into what leaves serving `headroom` free, at serving's highest use within the last
-  quiet time (remembered for one to two of them), cached prefixes with their price included.
-- Cut. When serving has eaten `HIGH_WATERMARK` of its headroom, or wants more than is free, the budget is halved, and
-  halved again within the same decision until neither is so, down to nothing.
+- `serving + kept = total`, always: serving may use all bytes that the guest may not keep. The guest's running requests
+  may hold `budget` bytes, at most `kept`. The guest keeps the rest as cached prefixes of requests that a cut preempted.
+  These prefixes stay until serving's requests, serving's priced prefixes or half of the headroom take their room, and
+  never grow.
+- Serving never waits for bytes that the guest may hold: the decision that learns of serving's need makes room for it.
+- Headroom. The guest grows only so far that serving keeps `headroom_bytes` free at serving's peak use. The peak is that
+  of the last one to two quiet times, and includes the priced prefixes.
+- Cut. When serving has used `HIGH_WATERMARK` of its headroom, or needs more than is free, the budget is halved, and
+  halved again within the same decision until neither holds, down to 0.
 - Freeze. After a cut the budget does not grow before the next policy version or before `quiet_seconds` without a cut.
-  So it cannot oscillate: from one growth to the next it is halved at most log2(total / block) + 1 times. A freeze
-  forbids growth alone.
-- Growth comes in pieces of at most `piece_bytes` a decision, and only in decisions that allow it: it takes time that
-  serving may have a use for. Room that serving wants is made at once, whatever it takes.
-- Price. A byte that serving found in its prefix cache within the last quiet time vouches for `CACHED_BYTES_PER_HIT`
-  bytes of that cache: a guest does not grow over them. Serving itself may give them up, and so may a cut.
+  The budget therefore cannot oscillate: between two growths it is halved at most log2(total / block) + 1 times. A
+  freeze forbids only growth.
+- Growth is at most `piece_bytes` in a decision, and happens only in decisions that allow it, because it takes time that
+  serving may need. Room that serving needs is made at once, however long it takes.
+- Price. Each byte that serving found in its prefix cache within the last one to two quiet times protects
+  `CACHED_BYTES_PER_HIT` bytes of this cache: the guest does not grow over them. Serving may evict protected bytes, and
+  no cut is made to keep them.
 
-On the CPU lent bytes move: both tenants have pools as large as their most, serving's blocks over `serving` are
-withheld, and pages that nobody holds go back to the system. Where pools are fixed (`moves=False`: serving's cache lies
-in another process, or on a GPU) a cut would give serving nothing, so the guest's whole pool is its own.
+On the CPU lent bytes move: each tenant has a pool as large as its most, serving's blocks above `serving` are withheld,
+and pages without a held block go back to the system. Where pools are fixed (`transferable=False`: serving's cache is in
+another process, or on a GPU) a cut would give serving nothing, so the guest keeps its whole pool.
 
-Units: bytes, seconds; `now` is any clock of the caller's. Pure.
+Units: bytes, seconds; `now` is of any one clock. Pure.
 
 Example (total 100, headroom 20, pieces of 100, serving uses 10)
-    decide, it may grow      -> the guest gets 70
-    serving uses 21          -> 9 free, over half of the headroom is eaten: cut to 35, frozen
-    serving uses 10          -> 35 still
-    a policy version lands   -> 59: serving needed 21 a moment ago
+    decide, with growth      -> the guest gets 70
+    serving uses 21          -> 9 free, more than half of the headroom is used: cut to 35, frozen
+    serving uses 10          -> still 35
+    a policy version comes   -> 59: serving needed 21 a moment ago
 """
 
 import math
@@ -38,31 +40,30 @@ from dataclasses import dataclass
 from rose.schemas.errors import UsageError
 
 HIGH_WATERMARK = 0.5
-"""Share of the headroom that serving may eat before the guest is cut."""
+"""Share of the headroom that serving may use before the guest's budget is cut."""
 
 CACHED_BYTES_PER_HIT = 20
-"""Cached bytes that keep their price for each one that was hit: prefixes that are asked for once in this many quiet
-times are not grown over."""
+"""Cached bytes that each hit byte protects from growth: prefixes that are hit once in so many quiet times stay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLimits:
-    """The bytes there are. Raises UsageError."""
+    """Sizes and times of a KV budget. Raises UsageError for values that contradict each other."""
 
     total_bytes: int
     """KV memory of both tenants."""
     pool_bytes: int
-    """The guest's own pool: the most that it can ever hold."""
+    """The guest's own pool: the most that the guest can ever hold."""
     block_bytes: int
-    """A guest's block; a smaller budget is none."""
+    """Size of one block of the guest; budgets are whole blocks."""
     headroom_bytes: int
-    """H: what growth leaves free for serving."""
+    """H: bytes that growth leaves free for serving."""
     quiet_seconds: float
-    """After so long without a cut a freeze ends, and serving's peaks are forgotten after one to two of them."""
+    """A freeze ends after so long without a cut. Serving's peaks are forgotten after one to two such times."""
     piece_bytes: int
-    """The most by which the budget grows in a decision."""
+    """The most by which the budget grows in one decision."""
     transferable: bool
-    """Whether bytes that one tenant gives back can be used by the other: not where pools are fixed."""
+    """Whether one tenant can use the bytes that the other gives back; False for fixed pools."""
 
     def __post_init__(self) -> None:
         if not 0 < self.block_bytes <= self.pool_bytes <= self.total_bytes:
@@ -73,43 +74,43 @@ class KvLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvUsage:
-    """What the tenants hold at a moment."""
+    """The KV bytes that the tenants hold at one moment."""
 
     serving_bytes: int
-    """Of serving's requests, without its cached prefixes that nobody holds."""
+    """Bytes of serving's requests, without cached prefixes that no request holds."""
     serving_wanted_bytes: int = 0
-    """What serving's next step, and the first request that waits, need more than that."""
+    """Bytes that serving's next step and its first waiting request need in addition."""
     serving_cached_bytes: int = 0
-    """Cached prefixes that no request of serving holds."""
+    """Bytes of cached prefixes that no request of serving holds."""
     serving_hit_bytes: int = 0
-    """Found in serving's prefix cache since the last decision."""
+    """Bytes that were found in serving's prefix cache since the last decision."""
     guest_bytes: int = 0
-    """Of the guest's running requests."""
+    """Bytes of the guest's running requests."""
     guest_cached_bytes: int = 0
-    """What else the guest has: free blocks and cached prefixes, those of preempted requests among them."""
+    """Other bytes of the guest: free blocks and cached prefixes, including the prefixes of preempted requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvShares:
-    """Who may hold what from now on."""
+    """The KV bytes that each tenant may hold from now on."""
 
     budget_bytes: int
-    """Of the guest's running requests."""
+    """The most bytes of the guest's running requests."""
     kept_bytes: int
-    """Of the guest, with the prefixes that no request of it holds. What it has above goes back at once: blocks without
-    a prefix first, those of the requests preempted last at the very end."""
+    """The most bytes of the guest, with prefixes that none of its requests holds. Bytes above are given back at once:
+    blocks without a prefix first, blocks of the most recently preempted requests last."""
     serving_bytes: int
-    """Of serving, with its cached prefixes."""
+    """The most bytes of serving, with its cached prefixes."""
     cuts: int
-    """Halvings in this decision."""
+    """Number of halvings in this decision."""
     frozen: bool
-    """Whether the budget may not grow."""
+    """Whether a freeze forbids growth."""
     can_grow: bool
-    """Whether a decision that allows growth would let it grow further."""
+    """Whether the budget would grow in a decision that allows growth."""
 
 
 class RecentFold:
-    """A figure over the last one to two spans of time, folded to its highest or its sum."""
+    """The maximum or the sum of a figure over the last one to two spans of time."""
 
     def __init__(self, span_seconds: float, fold: Callable[[int, int], int]) -> None:
         self._span_seconds = span_seconds
@@ -118,7 +119,7 @@ class RecentFold:
         self._began = -math.inf
 
     def add(self, figure: int, now: float) -> int:
-        """Take the newest in; returns what all that is remembered comes to. Figures are at least 0."""
+        """Add the newest figure, which is at least 0. Return the fold of all figures that are remembered."""
         age = now - self._began
         if age >= self._span_seconds:
             self._before = self._current if age < 2 * self._span_seconds else 0
@@ -128,20 +129,22 @@ class RecentFold:
 
 
 class KvBudget:
-    """The guest's share of the KV memory. Asked before every step of serving."""
+    """Decides the guest's share of the KV memory before every serving step."""
 
     def __init__(self, bounds: KvLimits) -> None:
         self._bounds = bounds
         self._budget = 0
         self._frozen_until = -math.inf
         self._version = -1
-        """Of the latest decision: another one ends a freeze."""
+        """Policy version of the latest decision: another version ends a freeze."""
         self._peak = RecentFold(bounds.quiet_seconds, max)
         self._hit = RecentFold(bounds.quiet_seconds, operator.add)
 
     def decide(self, use: KvUsage, *, most_bytes: int, policy_version: int, grow: bool, now: float) -> KvShares:
-        """Share the memory out anew. `most_bytes` is what the guest is allowed: 0 takes everything back. `grow` says
-        whether it may grow in this decision.
+        """Decide the shares from the present use.
+
+        `most_bytes`: the most that the guest is allowed; 0 takes everything back. `policy_version`: the version that
+        the guest serves. `grow`: whether the budget may grow in this decision.
         """
         if policy_version != self._version:
             self._version, self._frozen_until = policy_version, now
@@ -167,7 +170,7 @@ class KvBudget:
         return self._shares(kept=max(self._budget, held), cuts=cuts, goal=goal, now=now)
 
     def _whole_blocks(self, count: int) -> int:
-        """In whole blocks."""
+        """Round `count` bytes down to whole blocks."""
         return max(0, count) // self._bounds.block_bytes * self._bounds.block_bytes
 
     def _shares(self, *, kept: int, cuts: int, goal: int, now: float) -> KvShares:

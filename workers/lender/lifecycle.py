@@ -1,17 +1,18 @@
-"""The life of a guest: when it is built, when it lends, and what becomes of it after a fault.
+"""The lifecycle of a guest: when it is built, when it lends, and what follows a fault.
 
 Keeps true
-- A guest lends only while it is wanted (a grant says so and nothing says stop), and parks once it is not.
-- One build at a time, never two guests; a build that is no longer wanted is finished and then parked.
-- A fault drops the guest, whatever it was doing, and the next build waits (`backoff`); nothing shortens that.
-- Nothing stalls: wanted, and with builds that end well, it lends within the longest wait.
+- A guest lends only while it should lend (a grant allows it and no stop forbids it), and is suspended otherwise.
+- One build runs at a time, and there are never two guests. A build that is no longer needed is finished, and the guest
+  is then suspended.
+- A fault drops the guest in any state, and the next build waits for the back-off (`backoff`); nothing shortens it.
+- No state is permanent: a guest that should lend, and whose builds succeed, lends within the longest wait.
 
-    PARKED --wanted--> WAKING --built--> LENDING --not wanted--> PARKING --freed--> PARKED
-       ^                  \\------------------|-----------------------/
-       |                                   fault
-       \\---------------- waited ---------- DROPPED ---- waited, wanted --> WAKING
+    SUSPENDED --should lend--> RESUMING --built--> LENDING --should not lend--> SUSPENDING --freed--> SUSPENDED
+       ^                          \\-------------------|----------------------------/
+       |                                            fault
+       \\----------------- waited ----------------- DROPPED ---- waited, should lend --> RESUMING
 
-Pure; seconds on any clock of the caller's. The caller does what `follow` returns and tells how it ended.
+Pure; times are seconds on any clock. The caller carries out what `next_action` returns and reports how it ended.
 """
 
 import time
@@ -35,7 +36,7 @@ NOT_RESUMED = "it was not told to lend"
 
 
 class SuspendedEngine:
-    """What answers at the channel where an `EngineLoop` would."""
+    """Stub that answers the channel in place of an `EngineLoop` while there is no engine. Every turn is returned."""
 
     def __init__(
         self,
@@ -46,9 +47,9 @@ class SuspendedEngine:
         status_seconds: float,
     ) -> None:
         self.granted_bytes = 0
-        """KV bytes that it may hold, as far as it was told; 0: it is not to lend."""
+        """KV bytes that the guest may hold by the newest Resume or Suspend; 0: the guest may not lend."""
         self.reason = NOT_RESUMED
-        """There is no engine."""
+        """Why there is no engine."""
         self._commands = commands
         self._reports = reports
         self._serving_stats = serving_stats
@@ -61,7 +62,7 @@ class SuspendedEngine:
         return bool(self._commands)
 
     def tick(self) -> None:
-        """Take orders in, and beat. What is said of a version is for the engine that is gone."""
+        """Execute commands, and report the status if it is due. Commands about weights and aborts are ignored."""
         self._reports.flush()
         for message in self._commands.read():
             match command := COMMAND_DECODER.decode(message):
@@ -76,16 +77,16 @@ class SuspendedEngine:
             self._reports.send(_suspended_status(self.reason, self._serving_stats()))
 
     def tick_idle(self, *, blocked: bool = False) -> None:
-        """The same: nothing of it takes long."""
+        """Do the same as `tick`, which is always short."""
         self.tick()
 
     def tick_mid_step(self, *, blocked: bool) -> bool:
-        """Nor has it a turn that could wait for the end of a step."""
+        """Do the same as `tick`. Return True: there is no turn whose abort could wait for the end of a step."""
         self.tick()
         return True
 
     def detach(self) -> None:
-        """Nobody's turns are here."""
+        """Do nothing: a suspended engine holds no turns."""
 
 
 def _suspended_status(reason: str, serving_stats: ServingStats) -> EngineStatus:
@@ -107,38 +108,41 @@ def _suspended_status(reason: str, serving_stats: ServingStats) -> EngineStatus:
 
 
 class GuestState(Enum):
-    """Where a guest is in its life."""
+    """State of a guest in its lifecycle."""
 
     SUSPENDED = "parked"
     """Weights in host memory at most, no KV."""
     RESUMING = "waking"
-    """Being built."""
+    """The guest is built."""
     LENDING = "lending"
     SUSPENDING = "parking"
-    """Its turns go back, then its memory."""
+    """The guest returns its turns, then frees its memory."""
     DROPPED = "dropped"
-    """Let go of after a fault; it waits."""
+    """The guest was removed after a fault, and waits for its back-off."""
 
 
 class Action(Enum):
-    """What the caller does now."""
+    """The next action of the caller."""
 
     NONE = "nothing"
     BUILD = "build"
-    """Begin to build; `on_built` or `on_fault` follows."""
+    """Start to build the guest; `on_built` or `on_fault` follows."""
     SUSPEND = "park"
-    """Begin to hand its turns back, then free its memory; `on_freed` or `on_fault` follows."""
+    """Start to return the guest's turns, then free its memory; `on_freed` or `on_fault` follows."""
 
 
 class GuestLifecycle:
-    """One guest's."""
+    """State machine of one guest."""
 
     def __init__(self) -> None:
         self.state = GuestState.SUSPENDED
         self._backoff = Backoff()
 
     def next_action(self, should_lend: bool, now: float) -> Action:
-        """What the state of things asks for."""
+        """Advance the state and return what the caller must do now.
+
+        `should_lend`: whether a grant allows the guest to lend and no stop forbids it.
+        """
         if self.state is GuestState.DROPPED and now >= self._backoff.until:
             self.state = GuestState.SUSPENDED
         if self.state is GuestState.SUSPENDED and should_lend:
@@ -150,7 +154,7 @@ class GuestLifecycle:
         return Action.NONE
 
     def has_action(self, should_lend: bool, now: float) -> bool:
-        """Whether there is something to do for its life alone."""
+        """Whether the lifecycle has work to do, besides the guest's turns."""
         match self.state:
             case GuestState.RESUMING | GuestState.SUSPENDING:
                 return True
@@ -162,16 +166,16 @@ class GuestLifecycle:
                 return should_lend and now >= self._backoff.until
 
     def on_built(self) -> None:
-        """The build has ended well."""
+        """Record that the build has succeeded."""
         assert self.state is GuestState.RESUMING
         self.state = GuestState.LENDING
 
     def on_freed(self) -> None:
-        """What PARK asked for is done."""
+        """Record that the guest's turns are returned and its memory is free."""
         assert self.state is GuestState.SUSPENDING
         self.state = GuestState.SUSPENDED
 
     def on_fault(self, now: float) -> float:
-        """The guest, or its build, failed: let go of it. Returns the seconds until it may be built again."""
+        """Record that the guest or its build failed. Return the seconds until the guest may be built again."""
         self.state = GuestState.DROPPED
         return self._backoff.failed(now)

@@ -1,4 +1,4 @@
-"""What could be lent, as the sidecar of an observed server logs and exports it."""
+"""Log and metrics of a sidecar that observes how much its server could lend, without a guest."""
 
 import time
 from collections.abc import Iterable
@@ -17,23 +17,23 @@ from rose.workers.executor.metrics import SERVING_REQUESTS
 from rose.workers.lender.idle_time import STRETCH_BOUNDS
 
 LOG_SECONDS = 60.0
-"""Between two lines of the log."""
+"""Seconds between two log lines."""
 
 POLL_SECONDS = 0.2
-"""Longest wait between two looks at whether to stop."""
+"""Longest time between two checks for a stop."""
 
 LOGGED_QUANTILES = (0.5, 0.9)
-"""Quantiles of the idle stretches in the log: bounds that so many do not exceed."""
+"""Quantiles of the idle stretches in the log, as upper bounds of histogram buckets."""
 
 
 class ObservationCollector(Collector):
-    """The newest word of the server, as metrics."""
+    """Exports the newest observation report of the server as metrics."""
 
     def __init__(self) -> None:
         self.report: ObservationReport | None = None
 
     def collect(self) -> Iterable[Metric]:
-        """Called by whoever serves the metrics, on a thread of its own."""
+        """Return the metrics of the newest report; none without a report. Called on the metrics server's threads."""
         seen = self.report
         if seen is None:
             return
@@ -50,7 +50,7 @@ class ObservationCollector(Collector):
 
     @staticmethod
     def describe() -> tuple[CounterMetricFamily, CounterMetricFamily, HistogramMetricFamily, GaugeMetricFamily]:
-        """What `collect` fills in."""
+        """Return the metric families without samples, which `collect` fills."""
         return (
             CounterMetricFamily("rose_lender_observed_seconds", "Time in which a server was observed."),
             CounterMetricFamily("rose_lender_idle_seconds", "Of that, without a serving request."),
@@ -64,11 +64,11 @@ class ObservationCollector(Collector):
 
 
 COLLECTOR = ObservationCollector()
-"""This process's."""
+"""The collector of this process."""
 
 
 def observe(client: EngineClient, stop: Event) -> None:
-    """Until `stop` is set; then nothing is exported any more. Raises EngineBroken when the server is gone."""
+    """Log and export observation reports until `stop` is set. Raises EngineBroken if the server is gone."""
     register(COLLECTOR)
     register(SERVING_REQUESTS)
     try:
@@ -97,7 +97,7 @@ def _observe(client: EngineClient, stop: Event) -> None:
 
 
 def log_fields(report: ObservationReport, kv_bytes_most: int) -> dict[str, str]:
-    """For a line of the log."""
+    """Return the fields of a log line. `kv_bytes_most`: most KV bytes of serving since the log line before."""
     told = {
         "observed": f"{report.seconds:.0f} s",
         "idle": f"{report.idle_seconds / report.seconds:.1%}" if report.seconds else "nothing yet",

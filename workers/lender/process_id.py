@@ -1,7 +1,7 @@
-"""Which process is meant: by its id and by when it was started, since the kernel gives ids again.
+"""Identity of a process: its id and its start time, because the kernel reuses ids.
 
-Keeps true: what is opened or looked at by its identity is that process, or none; whoever has got its id since is not
-taken for it.
+Keeps true: a lookup by identity finds this process or no process; a later process with the same id is not mistaken for
+it.
 """
 
 import os
@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 PID_BITS = 22
-"""The kernel gives no larger id."""
+"""Bits of the largest process id that Linux assigns."""
 
 
 class ProcessId(NamedTuple):
-    """Of one process of this machine."""
+    """Identity of one process of this machine."""
 
     pid: int
     started: int
-    """Ticks of the kernel's clock after the machine's start."""
+    """Start time in clock ticks since the boot of the machine."""
 
     @property
     def packed(self) -> int:
-        """Both in eight bytes; above 0."""
+        """Both fields in one integer of 8 bytes, which is above 0."""
         return self.started << PID_BITS | self.pid
 
     @classmethod
@@ -30,32 +30,32 @@ class ProcessId(NamedTuple):
 
 
 def process_id_of(pid: int) -> ProcessId | None:
-    """Of whoever has this id now; None if nobody does."""
+    """Return the identity of the process that has this id now; None if no process has it."""
     return (found := _read_stat(pid)) and found[0]
 
 
 def current_process_id() -> ProcessId:
-    """That of the process that asks."""
+    """Return the identity of the calling process."""
     found = process_id_of(os.getpid())
     assert found is not None
     return found
 
 
 def process_state(process: ProcessId) -> str:
-    """As the kernel's letter; empty if it is there no more."""
+    """Return the kernel's letter for the process's state, such as "R", "T" or "Z"; empty if the process is gone."""
     found = _read_stat(process.pid)
     return found[1] if found is not None and found[0] == process else ""
 
 
 def open_pidfd(process: ProcessId) -> int | None:
-    """A descriptor of it; None if it is there no more."""
+    """Return a new pidfd of the process; None if the process is gone."""
     if process_id_of(process.pid) != process:
         return None
     try:
         descriptor = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return None
-    if process_id_of(process.pid) != process:  # until it was opened its id may have been given again
+    if process_id_of(process.pid) != process:  # the id may have been reused before the pidfd was opened
         os.close(descriptor)
         return None
     return descriptor
@@ -66,5 +66,5 @@ def _read_stat(pid: int) -> tuple[ProcessId, str] | None:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    state, *rest = stat.rpartition(")")[2].split()  # its name, which may hold anything, is before
+    state, *rest = stat.rpartition(")")[2].split()  # the name before it may hold any character
     return ProcessId(pid, int(rest[18])), state

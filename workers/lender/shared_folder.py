@@ -1,11 +1,12 @@
-"""The folder that a lending server, its watchdog and the sidecar share: made, and never left behind for long.
+"""The folder that a lending server, its watchdog and its sidecar share.
 
 Keeps true
-- A folder is there as long as one of those processes is, and whoever makes the next one removes what is nobody's: its
-  watchdog would have, but it may have been killed.
-- Nothing is removed that another user made, or that somebody may still make use of.
+- A folder exists as long as one of these processes does. The watchdog removes the folder at its end. If the watchdog
+  was killed, the next server that makes a folder removes the abandoned one.
+- No folder of another user, and no folder in use, is removed.
 
-Who has a folder holds a lock on it, which the kernel lets go of when the last process that inherited it has ended.
+The processes of a folder hold a lock on it. The kernel releases the lock when the last process that inherited the lock
+has ended.
 """
 
 import fcntl
@@ -19,11 +20,14 @@ PREFIX = "rose-lend-"
 
 
 def make_folder() -> Path:
-    """One for this process, for what it becomes and for those that it forks, until all of them have ended."""
+    """Make a folder for this process, the program that replaces it, and the processes that it forks.
+
+    The folder's lock is held until all of these processes have ended. Abandoned folders are removed first.
+    """
     _remove_abandoned()
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        with suppress(FileNotFoundError, BlockingIOError):  # another start took it for one that was left
+        with suppress(FileNotFoundError, BlockingIOError):  # another start took the folder for an abandoned one
             lock = _lock(folder)
             if folder.exists():
                 os.set_inheritable(lock, True)
@@ -33,7 +37,7 @@ def make_folder() -> Path:
 
 def _remove_abandoned() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):  # somebody has it, has just removed it, or it is another user's
+        with suppress(OSError):  # in use, just removed, or of another user
             if folder.stat(follow_symlinks=False).st_uid == os.getuid():
                 lock = _lock(folder)
                 shutil.rmtree(folder, ignore_errors=True)
@@ -41,7 +45,7 @@ def _remove_abandoned() -> None:
 
 
 def _lock(folder: Path) -> int:
-    """A descriptor that holds the folder's lock. Raises OSError, BlockingIOError if somebody else does."""
+    """Lock the folder and return the descriptor that holds the lock. Raises OSError, or BlockingIOError if locked."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,10 +1,10 @@
-"""The sidecar of a lending server: an executor whose engine is the server's guest, or who observes.
+"""The sidecar of a lending server: an executor whose engine is the server's guest, or an observer of the server.
 
 Keeps true
-- Whatever becomes of it, serving goes on. It ends with the server, with a goodbye, and is started again if it is killed
-  (`watchdog`).
-- A guest that is dropped, a broker that is away or a server that is not up yet is waited for; after each it is a new
-  start of the executor. What only a person can mend ends it, with a sentence in the log.
+- Serving continues whatever happens to the sidecar. The sidecar ends with the server after a STOPPING heartbeat, and is
+  restarted if it is killed (`watchdog`).
+- The sidecar waits for a dropped guest, an unreachable broker or a server that is still starting, and then runs a new
+  incarnation of the executor. An error that only an operator can fix (UsageError) ends the sidecar with a log event.
 """
 
 import os
@@ -45,31 +45,32 @@ from rose.workers.weights.config import WeightsConfig
 from rose.workers.weights.trust import run_id
 
 CONNECT_RETRY_SECONDS = 0.5
-"""Between two tries to reach a server, which takes seconds to come up."""
+"""Seconds between two tries to connect to a server, whose start takes seconds."""
 
 RESTART_SECONDS = 1.0
-"""Before it begins anew after a failure."""
+"""Seconds before the executor restarts after a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LendingPlan:
-    """What is lent, to whom, and until when."""
+    """The settings of a lending server: the run that it lends to, the limits, and the stop file."""
 
     settings: BusSettings | None
-    """None: nothing is lent, what could be is observed."""
+    """Settings of the run's bus; None: the server lends nothing and is observed."""
     executor: ExecutorConfig
     lender: LenderConfig
     weights: WeightsConfig
     stop_file: Path
     exporting: Callable[[], AbstractContextManager[None]]
-    """What each sidecar exports, for as long as it runs. May raise UsageError."""
+    """Exports metrics and traces while a sidecar runs. May raise UsageError."""
 
 
 def lend(plan: LendingPlan, serving: Path, flags: Sequence[str]) -> NoReturn:
-    """Become a vLLM server of the model folder `serving`, with these flags of vLLM's, and lend as planned.
+    """Replace this process by a vLLM server that lends as planned.
 
-    Call it before this process has a client of a broker: librdkafka's threads are not forked. Metrics and traces are
-    those of the sidecar of the server. Raises ModelFolderError for a policy that no guest can be made from.
+    `serving`: model folder of the server. `flags`: further command line flags of vLLM. Call it before this process has
+    a client of a broker: a fork does not copy librdkafka's threads. Metrics and traces are exported by the sidecar.
+    Raises ModelFolderError if no guest can be built from the policy.
     """
     shapes: Mapping[str, tuple[int, ...]] = {}
     if plan.settings is not None:
@@ -102,7 +103,10 @@ def _lend_config(plan: LendingPlan, folder: Path) -> LendConfig:
 
 
 def _fork(program: Callable[[], None]) -> int:
-    """A child that runs `program`, is asked to stop when this process is gone, and runs nothing else of it."""
+    """Fork a child that runs only `program`, and return its process id.
+
+    The child receives SIGTERM when this process is gone.
+    """
     end = die_with_parent(os.getpid(), signal.SIGTERM)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -114,7 +118,7 @@ def _fork(program: Callable[[], None]) -> int:
         end()
         program()
         status = 0
-    except Exception:  # noqa: BLE001  nobody else would tell
+    except Exception:  # noqa: BLE001  nothing else reports an error of the child
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -126,12 +130,12 @@ def _stop_on_signal() -> Event:
     stop = Event()
     set_stop = signal_safe_setter(stop)
     signal.signal(signal.SIGTERM, lambda *_: set_stop())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the server, which takes its children along
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles it, and its end stops the children
     return stop
 
 
 def _run_watchdog(plan: LendingPlan, shapes: Mapping[str, tuple[int, ...]], folder: Path, page: StatusPage) -> None:
-    """The watchdog's program."""
+    """Run the program of the watchdog, and remove the shared folder at its end."""
     stop = _stop_on_signal()
     set_process_name(f"watchdog-{plan.executor.short_name}")
     try:
@@ -142,7 +146,7 @@ def _run_watchdog(plan: LendingPlan, shapes: Mapping[str, tuple[int, ...]], fold
 
 
 def _run_sidecar(plan: LendingPlan, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    """The program of the sidecar."""
+    """Run the program of the sidecar: one connection after another until a stop or a UsageError."""
     name, stop = plan.executor.worker, _stop_on_signal()
     set_process_name(f"beside-{plan.executor.short_name}")
     log = structlog.get_logger("lender").bind(worker=name)
@@ -157,7 +161,7 @@ def _run_sidecar(plan: LendingPlan, shapes: Mapping[str, tuple[int, ...]], path:
                     log.warning("begins anew", reason=str(error))
                     HEALTH.report_restart(str(error))
                     stop.wait(RESTART_SECONDS)
-                except Exception as error:  # nobody else would tell, or begin anew
+                except Exception as error:  # nothing else logs the error or restarts the executor
                     log.exception("begins anew")
                     HEALTH.report_restart(repr(error))
                     stop.wait(RESTART_SECONDS)
@@ -166,7 +170,7 @@ def _run_sidecar(plan: LendingPlan, shapes: Mapping[str, tuple[int, ...]], path:
 
 
 def _run_connection(plan: LendingPlan, shapes: Mapping[str, tuple[int, ...]], path: Path, stop: Event) -> None:
-    """One link with the server, from its beginning to its end."""
+    """Connect to the server, and run the executor or the observation until the connection or the run ends."""
     settings = plan.settings
     if settings is not None:
         connect_as(settings, EXECUTOR)
@@ -186,7 +190,7 @@ def _run_connection(plan: LendingPlan, shapes: Mapping[str, tuple[int, ...]], pa
 
 
 def _connect(path: Path, stop: Event) -> Connection | None:
-    """A link with the server, once it is up; None once `stop` is set."""
+    """Wait until the server listens, and return a connection to it; None if `stop` is set before."""
     while not stop.is_set():
         try:
             return connect(path)

@@ -1,6 +1,7 @@
-"""The sidecar, as the guest meets it: one at a time, who is told of what it could not know, or hung up on.
+"""The sidecar link: a Unix socket over which a sidecar hands the channel's descriptors to the guest's process.
 
-Keeps true: a link that is over is closed once it is left, and never while it is in use.
+Keeps true: one sidecar is connected at a time. The channel of an ended connection is closed after the engine's loop has
+left it, never while the loop uses it.
 """
 
 import os
@@ -22,30 +23,30 @@ from rose.workers.executor.ipc.messages import EngineLost, MessageSender
 from rose.workers.executor.ipc.shared_memory import DESCRIPTOR_COUNT, ChannelFds, RingBuffer, SharedMemoryInvalid
 
 PROTOCOL = 2
-"""Of the words and lines of this release."""
+"""Version of the messages and ring buffers of this release."""
 
 CREDENTIALS = struct.Struct("3i")
 
 EVENTFD_LINK = Path("anon_inode:[eventfd]")
-"""What the kernel calls one."""
+"""Target of the /proc/self/fd link of an eventfd."""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """The first message of whoever connects: nothing follows where the protocols differ."""
+    """The only message of a sidecar on the socket. The server rejects another protocol than its own."""
 
     protocol: int
 
 
 class ConnectionRejected(Exception):
-    """Who knocked cannot be taken in; the message says why."""
+    """A peer cannot be accepted; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """One end of a link."""
+    """One end of a sidecar link, with its channel."""
 
     connection: socket.socket
-    """Becomes readable once the other end is gone."""
+    """Becomes readable when the other end is gone."""
     channel: ChannelFds
 
     def close(self) -> None:
@@ -54,7 +55,7 @@ class Connection:
 
 
 def listen(path: Path) -> socket.socket:
-    """A listening socket at `path`, in place of what a server that was killed left there. Raises UsageError."""
+    """Return a listening socket at `path`, and replace the socket of a killed server there. Raises UsageError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.setblocking(False)
     try:
@@ -71,7 +72,10 @@ def listen(path: Path) -> socket.socket:
 
 
 def accept(connection: socket.socket) -> Connection:
-    """Accept a peer within a second; the connection stays open as long as the link. Raises ConnectionRejected."""
+    """Receive the hello and the channel of a peer, for which the peer has a second.
+
+    Raises ConnectionRejected if the peer is of another user or another protocol, or its descriptors are invalid.
+    """
     _, user, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     if user != os.getuid():
         raise ConnectionRejected(f"user {user} knocked, this server is of user {os.getuid()}")
@@ -99,7 +103,7 @@ def accept(connection: socket.socket) -> Connection:
 
 
 def connect(path: Path) -> Connection:
-    """Open a link with the server that listens at `path`. Raises OSError while none does."""
+    """Connect to the server that listens at `path`, and send a new channel. Raises OSError if no server listens."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(str(path))
@@ -116,19 +120,19 @@ def connect(path: Path) -> Connection:
 
 
 ACCEPT_RETRY_SECONDS = 0.1
-"""After a knock that cannot be answered: it may stay, and the interpreter is serving's."""
+"""Wait after a failed accept: the peer may stay in the queue, and a busy loop would hold the interpreter of serving."""
 
 
 class SidecarListener:
-    """Holds the newest link; a new one ends the one before it."""
+    """Accepts sidecars on a thread and holds the newest connection. A new connection ends the one before."""
 
     def __init__(self, path: Path, wake: Callable[[], None], *, heartbeat_seconds: float, log: Logger) -> None:
-        """`wake` is called on the feeder's thread. Raises UsageError."""
+        """`wake`: wakes the engine's loop; called on the listener's thread. Raises UsageError."""
         self.connection: Connection | None = None
         self.closed: list[Connection] = []
-        """Links that are over, for the engine's loop to close when it no longer uses them."""
+        """Ended connections, which the engine's loop closes when it no longer uses them."""
         self.has_guest = False
-        """As the engine's loop says before it sleeps."""
+        """Whether there is a guest; the engine's loop sets it before it sleeps."""
         self._wake = wake
         self._heartbeat_seconds = heartbeat_seconds
         self._log = log
@@ -142,7 +146,7 @@ class SidecarListener:
         Thread(target=self._run, name="rose-feeder", daemon=True).start()
 
     def arm_wakeup(self) -> None:
-        """The engine's loop is about to sleep: wake it at the next order, or when a heartbeat is due."""
+        """Wake the engine's loop, which is about to sleep, at the next command or when a status is due."""
         if not self._armed:
             self._armed = True
             os.eventfd_write(self._arm, 1)
@@ -176,7 +180,7 @@ class SidecarListener:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # who knocked has left, or no descriptor is
+        except OSError:  # the peer has left, or no descriptor is free
             time.sleep(ACCEPT_RETRY_SECONDS)
             return
         try:
@@ -196,29 +200,32 @@ class SidecarListener:
             return
         self._disarm()
         self._selector.unregister(connection.connection)
-        self.connection = None  # first: who empties `closed` closes what it finds there
+        self.connection = None  # first: the engine's loop closes every connection that it finds in `closed`
         self.closed.append(connection)
 
 
 class CurrentSidecar:
-    """At the link that was taken last, if there is one."""
+    """The sidecar whose connection the engine's loop uses, if there is one."""
 
     def __init__(self, listener: SidecarListener) -> None:
         self.channel: ChannelFds | None = None
         self.reports: MessageSender | None = None
-        """While there is a link that could be taken."""
+        """Sender into the channel's report ring buffer; None without a usable connection."""
         self._listener = listener
         self._connection: Connection | None = None
 
     @property
     def changed(self) -> bool:
-        """Whether another has come, or this one has left."""
+        """Whether another sidecar has connected, or the current one has left."""
         return self._listener.connection is not self._connection
 
     def switch(self) -> None:
-        """Leave the link, and take the newest. Raises OSError or SharedMemoryInvalid, and nobody is there then."""
+        """Leave the current connection, and use the newest one.
+
+        Raises OSError or SharedMemoryInvalid; there is no current sidecar then.
+        """
         self.channel = self.reports = None
-        while self._listener.closed:  # first: the link that is taken now may end at any moment
+        while self._listener.closed:  # first: the connection that is used from now on may end at any moment
             self._listener.closed.pop().close()
         self._connection = self._listener.connection
         if self._connection is not None:
@@ -226,8 +233,10 @@ class CurrentSidecar:
             self.channel = self._connection.channel
 
     def report_lost(self, report: EngineLost, *, then_close: bool) -> None:
-        """Where it has no room, or is the `then_close` word, as no engine is to blame, the end of the link says as
-        much.
+        """Report that the engine is lost, if a sidecar is connected.
+
+        Closes the connection, which also tells the sidecar of the loss, if `then_close` is set or the ring buffer has
+        no room for the report.
         """
         if self.reports is None:
             return
@@ -236,7 +245,7 @@ class CurrentSidecar:
             self.close()
 
     def close(self) -> None:
-        """Nobody answers: who is at the other end begins anew."""
+        """Shut the connection down: the sidecar notices it and restarts its executor."""
         if self._connection is not None:
             with suppress(OSError):
                 self._connection.connection.shutdown(socket.SHUT_RDWR)

@@ -1,9 +1,11 @@
-"""The server of `rose lend`: vLLM's own program, and an exit status that tells when its engine core was lost.
+"""The server of `rose lend`: vLLM's own program, with an exit status that tells when the engine core was lost.
 
-Keeps true: flags, signals and log are vLLM's. So is the status, but where the engine core ended and nobody had
-asked for that: vLLM leaves with 0 then, and whoever starts servers again after a failure would leave this one down.
-And a server that is asked to stop while it loads stops: vLLM's own handler raises KeyboardInterrupt then, which vLLM
-itself drops as long as it waits for its engine core (`zmq_socket_ctx`, 0.32), and goes on.
+Keeps true
+- Flags, signals and log are those of vLLM.
+- The exit status is that of vLLM, except when the engine core ended without a request: vLLM exits with 0 then, and a
+  supervisor that restarts failed servers would leave this server down.
+- A server that receives SIGTERM while it loads stops. vLLM's own handler raises KeyboardInterrupt, which vLLM drops
+  while it waits for its engine core (`zmq_socket_ctx`, 0.32), and the server would continue.
 """
 
 import os
@@ -24,14 +26,17 @@ from rose.workers.lender.watchdog_page import StatusPage
 VLLM = "vllm.entrypoints.openai.api_server"
 
 CORE_LOST_STATUS = 70
-"""What sysexits.h calls an internal software error; vLLM itself uses 0, 1 and 2."""
+"""EX_SOFTWARE of sysexits.h, an internal software error; vLLM itself uses 0, 1 and 2."""
 
 EXITING = 0x4
-"""The kernel's flag (PF_EXITING) of a process that is on its way out."""
+"""The kernel's flag PF_EXITING of a process that is exiting."""
 
 
 def main(program: str = VLLM) -> None:
-    """Run vLLM's program, under its own name: its processes look for it by that."""
+    """Run vLLM's program as `__main__`, because vLLM's processes look for it by this name.
+
+    Exits with CORE_LOST_STATUS if the engine core ended without a request.
+    """
     page, ended = _status_page(), _signalled_processes()
     _exit_on_sigterm()
     runpy.run_module(program, run_name="__main__", alter_sys=True)
@@ -43,7 +48,7 @@ def main(program: str = VLLM) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _SigtermHandler:
-    """A handler of SIGTERM; where the one that it stands for raises KeyboardInterrupt it raises SystemExit."""
+    """A handler of SIGTERM that calls `handler`, and raises SystemExit if `handler` raises KeyboardInterrupt."""
 
     handler: Callable[[int, FrameType | None], object]
 
@@ -55,20 +60,20 @@ class _SigtermHandler:
 
 
 def _exit_on_sigterm() -> None:
-    """From now on a handler of SIGTERM that raises KeyboardInterrupt, which libraries catch, raises SystemExit."""
+    """Wrap SIGTERM handlers that are installed from now on in `_SigtermHandler`: libraries catch KeyboardInterrupt."""
     install = signal.signal
 
     def signal_(signalnum: int, handler: Any) -> Any:
         ends = (
             signalnum == signal.SIGTERM and callable(handler) and not isinstance(handler, _SigtermHandler)
-        )  # one put back is
+        )  # a restored handler is wrapped already
         return install(signalnum, _SigtermHandler(handler) if ends else handler)
 
     signal.signal = signal_
 
 
 def _status_page() -> StatusPage:
-    """What the engine core shares; an empty one where the watchdog took it along: serving begins all the same."""
+    """Return the status page, or an empty page if the watchdog has removed the file: serving starts without it."""
     try:
         return StatusPage(Path(read_config(Path(os.environ[SETTING])).pulse))
     except (UsageError, OSError):
@@ -76,9 +81,10 @@ def _status_page() -> StatusPage:
 
 
 def _signalled_processes() -> set[int]:
-    """The processes that this one sends signals, from now on: a server that is asked to stop kills its engine core.
+    """Return a set to which each process is added that this process signals from now on while it runs.
 
-    One that has ended by itself is sent a signal too, when vLLM cleans up after it.
+    A server that is asked to stop signals its engine core. vLLM's clean-up also signals an engine core that has ended
+    by itself, which is not added.
     """
     ended: set[int] = set()
 
@@ -91,7 +97,10 @@ def _signalled_processes() -> set[int]:
 
 
 def _is_running(process: int) -> bool:
-    """Whether it has not begun to end: its pipes are closed, which is how vLLM hears of it, before it can be reaped."""
+    """Whether the process has not begun to exit.
+
+    vLLM notices the end of a process by its closed pipes, which the kernel closes before the process can be reaped.
+    """
     try:
         stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
     except OSError:

@@ -1,18 +1,18 @@
-"""The watchdog of a lending server: one small process that has the sidecar for a child and looks at the guest.
+"""The watchdog of a lending server: a small process that starts the sidecar and detects a guest that hangs.
 
 Keeps true
-- The sidecar that is killed, or cannot be started, is started again, later each time (`backoff`); one that ends
-  by itself is not.
-- A file that says stop is seen within `POLL_SECONDS`, whatever a broker, the sidecar or serving is doing.
-- An engine core whose guest hangs is ended, and its ranks with it, so that whoever runs the server starts it anew; the
-  file then says stop: the next life does not lend until somebody has looked at it and removed it. Serving that is slow
-  is left alone.
-- It is the server's child and ends with it, after the sidecar has said goodbye. An engine core that outlives its
-  server, as when that one is killed, ends then too, with its ranks: it serves nobody, and holds its memory. One that
-  was still loading ends itself (`vllm/attach.py`).
-- It ends no stranger: not one who has got the id of a process that is gone.
+- A sidecar that is killed or fails, or cannot be started, is started again with increasing waits (`backoff`). A sidecar
+  that exits with 0 is not started again.
+- The stop file is seen within `POLL_SECONDS`, whatever the broker, the sidecar or serving is doing.
+- An engine core whose guest hangs is killed with its ranks, so that the server ends and its supervisor restarts it. The
+  watchdog then writes the stop file: the restarted server does not lend until an operator removes the file. Slow
+  serving is not killed.
+- The watchdog is a child of the server, and ends with the server after the sidecar has ended. An engine core that
+  outlives its server, as after a kill of the server, is ended with its ranks: it serves no request and holds its
+  memory. An engine core that was still loading ends itself (`vllm/attach.py`).
+- The watchdog signals no other process: a process that has reused the id of an ended one is left alone.
 
-It looks at one page of memory (`watchdog_page`) and at one file, and imports nothing that could hang itself.
+The watchdog reads one page of memory (`watchdog_page`) and one file, and imports nothing that could itself hang.
 """
 
 import os
@@ -34,18 +34,25 @@ MAX_GAP_SECONDS = 1.0
 
 
 class HangDetector:
-    """How long the present hold of the thread has lasted, as far as it was seen."""
+    """Measures how long the guest has had the serving thread without a break.
+
+    The time between two polls counts for at most MAX_GAP_SECONDS, because the watchdog may have been paused.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        """The bound."""
+        """A guest that has the thread for so long hangs."""
         self._since = 0
         self._at = 0.0
         self._held = 0.0
-        """Seconds of this hold that were seen."""
+        """Observed seconds for which the guest has had the thread."""
 
     def on_poll(self, since: int, *, halted: bool, now: float) -> bool:
-        """The guest has had the thread since `since`, 0 for not at all; whether it hangs."""
+        """Record the state of the guest, and return whether the guest hangs.
+
+        `since`: when the guest got the thread (any unit), 0 if it does not have the thread. `halted`: whether a process
+        of the engine core is stopped; this time does not count. `now`: monotonic seconds.
+        """
         if since != self._since:
             self._since, self._held = since, 0.0
         elif since and not halted:
@@ -55,20 +62,23 @@ class HangDetector:
 
 
 POLL_SECONDS = 0.2
-"""Between two looks."""
+"""Seconds between two polls of page, stop file and sidecar."""
 
 STACK_SECONDS = 1.0
-"""That this may take."""
+"""Time for the engine core and its ranks to log their stacks before they are killed."""
 
 SIDECAR_EXIT_SECONDS = 10.0
-"""How long the sidecar may take to hand its turns back once the server is gone."""
+"""How long the sidecar may take to return its turns when it is asked to stop."""
 
 ORPHAN_SECONDS = 5.0
-"""How long an engine core whose server is gone may take to leave."""
+"""How long an engine core whose server is gone may take to exit after SIGTERM."""
 
 
 class Watchdog:
-    """`start_sidecar` forks the sidecar and returns its id; it may raise OSError."""
+    """Supervises the sidecar and the guest of one server. `start_sidecar` forks the sidecar and returns its process id.
+
+    `start_sidecar` may raise OSError.
+    """
 
     def __init__(
         self, page: StatusPage, stop_file: Path, start_sidecar: Callable[[], int], *, hang_seconds: float
@@ -79,17 +89,17 @@ class Watchdog:
         self._hang = HangDetector(hang_seconds)
         self._server = os.getppid()
         self._core: tuple[ProcessId, int] | None = None
-        """Which process the engine core is, and a descriptor of it."""
+        """Identity and pidfd of the engine core."""
         self._ended = False
-        """The engine core was."""
+        """Whether the engine core was killed."""
         self._sidecar: int | None = None
         self._backoff = Backoff()
         self._done = False
-        """The sidecar has ended by itself."""
+        """Whether the sidecar has exited with 0."""
         self._log = structlog.get_logger("watchdog")
 
     def run(self, stop: Event) -> None:
-        """Until `stop` is set; then the sidecar has said goodbye."""
+        """Supervise until `stop` is set, then stop the sidecar, and the engine core if its server is gone."""
         while not stop.is_set():
             self._page.on_poll(stop=stop_file_exists(self._stop_file))
             self._check_guest()
@@ -100,7 +110,7 @@ class Watchdog:
             self._kill_orphan()
 
     def _supervise_sidecar(self) -> None:
-        """Start the sidecar, if it is to be there and is not."""
+        """Start the sidecar if it should run and does not."""
         now = time.monotonic()
         if self._sidecar is not None:
             code = _exit_status(self._sidecar)
@@ -113,7 +123,7 @@ class Watchdog:
         if not self._done and now >= self._backoff.until:
             try:
                 self._sidecar = self._start_sidecar()
-            except OSError as error:  # as where no process is left
+            except OSError as error:  # such as at the limit of processes
                 wait = self._backoff.failed(now)
                 self._log.error("the sidecar cannot be started", reason=str(error), again_in=wait)
 
@@ -133,7 +143,7 @@ class Watchdog:
             self._kill_core(core.pid, descriptor)
 
     def _kill_core(self, pid: int, descriptor: int) -> None:
-        """What an operator would do: have it not happen again, keep the evidence, and let the server be restarted."""
+        """Write the stop file, have the processes log their stacks, then kill the engine core and its ranks."""
         reason = f"a guest has had the thread of engine core {pid} for {self._hang.seconds:.0f} s; it is ended"
         self._log.error(reason, stacks="in the server's log", stop_file=str(self._stop_file))
         try:
@@ -148,7 +158,7 @@ class Watchdog:
         _send_signal(processes, signal.SIGKILL)
 
     def _open_ranks(self) -> list[int]:
-        """Descriptors of those that are there: one that hangs does not see that the core is gone."""
+        """Return pidfds of the ranks that exist: a rank that hangs does not notice that the engine core is gone."""
         return [descriptor for rank in self._page.ranks if (descriptor := open_pidfd(rank)) is not None]
 
     def _stop_sidecar(self) -> None:
@@ -159,7 +169,7 @@ class Watchdog:
         with suppress(ProcessLookupError):
             while (
                 _exit_status(self._sidecar) is None
-            ):  # looked at before each signal: until it was waited for, the id is its
+            ):  # checked before each signal: the id is not reused before the sidecar was waited for
                 if not terminated:
                     os.kill(self._sidecar, signal.SIGTERM)
                     terminated = True
@@ -168,7 +178,7 @@ class Watchdog:
                 time.sleep(POLL_SECONDS)
 
     def _kill_orphan(self) -> None:
-        self._find_core()  # it may have begun after the last look
+        self._find_core()  # the engine core may have started after the last poll
         if self._core is None:
             return
         core, descriptor = self._core
@@ -176,13 +186,13 @@ class Watchdog:
             return
         self._log.warning("the server is gone: its engine core is ended", core=core.pid)
         processes = [descriptor, *self._open_ranks()]
-        _send_signal([descriptor], signal.SIGTERM)  # which ends its ranks
+        _send_signal([descriptor], signal.SIGTERM)  # ends its ranks too
         if not _have_exited(processes, ORPHAN_SECONDS):
             _send_signal(processes, signal.SIGKILL)
 
 
 def _have_exited(processes: Sequence[int], seconds: float) -> bool:
-    """Whether all of them have ended, by their descriptors, within so long."""
+    """Wait until all processes (pidfds) have ended, up to `seconds` in total. Return whether they have."""
     deadline = time.monotonic() + seconds
     for process in processes:
         ended = select.poll()
@@ -193,23 +203,23 @@ def _have_exited(processes: Sequence[int], seconds: float) -> bool:
 
 
 def _send_signal(processes: Sequence[int], number: int) -> None:
-    """To those that are there, by their descriptors."""
+    """Send signal `number` to the processes (pidfds) that exist."""
     for process in processes:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(process, number)
 
 
 def _exit_status(child: int) -> int | None:
-    """How it has ended, as an exit status; None while it runs."""
+    """Return the child's exit status, negative for a signal; None while the child runs."""
     try:
         pid, status = os.waitpid(child, os.WNOHANG)
-    except ChildProcessError:  # who started the server ignores its children: what is forked from there hears of none
+    except ChildProcessError:  # an ignored SIGCHLD, inherited from the server's parent, leaves no status to read
         return -signal.SIGKILL
     return os.waitstatus_to_exitcode(status) if pid else None
 
 
 def stop_file_exists(file: Path) -> bool:
-    """Whether the file is there, or nobody can tell."""
+    """Whether the file exists, or its existence cannot be checked."""
     try:
         file.stat()
     except FileNotFoundError:
@@ -220,10 +230,10 @@ def stop_file_exists(file: Path) -> bool:
 
 
 def is_halted(process: ProcessId) -> bool:
-    """Whether somebody has stopped the process, or it is gone."""
+    """Whether the process is stopped or gone."""
     return process_state(process) in ("", "Z", "X") or is_stopped(process)
 
 
 def is_stopped(process: ProcessId) -> bool:
-    """Whether somebody has stopped the process, as a debugger does."""
+    """Whether the process is stopped by a signal or a debugger."""
     return process_state(process) in ("T", "t")

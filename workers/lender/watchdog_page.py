@@ -1,9 +1,9 @@
-"""What a lending server and its watchdog know of each other: one page of memory, in a file that both map.
+"""The status page of a lending server and its watchdog: one page of shared memory, in a file that both map.
 
 Keeps true
-- Either side reads and writes words of eight bytes and never waits: a look costs less than a microsecond.
-- A watchdog that was there and is silent for `WATCHDOG_SILENT_SECONDS` says stop: nobody else would end a guest that
-  hangs.
+- Both sides read and write integers of 8 bytes and never wait: an access takes less than a microsecond.
+- If a watchdog has polled and is then silent for `WATCHDOG_SILENT_SECONDS`, the guest must stop: no other process would
+  end a guest that hangs.
 
 All times are nanoseconds of this machine's monotonic clock.
 """
@@ -23,23 +23,24 @@ from rose.workers.lender.process_id import ProcessId, current_process_id
 PAGE_BYTES = 4096
 
 STACK_SIGNAL = signal.SIGRTMIN + 6
-"""Has the engine core, or a rank, write the stacks of its threads into the server's log; nobody else is known to use
-it."""
+"""Makes the engine core, or a rank, write the stacks of its threads into the server's log. No other use of this signal
+is known."""
 
 WATCHDOG_SILENT_SECONDS = 5.0
-"""A watchdog looks several times a second."""
+"""A watchdog that has not polled for so long is silent; a watchdog polls several times a second."""
 
 CORE, SINCE, STOP, POLLED, RANKS = 0, 8, 16, 24, 32
-"""Words, 64 bytes apart: which process the engine core is; since when its guest has had the thread, 0 while it has not;
-whether the guest must stop; when the watchdog looked last, 0 while there is none; from the last on, one behind another,
-the processes of serving's ranks, where they are not the engine core's, and 0."""
+"""Indices of 8-byte integers on the page, 64 bytes apart. CORE: identity of the engine core's process. SINCE: when its
+guest got the thread, 0 while it does not have the thread. STOP: whether the guest must stop. POLLED: the latest poll of
+the watchdog, 0 without a watchdog. RANKS: from here on, the processes of serving's ranks other than the engine core,
+ended by 0."""
 
 
 class StatusPage:
-    """Either side's view of the page."""
+    """The status page, as either side uses it."""
 
     def __init__(self, path: Path | None) -> None:
-        """`path`: of the page, which must be there; None is a page of one's own: no watchdog. Raises OSError."""
+        """Map the existing file `path`; None makes a private page, for a server without a watchdog. Raises OSError."""
         if path is None:
             memory = mmap.mmap(-1, PAGE_BYTES)
         else:
@@ -47,18 +48,21 @@ class StatusPage:
                 memory = mmap.mmap(file.fileno(), PAGE_BYTES)
         self._words = memoryview(memory).cast("Q")
         self._own = 0
-        """What an engine core has written of itself."""
+        """The value that this engine core has written to CORE."""
 
     @classmethod
     def create(cls, path: Path) -> "StatusPage":
-        """Of an empty page, made at `path` for this user alone."""
+        """Make an empty page at `path`, with access for this user only."""
         path.touch(0o600)
         os.truncate(path, PAGE_BYTES)
         return cls(path)
 
     @classmethod
     def for_core(cls, path: str) -> "StatusPage":
-        """For the process of the engine core; an empty `path` is a page of its own. Raises UsageError."""
+        """Open the page in the engine core's process and write this process as CORE. Raises UsageError.
+
+        An empty `path` makes a private page.
+        """
         try:
             page = cls(Path(path) if path else None)
         except OSError as error:
@@ -70,49 +74,49 @@ class StatusPage:
         return page
 
     def clear_core(self) -> None:
-        """The engine core ends as it was asked to, whoever has left and taken the file along."""
-        if self._words[CORE] == self._own:  # of several, another may have come since
+        """Remove the engine core from the page, because it ends as requested. The file may be gone by then."""
+        if self._words[CORE] == self._own:  # another engine core may have started since
             self._words[CORE] = 0
 
     def set_ranks(self, processes: Sequence[ProcessId]) -> None:
-        """Besides the engine core, serving computes in these. Raises UsageError."""
+        """Write the processes of serving's ranks besides the engine core. Raises UsageError if they do not fit."""
         if len(processes) > len(self._words) - RANKS - 1:
             raise UsageError(f"no guest was tried on {len(processes)} ranks")
         for index, process in enumerate(processes):
             self._words[RANKS + index] = process.packed
 
     def guest_entered(self) -> None:
-        """The guest has the thread from now on."""
+        """Record that the guest has the thread from now on."""
         self._words[SINCE] = time.monotonic_ns()
 
     def guest_left(self) -> None:
-        """The guest has the thread no more."""
+        """Record that the guest no longer has the thread."""
         self._words[SINCE] = 0
 
     @property
     def core(self) -> ProcessId | None:
-        """The engine core's process; None before there is one, and once it has ended as it was asked to."""
+        """The engine core's process; None before an engine core has started, and after it has ended as requested."""
         word = self._words[CORE]
         return ProcessId.unpack(word) if word else None
 
     @property
     def ranks(self) -> list[ProcessId]:
-        """Serving's processes besides it, as far as there are any."""
+        """The processes of serving's ranks besides the engine core."""
         return [ProcessId.unpack(word) for word in takewhile(bool, self._words[RANKS:])]
 
     @property
     def guest_since(self) -> int:
-        """Since when the guest has had the thread; 0 while it has not."""
+        """When the guest got the thread, nanoseconds; 0 while the guest does not have the thread."""
         return self._words[SINCE]
 
     def on_poll(self, *, stop: bool) -> None:
-        """The watchdog was here, and says whether the guest must stop."""
+        """Record a poll of the watchdog, and whether the guest must stop."""
         self._words[STOP] = stop
         self._words[POLLED] = time.monotonic_ns()
 
     @property
     def stop_reason(self) -> str:
-        """Why the guest must stop; empty if it need not."""
+        """Why the guest must stop; empty if it may go on."""
         if self._words[STOP]:
             return "a file here says stop"
         polled = self._words[POLLED]

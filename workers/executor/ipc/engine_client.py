@@ -1,8 +1,8 @@
-"""The bus's end of an executor's channel: orders to the engine, its reports, and versions laid for it.
+"""The executor's side of the channel: sends commands to the engine, reads its reports, and copies weights for it.
 
 Keeps true
-- Orders arrive in the order in which they were given, and nobody waits for the engine to take them.
-- A version is laid on the buffer that does not serve, and one at a time.
+- Commands arrive in the order in which they were sent, and no sender waits for the engine.
+- Versions are copied one at a time, into the weight buffer that does not serve.
 """
 
 import select
@@ -27,14 +27,14 @@ from rose.workers.executor.ipc.weight_buffers import write_tensors
 from rose.workers.executor.vllm.types import EngineBroken, EngineStartError
 
 READY_POLL_SECONDS = 0.05
-"""Between two looks for the first report of an engine, which takes seconds to start."""
+"""Seconds between two polls for the first report of an engine, whose start takes seconds."""
 
 
 class EngineClient:
-    """To one engine, wherever it runs."""
+    """Client of one engine, in any process."""
 
     def __init__(self, channel: ChannelFds, liveness_fd: int) -> None:
-        """`liveness_fd`: a descriptor that becomes readable once the engine's process is gone."""
+        """`liveness_fd`: a descriptor that becomes readable when the engine's process is gone."""
         self._channel = channel
         self._commands = MessageSender(RingBuffer(channel.commands))
         self._reports = RingBuffer(channel.reports)
@@ -43,19 +43,20 @@ class EngineClient:
         self._active_buffer = 1
 
     def send(self, command: Command) -> None:
-        """Never waits."""
+        """Send a command and wake the engine. Never waits."""
         self._commands.send(command)
         self._channel.wake_engine()
 
     def stage_weights(self, version: int, tensors: Mapping[str, Tensor]) -> StageWeights:
-        """Copy a version to where the engine reads it, on any thread. The order that says so is the
-        caller's to give. The one before must have been served or refused.
+        """Copy a version into the spare weight buffer, and return the command that the caller then sends.
+
+        May be called on any thread. The version before must have been activated or rejected.
         """
         buffer = 1 - self._active_buffer
         return StageWeights(version, buffer, write_tensors(self._channel.weight_buffers[buffer], tensors))
 
     def reports(self) -> Iterator[Report]:
-        """Those that are there. Raises EngineStartError or EngineBroken when the engine has failed or is gone."""
+        """Yield the reports that are there. Raises EngineStartError or EngineBroken if the engine failed or is gone."""
         self._commands.flush()
         exited = bool(self._liveness.poll(0))
         for message in self._reports.read():
@@ -71,7 +72,7 @@ class EngineClient:
             raise EngineBroken("the engine's process has ended: its last words, if any, are in the log before this")
 
     def wait_until_ready(self, stop: Event) -> EngineStatus | None:
-        """Wait for the engine to be ready; None once `stop` is set. Raises EngineStartError or EngineBroken."""
+        """Return the engine's first status; None if `stop` is set before. Raises EngineStartError or EngineBroken."""
         while not stop.is_set():
             for report in self.reports():
                 if isinstance(report, EngineStatus):
@@ -80,5 +81,5 @@ class EngineClient:
         return None
 
     def wait(self, seconds: float) -> None:
-        """So long, or until the engine's process is gone."""
+        """Wait for `seconds`, or until the engine's process is gone."""
         self._liveness.poll(1000 * seconds)

@@ -1,6 +1,6 @@
-"""What an executor's two processes, that of the bus and that of the engine, say to each other over two lines.
+"""The messages between an executor and its engine, over two ring buffers: commands to the engine, and its reports.
 
-Keeps true: nothing here is a record. Both ends are of one release and one start, so what arrives is believed.
+Keeps true: no message is a record. Both ends are of one release and one start, so messages are not validated.
 """
 
 from collections import Counter, deque
@@ -15,45 +15,45 @@ from rose.workers.executor.ipc.shared_memory import RingBuffer, RingBufferFull
 
 
 class TensorLayout(msgspec.Struct, frozen=True, array_like=True):
-    """Where a tensor lies."""
+    """Name, type, shape and place of a tensor in a weight buffer."""
 
     name: str
     dtype: str
-    """As torch names it."""
+    """Torch's name of the type, such as "float32"."""
     shape: tuple[int, ...]
     offset: int
-    """In bytes from the beginning of the buffer."""
+    """Bytes from the start of the buffer."""
 
 
 class WorkKind(Enum):
     """How a piece of work may be bounded."""
 
     STEP = "step"
-    """One of the engine's, of as many tokens as there is time for."""
+    """An engine step, of as many tokens as there is time for."""
     ATOMIC = "piece"
-    """Something that is done whole or not at all."""
+    """Work that is done completely or not at all."""
     INTERRUPTIBLE = "any"
-    """Something that goes on for as long as it may."""
+    """Work that can stop at any time."""
 
 
 @dataclass(frozen=True, slots=True)
 class NextWork:
-    """One piece of work."""
+    """The next piece of work of an engine or guest."""
 
     kind: WorkKind
     seconds: float
-    """That it would take, as predicted."""
+    """Predicted duration."""
 
 
 NO_LIMIT = 1 << 62
-"""Bytes: more than there are."""
+"""Bytes: more than any machine has."""
 
 ABORTED = "abort"
-"""Why a turn that was given up has ended."""
+"""Finish reason of an aborted turn."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """One message."""
+    """Base of all messages."""
 
 
 class SubmitTurn(Message, frozen=True):
@@ -61,45 +61,45 @@ class SubmitTurn(Message, frozen=True):
 
     name: str
     context: bytes
-    """Token ids, as a request packs them."""
+    """Token ids, packed as in a request."""
     sampling: Sampling
     version: int
 
 
 class AbortTurn(Message, frozen=True):
-    """To the engine: take this turn out, if it is still there; `TurnFinished` has what was sampled of it."""
+    """To the engine: abort this turn if it is still there. `TurnFinished` returns the tokens that were sampled."""
 
     name: str
 
 
 class StageWeights(Message, frozen=True):
-    """To the engine: this version lies on a buffer; make it ready, in bounded pieces, while the old one serves."""
+    """To the engine: stage the version in a weight buffer, in bounded pieces, while the old version serves."""
 
     version: int
     buffer: int
-    """Which of the two."""
+    """Index of the weight buffer, 0 or 1."""
     layout: tuple[TensorLayout, ...]
 
 
 class ActivateWeights(Message, frozen=True):
-    """To the engine: serve what was prepared, from the next step on."""
+    """To the engine: serve the staged version from the next step on."""
 
     version: int
 
 
 class Resume(Message, frozen=True):
-    """To a guest: lend. It is built if it is not there; `EngineStatus.suspended_reason` is empty once it is."""
+    """To a guest: lend. The guest is built if it does not exist; `EngineStatus.suspended_reason` is then empty."""
 
     most_bytes: int = NO_LIMIT
-    """Of KV memory, that it may hold."""
+    """KV bytes that the guest may hold."""
 
 
 class Suspend(Message, frozen=True):
-    """To a guest: lend no more. Its turns go back first (`TurnFinished`), then its memory."""
+    """To a guest: stop lending. The guest returns its turns first (`TurnFinished`), then its memory."""
 
 
 class TurnFinished(Message, frozen=True):
-    """Of the engine: a turn has left it. Fields as in `FinishedTurn`."""
+    """From the engine: a turn has left the engine. The fields are those of `FinishedTurn`."""
 
     name: str
     tokens: bytes
@@ -112,80 +112,79 @@ class TurnFinished(Message, frozen=True):
     first_token_at: float
     finished_at: float
     device_seconds: float
-    """The turn's share of the steps while it was there, on each device that they ran on."""
+    """The turn's share of the steps during its time in the engine, summed over the devices."""
     reason: str = ""
-    """Why the engine's side gave it up, where nobody had ordered that."""
+    """Why the engine's side aborted the turn; empty if the executor has aborted it or it has finished."""
 
 
 class TurnRejected(Message, frozen=True):
-    """Of the engine: a turn that it cannot run."""
+    """From the engine: the engine cannot run this turn."""
 
     name: str
     reason: str
 
 
 class WeightsStaged(Message, frozen=True):
-    """Of the engine: the version can be served."""
+    """From the engine: the version is staged and can be activated."""
 
     version: int
 
 
 class WeightsActivated(Message, frozen=True):
-    """Of the engine: it serves the version from now on."""
+    """From the engine: the version serves from now on."""
 
     version: int
     seconds: float
-    """That turns waited for the swap."""
+    """Seconds for which turns waited for the swap."""
 
 
 class WeightsRejected(Message, frozen=True):
-    """Of the engine: the version is refused, the old one serves on."""
+    """From the engine: the version is refused, and the old version continues to serve."""
 
     version: int
     reason: str
 
 
 class ServingStats(msgspec.Struct, frozen=True, array_like=True):
-    """Of a guest's host: how serving stands, and what the guest took of it since the tick before. Seconds."""
+    """From a guest's host: serving's load and slack, and the guest's work since the status before. Times in seconds."""
 
     running: int
     waiting: int
     prefill_headroom: float | None
-    """Least S_prf when serving was last looked at; None where it was not, or no request waited for its first token."""
+    """Least S_prf at the newest decision; None without a decision, or if no request waited for its first token."""
     decode_headroom: float | None
-    """Least S_dec; None also where none decoded."""
+    """Least S_dec at the newest decision; None without a decision, or if no request decoded."""
     longest_seconds: float
-    """The longest piece of the guest's work without a look whether a request has come, 0 where there was none: what the
-    yield bound is about."""
+    """Longest piece of guest work without a check for new requests, 0 without guest work. The yield bound limits it."""
     computed_seconds: float
-    """The most that the loop's thread computed in one piece. What one took above that, the thread waited for a core, or
-    for others that compute."""
+    """Most CPU time of the loop's thread in one piece. During the rest of a piece the thread waited for a core or for
+    other threads."""
     guest_error: float
-    """How wrong predicted steps are: nine in ten end within this share of what was predicted."""
+    """Relative prediction error of steps: nine steps in ten are wrong by at most this share of their prediction."""
     prefill_error: float
     decode_error: float
     held_back: dict[str, int]
-    """How often the guest had work and might not compute, by why (`HoldReason`)."""
+    """How often the guest had work and could not compute, by reason (`HoldReason`)."""
 
 
 class LendingStats(msgspec.Struct, array_like=True):
-    """How a lender shares its KV memory, and what has been since the tick before."""
+    """How a lender shares its KV memory, and counts since the status before."""
 
     budget_bytes: int = 0
-    """What turns may hold."""
+    """KV bytes that turns may hold."""
     frozen: bool = False
     cuts: int = 0
-    """Times that serving took room back."""
+    """Times that serving took KV memory back."""
     cut_seconds: float = 0.0
     preempted: int = 0
-    """Turns given up for want of room."""
+    """Turns that were aborted for lack of KV memory."""
     looks: int = 0
     look_seconds: float = 0.0
-    """That sharing took, cuts among it."""
+    """Time that the decisions on shares took, including cuts."""
 
 
 class EngineStatus(Message, frozen=True):
-    """Of the engine, now and then: it lives, and this is how it stands. Fields as in `EngineLoad` and `StepCost`."""
+    """From the engine, periodically: load, memory and rates. The fields are those of `EngineLoad` and `StepCost`."""
 
     version: int
     device: str
@@ -197,57 +196,57 @@ class EngineStatus(Message, frozen=True):
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
     steps: int
-    """Since the tick before."""
+    """Steps since the status before."""
     step_seconds: float
-    """That those took."""
+    """Time that these steps took."""
     blocked_seconds: float = 0.0
-    """Since it might last have computed: a guest waits for its host."""
+    """Time since the engine was last allowed to compute: a guest waits for its host."""
     suspended_reason: str = ""
-    """Why there is no engine at this moment; empty where there is one."""
+    """Why there is no engine at this moment; empty if there is an engine."""
     serving: ServingStats | None = None
     """None without a serving tenant."""
     most_turns: int | None = None
-    """That it may be given now, where that changes; None leaves it to the configuration."""
+    """The most turns at this moment, for an engine whose limit changes; None leaves the limit to the configuration."""
     lending: LendingStats | None = None
-    """Of a lender; what `kv_bytes_total` says is then what turns may hold."""
+    """Set by a lender, whose `kv_bytes_total` is the budget of turns."""
     seeded: bool = True
-    """Whether it runs turns with a seed."""
+    """Whether the engine runs turns with a seed."""
 
 
 class EngineFailed(Message, frozen=True):
-    """Of the engine: it runs no further step."""
+    """From the engine: the engine runs no further step."""
 
     reason: str
     usage: bool
-    """Whether it never began, for a model or a setting that it cannot take."""
+    """Whether the engine could not start, because of an unsupported model or setting."""
 
 
 class EngineLost(Message, frozen=True):
-    """Of a server's process: the guest is gone, with every turn in it and what it had been given."""
+    """From the host of a guest: the guest is gone with all of its turns and weights."""
 
     reason: str
     seconds: float
-    """Until another is begun."""
+    """Seconds until another guest is built."""
 
 
 class ObservationReport(Message, frozen=True):
-    """Of a server that is only observed: all since its beginning, and how it stands now."""
+    """From an observed server: totals since the start of the observation, and the load now."""
 
     seconds: float
-    """That were looked at."""
+    """Time since the start of the observation."""
     idle_seconds: float
-    """Of those, without a request."""
+    """Part of `seconds` without a request."""
     stretches: tuple[int, ...]
-    """Idle stretches that have ended, counted as in `rose.workers.lender.idle_time`."""
+    """Number of ended idle stretches, by bucket as in `rose.workers.lender.idle_time`."""
     stretch_seconds: float
-    """All of those together."""
+    """Sum of the ended idle stretches."""
     running: int
     waiting: int
     kv_bytes_total: int
     kv_bytes_held: int
-    """By requests."""
+    """KV bytes of serving's requests."""
     kv_bytes_most: int
-    """The same at its highest, since the word before."""
+    """Maximum of `kv_bytes_held` since the report before."""
 
 
 Command = SubmitTurn | AbortTurn | StageWeights | ActivateWeights | Resume | Suspend
@@ -270,7 +269,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def aborted_before_start(name: str, at: float, reason: str = "") -> TurnFinished:
-    """Of a turn that left, at this unix time and for this reason, before anything was computed of it."""
+    """Return the report of a turn that was aborted before any computation. `at`: unix seconds."""
     return TurnFinished(
         name=name,
         tokens=b"",
@@ -288,8 +287,10 @@ def aborted_before_start(name: str, at: float, reason: str = "") -> TurnFinished
 
 
 class MessageSender:
-    """The sending end: what finds no room on the line is kept, in order, until there is some. Of ticks one is kept, the
-    newest, behind all else, with what those before it counted: so who reads nothing for long makes nothing grow.
+    """Sends messages into a ring buffer, and keeps messages in order while the ring buffer has no room.
+
+    Statuses that wait are merged into one, which is sent after all other messages: a slow reader does not make the
+    queue of statuses grow.
     """
 
     def __init__(self, ring: RingBuffer) -> None:
@@ -298,11 +299,11 @@ class MessageSender:
         self._status: EngineStatus | None = None
 
     def __len__(self) -> int:
-        """Words that are kept."""
+        """Number of messages that wait for room."""
         return len(self._unsent) + (self._status is not None)
 
     def send(self, message: Message) -> None:
-        """Never waits."""
+        """Send the message, or keep it for a later `flush`. Never waits."""
         if isinstance(message, EngineStatus):
             self._status = message if self._status is None else _merge_statuses(self._status, message)
         else:
@@ -310,7 +311,7 @@ class MessageSender:
         self.flush()
 
     def flush(self) -> None:
-        """Send of what was kept as much as has room."""
+        """Send as many of the waiting messages as have room."""
         while self._unsent:
             if not self._try_write(self._unsent[0]):
                 return
@@ -327,7 +328,7 @@ class MessageSender:
 
 
 def _merge_statuses(before: EngineStatus, newer: EngineStatus) -> EngineStatus:
-    """The newer of two ticks, with what has been since the tick before either."""
+    """Return the newer of two statuses, with the counts of both."""
     return msgspec.structs.replace(
         newer,
         steps=before.steps + newer.steps,
@@ -338,7 +339,7 @@ def _merge_statuses(before: EngineStatus, newer: EngineStatus) -> EngineStatus:
 
 
 def _merge_serving_stats(before: ServingStats | None, newer: ServingStats | None) -> ServingStats | None:
-    """Also where the newer tick is of no engine, which sees nothing of serving: it was held back before."""
+    """Merge two parts. A newer status of a suspended engine has no part; the counts of the older one are kept."""
     if before is None:
         return newer
     now = newer or msgspec.structs.replace(
@@ -360,7 +361,7 @@ def _merge_serving_stats(before: ServingStats | None, newer: ServingStats | None
 
 
 def _merge_lending_stats(before: LendingStats | None, newer: LendingStats | None) -> LendingStats | None:
-    """Also where the newer tick is of no engine, which lends nothing: the cuts have been."""
+    """Merge two parts. A newer status of a suspended engine has no part; the cuts of the older one are kept."""
     if before is None:
         return newer
     now = newer or LendingStats()

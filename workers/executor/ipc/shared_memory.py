@@ -1,14 +1,13 @@
-"""The memory that an executor's two processes share: a ring buffer each way, the descriptors of all of it.
+"""The memory that executor and engine share: a ring buffer in each direction, and the descriptors of the channel.
 
 Keeps true
-- Neither side waits for the other: a full ring buffer refuses a message whole, an empty one has none.
-- What is read is what was written, whole and in order, whatever either side is in the middle of when it is killed.
-- Nothing is left on the machine: the memory has no name, and goes with the last process that holds it.
-- Neither side can take memory from under the other, which would end it: the memory is sealed against shrinking.
+- Neither side waits for the other: a full ring buffer refuses a whole message, and an empty ring buffer yields none.
+- Messages are read completely and in order, at whatever point either side is killed.
+- Nothing is left on the machine: the memory has no name, and is freed with the last process that holds it.
+- Neither side can shrink memory that the other has mapped, which would kill the other: the memory is sealed.
 
-A message is visible once the writer's position has moved past it: data first, then position. That order holds on x86,
-where stores are seen in the order in which they were made; elsewhere writes and reads of an `os.eventfd` between the
-two order them as well.
+A message is visible when the writer's position is past it: data first, then position. x86 keeps this order of stores;
+on other processors, writes and reads of an `os.eventfd` between the two order them as well.
 """
 
 import fcntl
@@ -19,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 
 HEADER_BYTES = 128
-"""Both positions, each on a cache line of its own."""
+"""Size of the two positions, each on its own cache line."""
 
 LENGTH = struct.Struct("<I")
 
@@ -27,28 +26,28 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 class RingBufferFull(Exception):
-    """The reader is behind; the message was not written."""
+    """The ring buffer has no room; the message was not written."""
 
 
 class SharedMemoryInvalid(Exception):
-    """What lies on the line was not written by `RingBuffer.write`."""
+    """A descriptor is not sealed shared memory, or its content was not written by `RingBuffer.write`."""
 
 
 class RingBuffer:
-    """One end of a line; both processes make one over the same file descriptor."""
+    """One end of a ring buffer with one writer and one reader; both processes map the same memory."""
 
     def __init__(self, descriptor: int) -> None:
-        """`descriptor`: of `create_ring_memory`, in this process. Raises SharedMemoryInvalid."""
+        """`descriptor`: memory of `create_ring_memory`, valid in this process. Raises SharedMemoryInvalid."""
         check_sealed(descriptor)
         self._memory = mmap.mmap(descriptor, 0)
         self._capacity = len(self._memory) - HEADER_BYTES
         view = memoryview(self._memory)
         self._positions = view[:HEADER_BYTES].cast("Q")
-        """Bytes ever written at 0, ever read at 8."""
+        """Index 0: total bytes written. Index 8: total bytes read."""
         self._data = view[HEADER_BYTES:]
 
     def write(self, message: bytes) -> None:
-        """Raises RingBufferFull."""
+        """Write one message. Raises RingBufferFull."""
         written, read = self._positions[0], self._positions[8]
         size = LENGTH.size + len(message)
         if size > self._capacity - (written - read):
@@ -58,7 +57,7 @@ class RingBuffer:
         self._positions[0] = written + size
 
     def read(self) -> Iterator[bytes]:
-        """Every message that is there now. Raises SharedMemoryInvalid."""
+        """Yield the messages that are there at the call. Raises SharedMemoryInvalid."""
         end = self._positions[0]
         while (at := self._positions[8]) < end:
             (length,) = LENGTH.unpack(self._get(at, LENGTH.size))
@@ -85,12 +84,15 @@ class RingBuffer:
 
 
 def create_ring_memory(size: int, name: str) -> int:
-    """A descriptor of shared memory for a line that holds `size` bytes of messages and their lengths."""
+    """Return a descriptor of shared memory for a ring buffer of `size` bytes of messages and their lengths."""
     return create_sealed_memory(HEADER_BYTES + size, name)
 
 
 def create_sealed_memory(size: int, name: str) -> int:
-    """A descriptor of shared memory without a name, of that many bytes; it may grow and never shrinks."""
+    """Return a descriptor of `size` bytes of shared memory, which can grow and cannot shrink.
+
+    `name` is only a label in /proc.
+    """
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, size)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
@@ -98,7 +100,7 @@ def create_sealed_memory(size: int, name: str) -> int:
 
 
 def check_sealed(descriptor: int) -> None:
-    """Raises SharedMemoryInvalid for memory that another process could still shrink."""
+    """Raise SharedMemoryInvalid if `descriptor` is not memory that is sealed against shrinking."""
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:
@@ -108,29 +110,29 @@ def check_sealed(descriptor: int) -> None:
 
 
 RING_BUFFER_BYTES = 8 << 20
-"""Of each line: several of the largest turns that a record holds."""
+"""Size of each ring buffer: holds several of the largest turns that a record can have."""
 
 DESCRIPTOR_COUNT = 5
-"""Descriptors that a `ChannelFds` has."""
+"""Number of descriptors in a `ChannelFds`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelFds:
-    """Descriptors, valid in this process."""
+    """The descriptors of a channel, valid in this process."""
 
     commands: int
-    """Of the line to the engine."""
+    """Ring buffer to the engine."""
     reports: int
-    """Of the line from it."""
+    """Ring buffer from the engine."""
     wake_event: int
-    """An eventfd, rung after an order for an engine that may be asleep."""
+    """An eventfd, written after each command because the engine may sleep."""
     weights_0: int
     weights_1: int
-    """Shared memory that grows to hold a policy version each."""
+    """Weight buffers: shared memory that grows to hold one policy version each."""
 
     @classmethod
     def create(cls) -> "ChannelFds":
-        """Made once, by the process that the other is forked from, or that hands them to it."""
+        """Create a channel. The other process inherits the descriptors by a fork, or receives them over a socket."""
         lines = (
             create_ring_memory(RING_BUFFER_BYTES, "rose-orders"),
             create_ring_memory(RING_BUFFER_BYTES, "rose-reports"),
@@ -144,7 +146,10 @@ class ChannelFds:
 
     @classmethod
     def from_descriptors(cls, descriptors: Sequence[int]) -> "ChannelFds":
-        """Of descriptors that another process has handed over, in their order. Raises SharedMemoryInvalid."""
+        """Check the descriptors that another process has sent, in the order of `descriptors`.
+
+        Raises SharedMemoryInvalid if their number is wrong, or a memory is not sealed.
+        """
         if len(descriptors) != DESCRIPTOR_COUNT:
             raise SharedMemoryInvalid(f"{len(descriptors)} descriptors came, not {DESCRIPTOR_COUNT}")
         channel = cls(*descriptors)
@@ -158,7 +163,7 @@ class ChannelFds:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """In the order in which they are handed over."""
+        """All descriptors, in the order in which they are sent."""
         return tuple(astuple(self))
 
     def wake_engine(self) -> None:

@@ -1,8 +1,9 @@
-"""Policy versions in memory that an executor's two processes share: one serves, the next is laid beside it.
+"""Weight buffers: policy versions in memory that executor and engine share. One serves; the next version is written to
+the other.
 
 Keeps true
-- Bytes go in as they are and come out as they went in; tensors are views over the shared memory, no copies of it.
-- A buffer is written only while nobody computes from it: the one whose version serves stays as it is.
+- Bytes are not converted; tensors are views of the shared memory, not copies.
+- A buffer is written only while no engine computes from it: the buffer whose version serves is not changed.
 """
 
 import math
@@ -21,7 +22,7 @@ ALIGNMENT = 64
 
 
 def write_tensors(descriptor: int, tensors: Mapping[str, Tensor]) -> tuple[TensorLayout, ...]:
-    """Copy the tensors into the buffer with this descriptor; what lay there before is overwritten."""
+    """Copy the tensors into the buffer of `descriptor`, over its earlier content. Return where each tensor lies."""
     layout, end = [], 0
     for name, tensor in tensors.items():
         layout.append(TensorLayout(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end))
@@ -35,13 +36,13 @@ def write_tensors(descriptor: int, tensors: Mapping[str, Tensor]) -> tuple[Tenso
 
 @dataclass(frozen=True, slots=True)
 class StagedTensors:
-    """A version that lies in the buffer with this descriptor."""
+    """The tensors of a version in the buffer of `descriptor`."""
 
     descriptor: int
     layout: Sequence[TensorLayout]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors by name. They keep the buffer's memory mapped, and touch it only where they are read."""
+        """Yield names and tensors. The tensors keep the buffer mapped, and touch its pages only when they are read."""
         memory = mmap.mmap(self.descriptor, 0)
         for entry in self.layout:
             dtype: torch.dtype = getattr(torch, entry.dtype)

@@ -1,4 +1,4 @@
-"""The rollout engine, over vLLM.
+"""The rollout engine, on vLLM.
 
-Keeps true: nothing here changes the process that it is imported in, but `process_env`.
+Keeps true: only the import of `process_env` changes the importing process.
 """

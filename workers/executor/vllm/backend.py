@@ -1,6 +1,6 @@
-"""Where an engine's model computes: in this process, or in those of a server's ranks.
+"""The backend of an engine's model: in this process, or in the processes of a server's ranks.
 
-Keeps true: the scheduler, and all that an engine keeps of its turns, is in this process in any case.
+Keeps true: the scheduler and the state of all turns are in this process in either case.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -24,7 +24,7 @@ from rose.workers.executor.vllm.weights import PolicyWeights
 
 
 class BackendWeights(Protocol):
-    """An engine's; `weights.PolicyWeights` says what each does."""
+    """The weights of an engine. `weights.PolicyWeights` documents the methods."""
 
     def check(self, tensors: Iterable[tuple[str, Tensor]]) -> Generator[None, None, dict[str, Tensor]]: ...
     def allocate_spare(self) -> None: ...
@@ -33,42 +33,43 @@ class BackendWeights(Protocol):
 
 
 class ModelBackend(Protocol):
-    """Of one engine."""
+    """Place where the model of one engine runs."""
 
     ranks: int
-    """Processes, each of which holds an equal share of the KV cache."""
+    """Number of processes, each of which holds an equal share of the KV cache."""
     engine_arguments: Mapping[str, Any]
-    """Of `vllm.EngineArgs`: what tells vLLM of it."""
+    """Arguments of `vllm.EngineArgs` that select the backend."""
 
     def make_executor(self, config: VllmConfig) -> Executor:
-        """What carries vLLM's calls there; it has loaded the model when it returns."""
+        """Return vLLM's executor for the backend, with the model loaded."""
         ...
 
     def patch_model(self, core: EngineCore, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> BackendWeights:
-        """Make the model that was started ROSE's; who replaces its weights."""
+        """Patch the loaded model, and return the object that replaces its weights."""
         ...
 
     def set_layer_hook(self, core: EngineCore, hook: Callable[[], None]) -> None:
-        """Have this called within each step: before each layer's attention, before the logits and before the sampling.
-        Nowhere if the model is in other processes.
+        """Call `hook` within each step: before each layer's attention, before the logits and before the sampling.
+
+        Does nothing if the model is in other processes.
         """
         ...
 
     def cache_address(self, core: EngineCore) -> int | None:
-        """The address of the KV cache; None where it is another process's."""
+        """Return the address of the KV cache; None if the cache is in another process."""
         ...
 
     def release(self) -> None:
-        """Let go of the model and the KV cache, as far as there are any."""
+        """Free the model and the KV cache, if they exist."""
         ...
 
 
 class InProcessExecutor(UniProcExecutor):  # type: ignore[misc]
-    """The model runs in this process, by a name that vLLM does not know: a CPU would turn its own into a process."""
+    """vLLM's executor in this process, as a class of its own: on a CPU vLLM replaces "uni" by a separate process."""
 
 
 class InProcessBackend:
-    """This process."""
+    """Runs the model in this process."""
 
     ranks = 1
     engine_arguments: Mapping[str, Any] = {"distributed_executor_backend": InProcessExecutor}
@@ -101,38 +102,38 @@ class InProcessBackend:
 
 
 def in_process_worker(core: EngineCore) -> Any:
-    """The one worker, which lives in this process."""
+    """Return the only worker of a core whose model is in this process."""
     return core.model_executor.driver_worker.worker
 
 
 def kv_cache_address(core: EngineCore) -> int:
-    """Of the KV cache of a core whose one worker lives in this process."""
+    """Return the address of the KV cache of a core whose only worker is in this process."""
     address: int = in_process_worker(core).model_runner.kv_caches[0].untyped_storage().data_ptr()
     return address
 
 
 def patch_runner(runner: Any) -> None:
-    """Once its model is loaded."""
+    """Patch a model runner after its model is loaded."""
     patch_cpu_runner(runner)
     draw_by_position(runner)
     _request_amx_tiles()
 
 
 def _request_amx_tiles() -> None:
-    """vLLM's bfloat16 attention uses AMX tiles on a CPU that has them, but asks the kernel for them nowhere.
+    """Request AMX tiles from the operating system, if the CPU has them.
 
-    A process that has not asked ends in an illegal instruction; torch asks in its larger products only, so what a short
-    first turn did was chance.
+    vLLM's bfloat16 attention uses the tiles without a request, which ends the process with an illegal instruction.
+    torch requests the tiles only in its larger products, so a short first turn would fail at random.
     """
     if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
 
 
 def release_runner(runner: Any) -> None:
-    """Of a runner's model and KV cache.
+    """Free a runner's model and KV cache.
 
-    Not vLLM's own shutdown: that also ends process groups, forgets workspaces and thaws the garbage collector's frozen
-    heap, all of which another engine in the process may rely on.
+    vLLM's own shutdown also destroys process groups, frees workspaces and unfreezes the garbage collector's heap, which
+    another engine in the process may rely on.
     """
     layers = runner.compilation_config.static_forward_context
     for layer in layers.values():

@@ -1,9 +1,10 @@
-"""vLLM's model runner on a CPU, made cheaper for small models, and sound where one of its turns overflows.
+"""Patches of vLLM's model runner on a CPU: faster steps of small models, and no effect of an overflow on other turns.
 
-Keeps true: the same functions of the same inputs, and for this model only; another engine in the process is untouched.
+Keeps true: patched functions compute the same as before, and only one model runner is patched; another engine in the
+process is not changed.
 
-vLLM's own C++ kernels take the place of five torch calls each in eager mode: on 0.4M parameters a step of 1, 32 or 128
-turns takes 0.75 of the time.
+In eager mode, each of vLLM's C++ kernels replaces five torch calls: with 0.4M parameters a step of 1, 32 or 128 turns
+takes 0.75 of the time.
 """
 
 from collections.abc import Sequence
@@ -20,11 +21,11 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
-"""Element types that the C++ kernels take."""
+"""Element types that the C++ kernels support."""
 
 
 def patch_cpu_runner(runner: Any) -> None:
-    """Fit one model runner. Does nothing where vLLM does not run on a CPU."""
+    """Patch one model runner. Does nothing if vLLM does not run on a CPU."""
     if not current_platform.is_cpu():
         return
     if isinstance(runner.sampler, Sampler):
@@ -38,9 +39,9 @@ def patch_cpu_runner(runner: Any) -> None:
 
 
 def sampled_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-    """The sampled tokens' logprobs alone: (rows, vocabulary) and (rows,) in.
+    """Return only the sampled tokens' logprobs. `logprobs`: (rows, vocabulary). `token_ids`: (rows,).
 
-    vLLM's own also ranks the tokens, in a function that the first step compiles with a C++ compiler (2 to 16 s).
+    vLLM's function also ranks the tokens, which the first step compiles with a C++ compiler (2 to 16 s).
     """
     assert num_logprobs == 0
     rows = token_ids.unsqueeze(-1)
@@ -48,10 +49,10 @@ def sampled_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> 
 
 
 def zero_new_blocks(scheduler: Any) -> None:
-    """Have its runners zero each block of the KV cache before a turn computes into it, as vLLM has it for some caches.
+    """Make the scheduler's runners zero each block of the KV cache before a turn uses it, as vLLM does for some caches.
 
-    The kernel of a CPU reads a block to its end and weighs what lies behind a turn's last token with 0: what is no
-    number there, of a turn that overflowed, would make none of the sum. vLLM's for GPUs load zeros for it.
+    The CPU kernel reads a whole block and weights the entries behind a turn's last token with 0. A NaN there, from a
+    turn that overflowed, would make the sum NaN. The GPU kernels load zeros instead.
     """
     if current_platform.is_cpu():
         scheduler.needs_kv_cache_zeroing = True
@@ -60,7 +61,7 @@ def zero_new_blocks(scheduler: Any) -> None:
 
 
 def _zero_blocks(runner: Any, block_ids: Sequence[int]) -> None:
-    """vLLM's own leaves out what attends to a window, and takes a call for each block of a layer."""
+    """Zero blocks in all layers. vLLM's function omits layers with window attention, and makes a call per block."""
     blocks = torch.tensor(block_ids)
     for layer in runner.compilation_config.static_forward_context.values():
         if isinstance(cache := getattr(layer, "kv_cache", None), Tensor):

@@ -1,14 +1,15 @@
 """The rollout engine: token ids in, token ids and their logprobs out, weights replaced between two steps.
 
 Keeps true
-- One thread, one bounded step at a time: between two steps nothing computes, so a swap needs no pause protocol.
-- A token's version is that of the weights that sampled it; a turn that a swap overtakes goes on, with two spans.
-- KV computed before a swap serves only turns that were running then: whoever holds none begins under the new weights.
-- A turn that cannot run is refused before anything is taken for it.
-- What a turn computed that is no number spoils no turn that takes its blocks after it.
+- One thread runs one bounded step at a time. Nothing computes between two steps, so a version swap needs no pause
+  protocol.
+- The version of a token is the version of the weights that sampled it. A turn continues across a swap, with two spans.
+- KV from before a swap is used only by turns that were running then. Turns without KV start with the new weights.
+- A turn that cannot run is refused before it takes any resource.
+- NaN values of one turn do not affect a later turn that reuses its blocks.
 
-It drives vLLM's `EngineCore` and not `LLM`: nothing here needs text, and a core can also live beside another one in a
-serving process.
+The engine drives vLLM's `EngineCore` instead of `LLM`: it needs no text, and a core can run in the same process as a
+serving core.
 """
 
 import gc
@@ -64,10 +65,10 @@ __all__ = [
 ]
 
 LEAST_TEMPERATURE = 0.01
-"""vLLM raises anything lower, but not 0, to this in silence."""
+"""vLLM silently raises lower temperatures other than 0 to this value."""
 
 WAITING_STATUSES = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-"""Holds no KV."""
+"""Statuses of requests without KV."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +84,7 @@ class _Turn:
     spans: list[VersionSpan] = field(default_factory=list)
 
     def close_span(self, version: int) -> None:
-        """Everything sampled since the last span was sampled by `version`."""
+        """Add a span of `version` over the tokens that were sampled since the last span."""
         start = self.spans[-1].end if self.spans else 0
         if len(self.logprobs) > start:
             self.spans.append(VersionSpan(start, len(self.logprobs), version))
@@ -91,51 +92,52 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """An engine's KV cache, for who shares its memory out."""
+    """An engine's KV cache, for code that shares its memory with serving."""
 
     config: KVCacheConfig
     pool: BlockPool
     block_bytes: int
-    """Of all ranks."""
+    """Bytes of one block, summed over the ranks."""
     block_tokens: int
     address: int | None
-    """Its address; None where it is not in this process."""
+    """Address of the cache; None if the cache is in another process."""
 
 
 class Engine:
-    """One model, the turns in it, and the policy version that it serves.
+    """One model, its turns, and the policy version that serves.
 
-    A logprob is that of the distribution from which its token was drawn: after temperature and top_p, vLLM's
-    `processed_logprobs`. At temperature 1 and top_p 1 it is the model's own log_softmax. Greedy turns (temperature 0)
-    get the log_softmax at temperature 1.
+    A logprob is the log-probability of a token in the distribution that it was sampled from: after temperature and
+    top_p, vLLM's `processed_logprobs`. At temperature 1 and top_p 1 it is the model's own log_softmax. Greedy turns
+    (temperature 0) get the log_softmax at temperature 1.
     """
 
     def __init__(self, config: EngineConfig, backend: ModelBackend | None = None) -> None:
-        """Takes seconds. `backend` is this process unless given. The folder's tokenizer is of no use to it, and is left
-        unread: `check_folder` is for whoever has no users to wait for it. Raises ModelFolderError, ConfigRefused or
-        EngineStartError.
+        """Build the engine, which takes seconds. `backend`: where the model runs; None is this process.
+
+        The folder's tokenizer is not read, because its load would block a serving engine in the process; `check_folder`
+        checks it. Raises ModelFolderError, ConfigRefused or EngineStartError.
         """
         self._folder = config.model_folder
         self.shapes, self.vocabulary = read_folder(config.model_folder)
         check_context_length(config.model_folder, config.max_model_len)
         self.version = config.policy_version
         self.longest_tokens = config.max_model_len
-        """Of a turn, context and output together."""
+        """Most tokens of a turn, context and output together."""
         self.steps = 0
-        """That it has begun: between two of them no turn takes or finds a block."""
+        """Number of steps that have begun. Between two steps no turn takes or finds a block."""
         self.suspended_seconds = 0.0
-        """That its steps stood still, for somebody else to have the thread. Whoever has it then counts."""
+        """Total time for which steps were paused. The code that pauses steps adds to it."""
         self._step_tokens = config.step_tokens
         self._backend = backend or InProcessBackend()
         self.devices = self._backend.ranks
-        """That a step takes the time of."""
+        """Number of devices that a step occupies."""
         self._core = start_core(config, self._backend)
         self._scheduler = self._core.scheduler
         zero_new_blocks(self._scheduler)
         self._weights = self._backend.patch_model(self._core, config.model_folder, self.shapes)
         self._swaps = 0
         self._staged: dict[str, torch.Tensor] | None = None
-        """A version that can be served at once."""
+        """The staged version, which can be activated."""
         self._turns: dict[str, _Turn] = {}
         self._unscheduled: deque[_Turn] = deque()
         kv, pool = self._scheduler.kv_cache_config, self._scheduler.kv_cache_manager.block_pool
@@ -145,13 +147,13 @@ class Engine:
         self._device = current_platform.get_device_name() or current_platform.device_type
 
     def __len__(self) -> int:
-        """Turns held, running and waiting."""
+        """Number of turns in the engine, running and waiting."""
         return len(self._turns)
 
     def add(self, key: str, context: Sequence[int], sampling: Sampling, *, policy_version: int) -> None:
-        """Take a turn on. It ends at a stop token, at `max_tokens`, or when `max_model_len` is full.
+        """Add a turn. The turn ends at a stop token, at `max_tokens`, or at `max_model_len`.
 
-        `policy_version` is the version that the caller means; it must be the one that serves. Raises EngineRefusal.
+        `policy_version`: the version that the caller expects; must be the serving version. Raises EngineRefusal.
         """
         if policy_version != self.version:
             raise EngineRefusal(f"policy version {self.version} serves, not {policy_version}")
@@ -175,11 +177,11 @@ class Engine:
         self._unscheduled.append(turn)
 
     def set_layer_hook(self, hook: Callable[[], None]) -> None:
-        """Have this called between two layers of its steps, as far as they are in this process."""
+        """Call `hook` between two layers of each step, if the model is in this process."""
         self._backend.set_layer_hook(self._core, hook)
 
     def abort(self, key: str) -> FinishedTurn | None:
-        """Take a turn out, with what it has sampled; None if it is not in the engine."""
+        """Remove a turn and return it with its sampled tokens; None if the turn is not in the engine."""
         turn = self._turns.pop(key, None)
         if turn is None:
             return None
@@ -188,12 +190,12 @@ class Engine:
 
     @property
     def next_step_tokens(self) -> int:
-        """Tokens of the step that would be next."""
+        """Most tokens of the next step."""
         tokens: int = sum(each.request.num_tokens - each.request.num_computed_tokens for each in self._turns.values())
         return min(tokens, self._step_tokens)
 
     def step(self, most_tokens: int | None = None) -> StepResult:
-        """One bounded step: at most `step_tokens` tokens, prefill and decode together, and at most `most_tokens`.
+        """Run one step of at most `step_tokens` and `most_tokens` tokens, prefill and decode together.
 
         Raises EngineBroken.
         """
@@ -205,7 +207,7 @@ class Engine:
         self.steps += 1
         try:
             outputs, _ = self._core.step_fn()
-        except Exception as error:  # whatever a kernel raises, the scheduler has lost track of its turns
+        except Exception as error:  # after any error of a kernel the scheduler's state is inconsistent
             raise EngineBroken(f"a step failed: {first_line(error)}") from error
         seconds = time.perf_counter() - began
         now = began_at + seconds
@@ -218,7 +220,7 @@ class Engine:
         return StepResult(finished, self._scheduler.scheduled_tokens, seconds)
 
     def _on_output(self, output: EngineCoreOutput, now: float) -> FinishedTurn | None:
-        """Note the token of one turn; the turn itself if it has ended."""
+        """Record the new token of a turn. Return the turn if it has ended."""
         turn = self._turns[output.request_id]
         if not turn.first_token_at:
             turn.first_token_at = now
@@ -246,7 +248,7 @@ class Engine:
         )
 
     def self_test(self) -> None:
-        """Run a turn, for whoever has nobody waiting: what vLLM cannot compute it raises only when it computes it.
+        """Run a short turn, because vLLM raises some errors of a model only when it computes.
 
         Raises EngineStartError.
         """
@@ -258,9 +260,9 @@ class Engine:
             raise EngineStartError(f"vLLM cannot run {self._folder} here: {first_line(broken)}") from broken
 
     def swap(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> float:
-        """Prepare `version` and serve it from the next step on; returns the seconds that both took.
+        """Stage and activate `version`. Return the seconds that both took.
 
-        Raises SwapRefused when the old version serves on, EngineBroken when none does.
+        Raises SwapRefused if the old version continues to serve, EngineBroken if no version does.
         """
         began = time.perf_counter()
         for _ in self.stage(tensors):
@@ -269,12 +271,12 @@ class Engine:
         return time.perf_counter() - began
 
     def stage(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
-        """Check a version, and do what can be done while the old one serves: in pieces (`write_version`), between
-        which the engine may step.
+        """Check a version and prepare it while the old version serves, in pieces (`write_version`). The engine may step
+        between two pieces.
 
-        `tensors` are all tensors of the model by Hugging Face name, on any device, in the engine's element type or one
-        that it holds exactly. They are kept: do not write to them afterwards. What was prepared before and is not
-        served is lost. Raises SwapRefused.
+        `tensors`: all tensors of the model by Hugging Face name, on any device, in the engine's element type or a type
+        that it represents exactly. The engine keeps them: do not write to them afterwards. An earlier staged version is
+        discarded. Raises SwapRefused.
         """
         self._staged = None
         version = yield from self._weights.check(tensors)
@@ -283,13 +285,13 @@ class Engine:
         self._staged = version
 
     def allocate_spare(self) -> None:
-        """Take the memory for a second version now, not in the first piece of the first one."""
+        """Allocate the memory of a second version now, instead of in the first piece of staging."""
         self._weights.allocate_spare()
 
     def activate(self, version: int) -> float:
-        """Serve what was prepared last, as `version`, from the next step on; returns the seconds that this took.
+        """Serve the staged version, as `version`, from the next step on. Return the seconds that this took.
 
-        Raises SwapRefused when the old version serves on, EngineBroken when none does.
+        Raises SwapRefused if the old version continues to serve, EngineBroken if no version does.
         """
         if self._staged is None:
             raise SwapRefused("nothing is prepared")
@@ -303,8 +305,9 @@ class Engine:
         return time.perf_counter() - began
 
     def _rehash_waiting(self) -> None:
-        """Who holds no KV begins under the weights that serve: also one that a swap overtook and that was preempted
-        only then, whose old blocks may still be found by their old names.
+        """Hash the blocks of waiting requests with the serving weights' salt, because they start with these weights.
+
+        This includes requests that were preempted after a swap: their old blocks may still be cached under old hashes.
         """
         salt = self._salt
         for request in self._scheduler.waiting:
@@ -315,11 +318,11 @@ class Engine:
 
     @property
     def _salt(self) -> str:
-        """Names the weights, whose KV is found again under no other; the count tells two of one version apart."""
+        """Cache salt of the serving weights: KV is reused only under the same salt. Each swap makes a new one."""
         return f"{self.version}/{self._swaps}"
 
     def load(self) -> EngineLoad:
-        """Figures of this moment, from the scheduler itself."""
+        """Return the load of this moment, from the scheduler."""
         running, waiting = self._scheduler.get_request_counts()
         cache = self.cache
         return EngineLoad(
@@ -327,13 +330,13 @@ class Engine:
             running=running,
             waiting=waiting,
             tokens=sum(turn.request.num_tokens for turn in self._turns.values()),
-            kv_bytes_total=(cache.config.num_blocks - 1) * cache.block_bytes,  # vLLM keeps one for itself
+            kv_bytes_total=(cache.config.num_blocks - 1) * cache.block_bytes,  # vLLM reserves one block
             kv_bytes_free=cache.pool.get_num_free_blocks() * cache.block_bytes,
             kv_bytes_per_token=cache.block_bytes // cache.block_tokens,
         )
 
     def held_turns(self) -> list[HeldTurn]:
-        """Every turn held."""
+        """Return every turn in the engine."""
         return [
             HeldTurn(
                 key,
@@ -344,7 +347,7 @@ class Engine:
         ]
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory. The engine cannot be used afterwards."""
         self._backend.release()
         self._core.structured_output_manager.clear_backend()
         self._scheduler.shutdown()
@@ -356,7 +359,7 @@ class Engine:
 
 @lru_cache(maxsize=256)
 def _parameters(sampling: Sampling) -> SamplingParams:
-    """vLLM's parameters; it never writes to them, so turns share them. Raises EngineRefusal."""
+    """Return vLLM's sampling parameters. vLLM never changes them, so turns share them. Raises EngineRefusal."""
     if 0 < sampling.temperature < LEAST_TEMPERATURE:
         raise EngineRefusal(f"temperature {sampling.temperature} is neither 0 nor at least {LEAST_TEMPERATURE}")
     try:

@@ -1,6 +1,7 @@
-"""Model folders, checked before an engine is made from them.
+"""Check of a model folder before an engine is built from it.
 
-Keeps true: what vLLM would answer with a traceback (no config, a truncated file, another vocabulary) is one sentence.
+Keeps true: a fault for which vLLM would raise a traceback (no config, a truncated file, another vocabulary) is reported
+in one sentence.
 """
 
 from collections.abc import Mapping
@@ -14,13 +15,13 @@ from rose.workers.weights.model_folder import FolderError, folder_shapes, read_c
 VOCABULARY_TENSORS = tuple(
     f"{name}.weight" for name in ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "word_embeddings")
 )
-"""Endings of the names of tensors that have one row per token id."""
+"""Name endings of the tensors with one row per token id."""
 
 
 def check_folder(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
-    """What `read_folder` gives and raises, once the tokenizer is known to be the model's.
+    """Do the same as `read_folder`, and check that the tokenizer fits the model.
 
-    Reading a tokenizer holds Python's one lock for as long as it takes, of large ones half a second.
+    The load of a tokenizer holds Python's global interpreter lock, for half a second if the tokenizer is large.
     """
     shapes, vocabulary = read_folder(folder)
     tokenizer = folder / TOKENIZER_FILE
@@ -33,7 +34,10 @@ def check_folder(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
-    """The shape of every tensor of the folder, and the vocabulary's size. Raises ModelFolderError or ConfigRefused."""
+    """Return the shapes of the folder's tensors by name, and the vocabulary size.
+
+    Raises ModelFolderError or ConfigRefused.
+    """
     try:
         config, shapes = read_config(folder), folder_shapes(folder)
     except FolderError as error:

@@ -1,14 +1,14 @@
-"""Seeded turns draw by position.
+"""Sampling of seeded turns by position.
 
 Keeps true
-- What a seeded turn draws depends on its seed, the place of the token in the whole sequence and the distribution there,
-  and on nothing that was drawn before. So a turn that is broken off and goes on elsewhere, behind a context that holds
-  what it had sampled, draws what it would have drawn unbroken.
-- A turn whose prefill is not done yet draws nothing from its generator. vLLM lets it draw, throws the token away and
-  turns the generator back by an offset, which a CPU generator has not: one cut prefill would end the engine.
+- The token that a seeded turn samples depends on its seed, the position of the token in the whole sequence and the
+  distribution, and on no earlier draw. A turn that is aborted and resumed by another executor therefore samples the
+  same tokens as an uninterrupted turn.
+- A turn whose prefill is not complete draws nothing from its generator. vLLM would draw, discard the token and set the
+  generator back by an offset, which a CPU generator does not support: one chunked prefill would end the engine.
 
-vLLM gives a seeded turn one generator, which moves on by a vocabulary of numbers with every token. To move it on to
-token k costs k vocabularies; to seed it anew for each token costs about a microsecond.
+vLLM gives a seeded turn one generator, which advances by the size of the vocabulary with every token. An advance to
+token k costs k vocabularies; a new seed for each token costs about a microsecond.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ MASK = 2**64 - 1
 
 
 def seed_at(seed: int, position: int) -> int:
-    """The seed of one draw: SplitMix64's output number `position` of the stream that begins at `seed`."""
+    """Return the seed of one draw: output number `position` of SplitMix64 with the start value `seed`."""
     mixed = (seed + (position + 1) * 0x9E3779B97F4A7C15) & MASK
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & MASK
@@ -27,7 +27,7 @@ def seed_at(seed: int, position: int) -> int:
 
 
 def draw_by_position(runner: Any) -> None:
-    """Make this model runner's seeded turns draw so; another engine in the process is untouched.
+    """Patch one model runner to sample seeded turns by position; another engine in the process is not changed.
 
     Does nothing to vLLM's second model runner (GPUs with Triton), which hashes seed and position by itself.
     """

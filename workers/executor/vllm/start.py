@@ -1,9 +1,9 @@
-"""Starting vLLM's engine core.
+"""Start of vLLM's engine core.
 
 Keeps true
-- The core has no tokenizer, reads no pickle, runs no code of a model folder, and never runs ahead of the weights it
-  reports: a step computes and samples before it returns.
-- It runs in this process, whatever the environment says to vLLM; its model where `backend` says.
+- The core has no tokenizer, reads no pickle, runs no code of a model folder, and never runs ahead of the weights that
+  it reports: a step computes and samples before it returns.
+- The core runs in this process, whatever the environment sets for vLLM. `backend` says where its model runs.
 """
 
 import secrets
@@ -29,18 +29,18 @@ from rose.workers.executor.vllm.types import EngineConfig, EngineStartError, fir
 from rose.workers.executor.vllm.weights import keep_unpacked_weights
 
 DIVERGENT_ARCHITECTURES = frozenset({"Gemma3nForCausalLM", "Lfm2ForCausalLM"})
-"""Architectures of which transformers and vLLM on a CPU are off by hundredths of a nat or more."""
+"""Architectures for which logprobs of transformers and of vLLM on a CPU differ by hundredths of a nat or more."""
 
 PATTERN = "*?["
-"""Letters of paths that Python's glob does not take as they are."""
+"""Characters with a special meaning in Python's glob."""
 
 BIDIRECTIONAL_ARCHITECTURES = frozenset({"HrmTextForCausalLM"})
-"""Architectures of which vLLM, on any device, lets the tokens that it computes in one step see each other both ways
-(`PrefillPrefixLMAttention`). What is sampled after them depends on what a step and the prefix cache left for it."""
+"""Architectures for which vLLM, on any device, lets the tokens of one step attend to each other in both directions
+(`PrefillPrefixLMAttention`). Sampled tokens then depend on how steps and prefix cache split the context."""
 
 
 class StepScheduler(Scheduler):  # type: ignore[misc]
-    """vLLM's scheduler, which also remembers how many tokens it scheduled last."""
+    """vLLM's scheduler, which also records the number of tokens of the newest step."""
 
     scheduled_tokens = 0
 
@@ -51,8 +51,9 @@ class StepScheduler(Scheduler):  # type: ignore[misc]
 
 
 class QuietCore(EngineCore):  # type: ignore[misc]
-    """vLLM's core. Why a step failed says whoever asked for it: vLLM's own page on it would stand in the log of a
-    server that lends as if serving had failed.
+    """vLLM's core without its long log message for a failed step, which the caller reports.
+
+    In the log of a lending server the message would look like a failure of serving.
     """
 
     def log_error_detail(self, scheduler_output: SchedulerOutput) -> AbstractContextManager[None]:
@@ -60,7 +61,7 @@ class QuietCore(EngineCore):  # type: ignore[misc]
 
 
 class _SeenModules:
-    """`sys` as vLLM's search for kernels sees it."""
+    """Stands in for `sys` in vLLM's search for kernels: shows all modules but llvmlite's."""
 
     @property
     def modules(self) -> dict[str, ModuleType]:
@@ -69,8 +70,10 @@ class _SeenModules:
 
 @contextmanager
 def hide_llvmlite() -> Iterator[None]:
-    """While vLLM starts: it asks every object of every module for its `__dict__`, and llvmlite's library handle, which
-    answers to any name with a C function, would end it. The codec has llvmlite loaded, by way of numba.
+    """Hide llvmlite's modules from vLLM while it starts.
+
+    vLLM reads `__dict__` of every object of every module. llvmlite's library handle returns a C function for any name,
+    which would crash vLLM. The codec imports llvmlite through numba.
     """
     dispatcher.sys = _SeenModules()
     try:
@@ -80,7 +83,7 @@ def hide_llvmlite() -> Iterator[None]:
 
 
 def start_core(config: EngineConfig, backend: ModelBackend) -> EngineCore:
-    """A core that can step. Raises EngineStartError."""
+    """Return a core that is ready to step. Raises EngineStartError."""
     if config.step_tokens < config.max_running:
         what = f"step_tokens ({config.step_tokens}) is less than max_running ({config.max_running})"
         raise EngineStartError(f"{what}: a step must hold one token of every running turn")
@@ -99,7 +102,7 @@ def start_core(config: EngineConfig, backend: ModelBackend) -> EngineCore:
     except EngineStartError:
         backend.release()
         raise
-    except Exception as error:  # vLLM answers a model or a setting that it cannot take with any exception at all
+    except Exception as error:  # vLLM raises any type of exception for an unsupported model or setting
         backend.release()
         raise EngineStartError(f"vLLM does not start with {config.model_folder}: {_error_text(error)}") from error
 
@@ -112,7 +115,10 @@ def _refuse_bidirectional(config: VllmConfig) -> None:
 
 
 def _refuse_other_class(config: VllmConfig) -> None:
-    """vLLM goes by config.json's `architectures`, transformers by its `model_type`: they must come to the same."""
+    """Refuse a model folder for which vLLM and transformers choose different classes.
+
+    vLLM uses `architectures` of config.json, transformers `model_type`. Raises EngineStartError.
+    """
     model = config.model_config
     kind = model.hf_config.model_type
     trained = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
@@ -132,7 +138,7 @@ def _refuse_divergent(config: VllmConfig) -> None:
 
 
 def _refuse_heads(config: VllmConfig) -> None:
-    """vLLM's attention on a CPU would raise only when it first computes."""
+    """Refuse an unsupported head size, for which vLLM on a CPU would raise only in the first step."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     model, sizes = config.model_config, CPUAttentionBackend.get_supported_head_sizes()
@@ -166,7 +172,7 @@ def _arguments(config: EngineConfig, backend: ModelBackend) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
         "scheduler_cls": StepScheduler,
-        "async_scheduling": False,  # a step that runs ahead would sample with weights that were swapped meanwhile
+        "async_scheduling": False,  # a step that runs ahead would sample with weights that have been replaced
         "disable_log_stats": True,
         **backend.engine_arguments,
         **config.vllm_arguments,

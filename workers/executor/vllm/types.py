@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it. Imports neither vLLM nor torch."""
+"""Types of the engine's input, output and errors. Imports neither vLLM nor torch."""
 
 import traceback
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ from rose.schemas.errors import RoseError, UsageError
 from rose.schemas.turns import VersionSpan
 
 LINE_CHARACTERS = 300
-"""Of a line that is not cut."""
+"""Longest line of an error text that is not cut, in characters."""
 
 
 class ModelFolderError(UsageError):
-    """A model folder that no engine can be made from."""
+    """No engine can be built from the model folder."""
 
 
 class EngineStartError(UsageError):
@@ -25,11 +25,11 @@ class EngineStartError(UsageError):
 
 
 class EngineRefusal(RoseError):
-    """A turn that this engine cannot run; the message says why."""
+    """The engine cannot run a turn; the message says why."""
 
 
 class SwapRefused(RoseError):
-    """A policy version that was not taken; the old one serves on."""
+    """The engine refuses a policy version; the old version continues to serve."""
 
 
 class EngineBroken(RoseError):
@@ -38,79 +38,79 @@ class EngineBroken(RoseError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """One engine."""
+    """Settings of one engine."""
 
     model_folder: Path
     """Hugging Face folder: config.json and safetensors. Its weights serve as `policy_version` until the first swap."""
     policy_version: int = -1
-    """Of the folder's weights; -1 says that they are of none."""
+    """Version of the folder's weights; -1 for weights of no version."""
     dtype: str = "float32"
-    """`float32`, `bfloat16` or `float16`: what the engine computes in and keeps its weights and KV cache in."""
+    """`float32`, `bfloat16` or `float16`: element type of computation, weights and KV cache."""
     max_model_len: int = 1024
     """Most tokens of one turn, context and output together."""
     max_running: int = 64
-    """Most turns in one step; more wait."""
+    """Most turns in one step; further turns wait."""
     kv_cache_bytes: int | None = 64 << 20
     """Memory of the KV cache; None lets vLLM take what `gpu_memory_utilization` leaves."""
     block_tokens: int = 32
-    """Tokens of one KV block, the unit of prefix reuse. A CPU wants a multiple of 32."""
+    """Tokens of one KV block, the unit of prefix reuse. A multiple of 32 on a CPU."""
     step_tokens: int = 1024
-    """Most tokens that one step computes: longer prefills are cut. On a CPU larger steps fall out of the caches."""
+    """Most tokens that one step computes: longer prefills are chunked. Larger steps exceed the caches of a CPU."""
     seed: int | None = None
-    """Of the engine's stream of randomness, which is the process's; None draws one from the system."""
+    """Seed of the process's random generators; None takes a random seed."""
     enforce_eager: bool = True
-    """False lets vLLM compile the model and record CUDA graphs: a slow start that pays on GPUs."""
+    """False lets vLLM compile the model and record CUDA graphs: a slow start that pays off on GPUs."""
     vllm_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Any other argument of `vllm.EngineArgs`, as `gpu_memory_utilization` or `quantization`."""
+    """Further arguments of `vllm.EngineArgs`, such as `gpu_memory_utilization` or `quantization`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedTurn:
-    """A turn that has left the engine. Times are unix seconds, 0.0 where the turn never came by."""
+    """A turn that has left the engine. Times are unix seconds, 0.0 for a stage that the turn did not reach."""
 
     key: str
     tokens: list[int]
-    """Sampled, the stop token included."""
+    """Sampled tokens, the stop token included."""
     logprobs: npt.NDArray[np.float32]
-    """Of each sampled token, natural logarithm: see `Engine`."""
+    """Logprob of each sampled token, natural logarithm, (tokens,): see `Engine`."""
     finish_reason: str
     """`stop`, `length` or `abort`."""
     spans: tuple[VersionSpan, ...]
-    """Over `tokens`, without gaps: the version whose weights sampled them."""
+    """The versions whose weights sampled `tokens`, without gaps."""
     context_tokens: int
     cached_tokens: int
-    """Of the context, found in the prefix cache instead of computed."""
+    """Context tokens that were found in the prefix cache instead of computed."""
     added_at: float
     scheduled_at: float
-    """The step began that computed its first context token."""
+    """Start of the step that computed the first context token."""
     first_token_at: float
     finished_at: float
 
 
 @dataclass(frozen=True, slots=True)
 class HeldTurn:
-    """A turn in the engine, at this moment."""
+    """The KV tokens of a turn in the engine."""
 
     key: str
     held_tokens: int
-    """Whose KV it holds; 0 while it waits."""
+    """Tokens whose KV the turn holds; 0 while the turn waits."""
     most_tokens: int
-    """The most that it can come to hold."""
+    """The most tokens whose KV the turn can hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did."""
+    """The result of one step."""
 
     finished: list[FinishedTurn]
     tokens: int
-    """Computed in this step, prefill and decode together; 0 when there was nothing to do."""
+    """Tokens that the step computed, prefill and decode together; 0 without work."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """The engine's own figures at this moment."""
+    """The engine's load at one moment."""
 
     device: str
     running: int
@@ -119,18 +119,18 @@ class EngineLoad:
     """Context and output so far of all turns held."""
     kv_bytes_total: int
     kv_bytes_free: int
-    """Blocks that no running turn holds; prefixes kept in them are given up when the space is needed."""
+    """Bytes of blocks that no running turn holds; prefixes cached in them are evicted when the space is needed."""
     kv_bytes_per_token: int
 
 
 def first_line(error: Exception) -> str:
-    """Of what a library says of an error; of a line that is long its first sentence."""
+    """Return the first line of an error text; of a long line its first sentence, cut at LINE_CHARACTERS."""
     text = f"{type(error).__name__} {error}" if isinstance(error, KeyError) else str(error)
     line = next((line.strip() for line in text.splitlines() if line.strip()), "") or _where(error)
     return line if len(line) <= LINE_CHARACTERS else line.partition(". ")[0][:LINE_CHARACTERS]
 
 
 def _where(error: Exception) -> str:
-    """Of an error that says nothing: its type, and the line that raised it."""
+    """Describe an error without a text: its type, and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     return ": ".join([type(error).__name__, *(frame.line for frame in frames[-1:] if frame.line)])

@@ -1,16 +1,17 @@
-"""The engine's weights, replaced between two steps.
+"""The engine's weights, which are replaced between two steps.
 
 Keeps true
-- A version is taken whole or not at all: names, shapes, element types, coverage and that every value is a finite number
-  are checked before the first write.
-  On a CPU it is written into spare weights while the old version computes, and the two are exchanged between steps. On
-  a GPU it is written between steps, and a write that fails is undone by writing the version that served before.
-- What computes is what was written. On a CPU vLLM computes from packed copies of linear weights and throws the plain
-  ones away; here they are kept, written by the model's own loader, and packed again.
+- A version is activated completely or not at all: names, shapes, element types, completeness and finite values are
+  checked before the first write. On a CPU the version is written into spare weights while the old version computes, and
+  the two are exchanged between steps. On a GPU the version is written between steps, and a failed write is undone by a
+  write of the version before.
+- The engine computes with the weights that were written. On a CPU vLLM computes with packed copies of linear weights
+  and discards the plain weights; here the plain weights are kept, written by the model's own loader, and packed again.
 
-Why not vLLM's `reload_weights` on a CPU: with tied embeddings it leaves the head's packed copy as it was (logprobs off
-by 10), and it takes twice as long (18 ms against 7.5 ms, 0.4M parameters). Why not plain weights alone: steps of a 25M
-parameter model take up to 1.4 times as long. The price is that a CPU holds weights twice, and packed ones beside them.
+vLLM's `reload_weights` is not used on a CPU: with tied embeddings it does not update the head's packed copy (logprobs
+off by 10), and it takes twice as long (18 ms against 7.5 ms, 0.4M parameters). Plain weights alone are not used either,
+because steps of a model with 25M parameters take up to 1.4 times as long. The cost is that a CPU holds all weights
+twice, each with packed copies.
 """
 
 import copy
@@ -38,16 +39,16 @@ from rose.workers.weights.folder_names import COMPUTED, layer_of
 from rose.workers.weights.model_folder import folder_tensors, held_tensors
 
 PACKED = "cpu_linear"
-"""vLLM's function over a packed copy of a layer's weight."""
+"""Attribute of a layer: vLLM's function that computes with a packed copy of the layer's weight."""
 
 
 def make_spare(model: nn.Module) -> nn.Module:
-    """A module tree of the same classes with parameters of its own. What they hold is that of the model."""
+    """Return a module tree of the same classes with copies of the model's parameters."""
     return _copy(model, {}, {})
 
 
 def exchange_parameters(model: nn.Module, spare: nn.Module) -> None:
-    """Give each the weights of the other."""
+    """Exchange the parameters, packed copies included, of two module trees."""
     exchanged: set[int] = set()
     for mine, other in zip(model.modules(), spare.modules(), strict=True):
         for name, parameter in mine._parameters.items():
@@ -79,27 +80,26 @@ def _copy(module: nn.Module, modules: dict[int, nn.Module], tensors: dict[int, n
 def _copy_parameter(parameter: nn.Parameter, tensors: dict[int, nn.Parameter]) -> nn.Parameter:
     if id(parameter) not in tensors:
         copied = torch.Tensor._make_subclass(type(parameter), parameter.data.clone(), False)
-        copied.__dict__.update(parameter.__dict__)  # its loader, and what vLLM knows of it
+        copied.__dict__.update(parameter.__dict__)  # its loader and vLLM's other attributes
         tensors[id(parameter)] = copied
     return tensors[id(parameter)]
 
 
 PIECE_ELEMENTS = 1 << 21
-"""Packed in about a millisecond, copied in half of one."""
+"""Most elements of one piece: packed in about a millisecond, copied in half a millisecond."""
 
 WRITABLE_METHODS = UnquantizedLinearMethod, UnquantizedEmbeddingMethod
-"""How layers compute whose weights are written as vLLM has them: as they were loaded, and packed copies of these."""
+"""Methods of layers that compute with the loaded weights, or packed copies of them, and nothing else."""
 
 BLOCK_ROWS = 64
-"""Rows of a block are a multiple of this, where they are as many: kernels compute so many at once."""
+"""The rows of a piece are a multiple of this if there are as many: kernels compute so many rows at once."""
 
 
 def refuse_unsupported_layers(model: torch.nn.Module) -> None:
-    """Raises EngineStartError for a model of whose weights vLLM makes something on a CPU that `write_version` does not
-    make.
+    """Raise EngineStartError for a layer whose weights vLLM transforms on a CPU in a way `write_version` does not.
 
-    Experts are laid out anew under their old names and shapes, and latent attention is computed from products of its
-    weights: a version would be written where nobody reads it, or read as what it is not.
+    vLLM rearranges the weights of experts under the same names and shapes, and computes latent attention from products
+    of its weights. A new version would be written where it is not read, or would be misread.
     """
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
@@ -114,13 +114,13 @@ def refuse_unsupported_layers(model: torch.nn.Module) -> None:
 
 
 def first_difference(model: torch.nn.Module, other: torch.nn.Module) -> str | None:
-    """The first parameter in which two models of the same classes differ; None if they do not."""
+    """Return the name of the first parameter in which two models of the same classes differ; None if none does."""
     pairs = zip(model.named_parameters(), other.parameters(), strict=True)
     return next((name for (name, one), another in pairs if not torch.equal(one.data, another.data)), None)
 
 
 def bounded_slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of one shape, as views of at most PIECE_ELEMENTS elements each."""
+    """Yield views of tensors of one shape, of at most PIECE_ELEMENTS elements each."""
     first = tensors[0]
     if first.numel() <= PIECE_ELEMENTS:
         yield tensors
@@ -132,13 +132,13 @@ def bounded_slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def tensors_equal(left: Tensor, right: Tensor) -> Iterator[bool]:
-    """Whether two tensors of one shape are the same, piece by piece."""
+    """Yield, piece by piece, whether two tensors of one shape are equal."""
     for pieces in bounded_slices(left, right):
         yield torch.equal(*pieces)
 
 
 def first_not_finite(version: Mapping[str, Tensor]) -> Generator[None, None, str]:
-    """The first tensor with a value that is no finite number, or an empty name; piece by piece."""
+    """Return the name of the first tensor with a value that is not finite, empty if there is none. Yields by piece."""
     left = PIECE_ELEMENTS
     for name, tensor in version.items():
         for (piece,) in bounded_slices(tensor):
@@ -152,15 +152,18 @@ def first_not_finite(version: Mapping[str, Tensor]) -> Generator[None, None, str
 
 
 def write_version(model: Any, version: Mapping[str, Tensor], *, unread: set[str] | None = None) -> Iterator[None]:
-    """By the model's own loader, then packed again. `unread` comes to hold the tensors that the loader passes over."""
+    """Write a version with the model's own loader and pack it again, in pieces: yields after each piece.
+
+    `unread`: receives the names of the tensors that the loader ignores.
+    """
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    for _, tensors in groupby(sorted(version.items()), key=lambda named: layer_of(named[0])):  # as loaders want them
+    for _, tensors in groupby(sorted(version.items()), key=lambda named: layer_of(named[0])):  # as loaders need them
         layer = list(tensors)
         with torch.no_grad(), _RecordedCopies(own) as copies:
             model.load_weights(list(layer))
         if unread is not None:
             unread.update(name for name, tensor in layer if id(tensor) not in copies.read)
-        yield  # it has filled up rows that no tensor has
+        yield  # the loader has filled padding rows
         yield from _copy_pieces(copies.asked)
     for module in model.modules():
         if hasattr(module, PACKED):
@@ -168,14 +171,14 @@ def write_version(model: Any, version: Mapping[str, Tensor], *, unread: set[str]
 
 
 class _RecordedCopies(TorchFunctionMode):
-    """Copies into storages that are the model's `own` are noted, and not made."""
+    """Records copies into the storages `own` instead of making them."""
 
     def __init__(self, own: set[int]) -> None:
         super().__init__()
         self.asked: list[tuple[Tensor, Tensor]] = []
-        """To and from."""
+        """Recorded copies: target and source."""
         self.read: set[int] = set()
-        """Of tensors that anything was done with."""
+        """`id()` of every tensor that was an argument of a torch function."""
         self._own = own
 
     def __torch_function__(
@@ -237,24 +240,24 @@ def _in_blocks(blocks: Sequence[Any], rows: int) -> Callable[[Tensor, Tensor, Te
 
 
 def _rows(tensor: Tensor) -> int:
-    """Of a piece."""
+    """Return the number of rows of a piece."""
     rows = max(1, PIECE_ELEMENTS // (tensor.numel() // len(tensor)))
     return rows - rows % BLOCK_ROWS or rows
 
 
 HEAD_TENSOR = "lm_head.weight"
-"""The tensor that a tied model does not have of its own."""
+"""The head's tensor, which a model with a tied head does not have."""
 
 EMBEDDING_TENSOR = "model.embed_tokens.weight"
-"""The tensor that a tied head is."""
+"""The tensor that a tied head shares."""
 
 UNTRAINED = "|".join((*COMPUTED, r"\battn\.(attention\.)?bias$"))
-"""Names of what files of old versions of transformers hold and nobody trains; the last are masks."""
+"""Names of tensors in files of old transformers versions that are not trained; the last pattern matches masks."""
 
 
 @contextmanager
 def keep_unpacked_weights() -> Iterator[None]:
-    """While a model loads: linear layers keep their weights beside the packed ones. Only a CPU packs."""
+    """Make linear layers keep their plain weights besides the packed copies while a model loads. Only a CPU packs."""
     dispatch = layer_utils.dispatch_cpu_unquantized_gemm
 
     def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -270,9 +273,9 @@ def keep_unpacked_weights() -> Iterator[None]:
 def check_version(
     tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]], engine_dtype: torch.dtype
 ) -> Generator[None, None, dict[str, Tensor]]:
-    """A whole version of a model with these shapes, by name, in pieces; a tied head that is the embedding is left out.
+    """Check a version in pieces, and return its tensors by name, without a head that equals a tied embedding.
 
-    Raises SwapRefused.
+    `shapes`: shapes of the model's tensors. Raises SwapRefused if the version is incomplete or invalid.
     """
     version: dict[str, Tensor] = {}
     for name, tensor in tensors:
@@ -315,10 +318,10 @@ def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], engine_dtyp
 
 
 class PolicyWeights:
-    """The weights of one model runner, which may be one rank's share of a model."""
+    """The weights of one model runner, which may hold one rank's shard of a model."""
 
     def __init__(self, worker: Any, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """`worker` is vLLM's, `shapes` those of the folder's tensors."""
+        """`worker`: vLLM's worker. `shapes`: shapes of the folder's tensors."""
         self._worker = worker
         self._folder = folder
         self._shapes = shapes
@@ -330,14 +333,14 @@ class PolicyWeights:
         self._spare: torch.nn.Module | None = None
 
     def check(self, tensors: Iterable[tuple[str, Tensor]]) -> Generator[None, None, dict[str, Tensor]]:
-        """See `checking`."""
+        """Check a version: see `check_version`."""
         return check_version(tensors, self._shapes, self._dtype)
 
     def allocate_spare(self) -> None:
-        """Take the memory that `preparing` takes when it is first asked for. Raises EngineStartError.
+        """Allocate the spare weights, which `stage` otherwise allocates at its first call. Raises EngineStartError.
 
-        It is proven first that a version becomes what vLLM makes of the same weights when it loads them: the folder's
-        own are written where nothing is, and compared.
+        Proves first that `write_version` gives the same weights as vLLM's load: writes the folder's weights into empty
+        spare weights, and compares.
         """
         if self._spare is not None or not current_platform.is_cpu():
             return
@@ -353,7 +356,7 @@ class PolicyWeights:
             for _ in write_version(spare, held, unread=unread):
                 pass
             name = first_difference(model, spare)
-        except Exception as error:  # whatever a loader raises that wants what a version has not
+        except Exception as error:  # a loader raises any type of exception if it needs more than a version has
             raise EngineStartError(f"vLLM takes no new version of {self._folder}: {first_line(error)}") from error
         if name is not None:
             raise EngineStartError(self._unwritten(name, spare.get_parameter(name)))
@@ -372,8 +375,10 @@ class PolicyWeights:
 
     @staticmethod
     def _passed_over(held: Mapping[str, Tensor], unread: set[str]) -> str | None:
-        """Of the tensors that a loader did not look at, one that is neither computed from the configuration, nor a
-        mask, nor the same as one that it read, as a tied head is.
+        """Return a trained tensor that the loader has ignored; None if there is none.
+
+        Tensors that are computed from the configuration, masks, and copies of a tensor that was read (a tied head) do
+        not count.
         """
         weights = [name for name in unread if not re.search(UNTRAINED, name)]
         read = [tensor for name, tensor in held.items() if name not in unread]
@@ -385,23 +390,22 @@ class PolicyWeights:
         return next(alone, None)
 
     def stage(self, version: dict[str, Tensor]) -> Iterator[None]:
-        """Do for a checked version what can be done while the old one computes, in pieces (`write_version`), on any
-        thread.
+        """Prepare a checked version while the old version computes, in pieces (`write_version`), on any thread.
 
-        One version at a time: another one's pieces may only follow when these are no longer asked for. Raises
+        Prepares one version at a time: start the next only when the pieces of this one are no longer used. Raises
         SwapRefused.
         """
         try:
             self.allocate_spare()
             if self._spare is not None:
                 yield from write_version(self._spare, version)
-        except Exception as error:  # whatever a loader or a kernel raises, the old version serves on
+        except Exception as error:  # after any error of a loader or kernel the old version continues to serve
             raise SwapRefused(f"it could not be prepared: {error}") from error
 
     def activate(self, version: dict[str, Tensor]) -> None:
-        """Serve the version that was prepared last. Its tensors are kept, to undo a later swap.
+        """Serve the version that was staged last. On a GPU its tensors are kept, to undo a later swap.
 
-        Raises SwapRefused when the old version serves on, EngineBroken when nothing does.
+        Raises SwapRefused if the old version continues to serve, EngineBroken if no version does.
         """
         if current_platform.is_cpu():
             assert self._spare is not None
@@ -409,7 +413,7 @@ class PolicyWeights:
             return
         try:
             self._reload(version)
-        except Exception as error:  # whatever a loader or a kernel raises, half a version must not serve
+        except Exception as error:  # after any error of a loader or kernel, a partial version must not serve
             self._undo(error)
             raise SwapRefused(f"it could not be applied: {error}") from error
         self._serving = version
@@ -417,7 +421,7 @@ class PolicyWeights:
     def _undo(self, error: Exception) -> None:
         try:
             self._reload(self._serving if self._serving is not None else self._of_folder())
-        except Exception as again:  # as above; now nothing whole is left to serve
+        except Exception as again:  # no complete version is left to serve
             raise EngineBroken(f"a swap failed ({error}) and could not be undone ({again})") from again
 
     def _of_folder(self) -> dict[str, Tensor]:

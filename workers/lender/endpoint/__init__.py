@@ -1,5 +1,5 @@
-"""A lender by requests: an executor whose engine is a server elsewhere, asked over HTTP.
+"""A lender by requests: an executor whose engine is a vLLM server elsewhere, used over HTTP.
 
-`http_engine` plays an engine at the executor's channel, `api` is what it asks of the server; `concurrency_limit` (how
-many turns at once) and `weights_proof` (whether a version is the one that answers) decide.
+`http_engine` answers the executor's channel in place of an engine, and `api` makes the requests to the server.
+`concurrency_limit` decides how many turns run at once, and `weights_proof` whether the server answers with a version.
 """

@@ -1,9 +1,10 @@
-"""What a lender asks of its endpoint: vLLM 0.32's HTTP API, its development part among it.
+"""Client of an endpoint: vLLM 0.32's HTTP API, including its development API.
 
 Keeps true
-- An endpoint that cannot be proven, or tells no token ids, is refused in a sentence before anything is asked of it.
-- Answers are checked against the shapes that are declared here; nothing of them is believed further than it is needed.
-- It is asked to load only what it was seen to see: vLLM 0.32 ends when a load fails half-way.
+- An endpoint whose versions cannot be proven, or that returns no token ids, is refused with a message before the
+  lender uses it.
+- Answers are validated against the structs that are declared here, which have only the fields that are used.
+- The endpoint is asked to load only folders that it was seen to read: vLLM 0.32 exits if a load fails half-way.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -29,34 +30,34 @@ from rose.workers.lender.endpoint.weights_proof import ANSWER_TOKENS, TOLERANCES
 from rose.workers.model_config import max_context_tokens_of
 
 VERSION = "0.32."
-"""Of vLLM: what is asked of it is not promised to stay."""
+"""Prefix of the supported vLLM versions: the development API may change."""
 
 ANSWER_SECONDS = 10.0
-"""Within which an endpoint that is well answers what costs it nothing."""
+"""Timeout of a request that costs a healthy endpoint nothing."""
 
 INFO_SECONDS = 60.0
-"""Within which it tells its configuration: the first time vLLM looks its machine over."""
+"""Timeout of a request for the configuration: at the first one vLLM inspects its machine."""
 
 SILENT_SECONDS = 30.0
-"""Between two tokens of a turn: one that is silent for longer has no room, or hangs."""
+"""Longest time between two tokens of a turn: an endpoint that is silent for longer has no room, or hangs."""
 
 LOAD_SECONDS = 600.0
-"""For which a load may take: it reads the whole model."""
+"""Timeout of a load, which reads the whole model."""
 
 MAX_LINE_BYTES = 8 << 20
-"""Of one piece of an answer."""
+"""Most bytes of one chunk of an answer."""
 
 MAX_ERROR_CHARACTERS = 300
-"""Characters of what it says that are told on."""
+"""Most characters of an endpoint's error message that are passed on."""
 
 TOP_LOGPROBS = 20
-"""Tokens at each place of a probe; vLLM's `--max-logprobs` is that unless it was set."""
+"""Likeliest tokens at each position of a probe: the default of vLLM's `--max-logprobs`."""
 
 TTFT, TPOT = "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds"
-"""Histograms that it exports."""
+"""Names of the endpoint's latency histograms."""
 
 TOKEN_PREFIX = "token_id:"
-"""What stands before a token's id where a token is named."""
+"""Prefix of a token id in the name of a token."""
 
 VISIBILITY_TENSOR = "rose"
 """Name of a tensor that no model has."""
@@ -94,20 +95,20 @@ class DeviceConfig(msgspec.Struct):
 
 
 class VllmConfig(msgspec.Struct):
-    """What `/server_info` tells of how the server was started, as far as it matters here."""
+    """The used part of the server's configuration, from `/server_info`."""
 
     model_config: ModelConfig
     parallel_config: ParallelConfig
     cache_config: CacheConfig
     device_config: DeviceConfig
     instance_id: str = ""
-    """Another one after each start, and in each of several API processes."""
+    """Id of the server's process: changes with each start, and differs between several API processes."""
     lora_config: Any = None
     speculative_config: Any = None
 
     @property
     def without_instance(self) -> "VllmConfig":
-        """What is the same for as long as the server is."""
+        """The part that is constant while the server runs, whichever of its API processes answers."""
         alone = self.parallel_config.api_processes == 1
         return self if alone else msgspec.structs.replace(self, instance_id="")
 
@@ -133,14 +134,14 @@ class Models(msgspec.Struct):
 
 
 class VllmEndpoint:
-    """One server. Every method raises EngineBroken when it is away or broken."""
+    """Client of one server. Every method raises EngineBroken if the server is unreachable or broken."""
 
     def __init__(self, url: str, model: str) -> None:
-        """`model`: the name under which it serves; empty for its only one. Call it within a running event loop."""
+        """`model`: the model's name at the server; empty for its only one. Call it within a running event loop."""
         self.url = url.rstrip("/")
         self.model = model
         self._checked_config: VllmConfig | None = None
-        """What it was when it was checked."""
+        """The configuration at `check`."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             read_bufsize=MAX_LINE_BYTES,
@@ -150,7 +151,10 @@ class VllmEndpoint:
         await self._session.close()
 
     async def check(self, shapes: Mapping[str, Sequence[int]], max_model_len: int) -> VllmConfig:
-        """What it is. Raises EngineStartError for one that this lender cannot use: `shapes` are the policy's."""
+        """Return the server's configuration. `shapes`: tensor shapes of the policy.
+
+        Raises EngineStartError if the lender cannot use the server.
+        """
         version = await self._get("/version")
         info = await self._get("/server_info?config_format=json", INFO_SECONDS) if version is not None else None
         if version is None or info is None:
@@ -188,21 +192,24 @@ class VllmEndpoint:
         raise EngineStartError(f"{self.url} does not tell the token ids that it draws: turns are never tokenised again")
 
     async def check_alive(self) -> None:
-        """Its engine has done something for us, between two of its steps."""
+        """Make the server's engine answer between two of its steps."""
         try:
             await self._post("/collective_rpc", {"method": "check_health"}, ANSWER_SECONDS)
         except SwapRefused as refusal:
             raise EngineBroken(str(refusal)) from None
 
     async def check_unchanged(self) -> None:
-        """It is alive, and still the one that was checked: a turn that broke off may have been its end."""
+        """Check that the server answers and is the one that was checked: a lost turn may have been its end."""
         await self.check_alive()
         info = await self._get("/server_info?config_format=json", INFO_SECONDS)
         if info is None or self._decoded(info, ServerInfo).vllm_config.without_instance != self._checked_config:
             raise EngineBroken(f"{self.url} is another server than it was")
 
     async def histograms(self) -> dict[str, dict[float, float]]:
-        """Latencies of all its requests so far, by upper bound in seconds; empty if it exports none."""
+        """Return the latency histograms of all requests so far, by name; empty if the server exports none.
+
+        A histogram is the cumulative number of latencies by upper bound in seconds.
+        """
         text = await self._get("/metrics")
         found: dict[str, dict[float, float]] = {}
         for family in text_string_to_metric_families((text or b"").decode()):
@@ -217,10 +224,10 @@ class VllmEndpoint:
     async def stream_turn(
         self, context: Sequence[int], sampling: Sampling, *, salt: str
     ) -> AsyncIterator[tuple[int, list[int], list[float], str]]:
-        """A turn as it is drawn: cached tokens of its context, new tokens, their logprobs, and why it has ended.
+        """Run a turn. Yields cached context tokens, new tokens, their logprobs, and the finish reason (empty before).
 
-        `salt`: KV is found again under the same one only. Raises EngineRefusal for a turn that it does not take, and
-        TurnLost for one that breaks off: of the endpoint `stays` tells more.
+        `salt`: cached KV is reused only under the same salt. Raises EngineRefusal if the server rejects the turn, and
+        TurnLost if the stream ends early; `check_unchanged` then tells whether the server is still there.
         """
         body = {**self._body(context, sampling, salt), "stream": True, "stream_options": {"include_usage": True}}
         silence = aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_SECONDS, sock_read=SILENT_SECONDS)
@@ -253,7 +260,10 @@ class VllmEndpoint:
         return cached, choice.token_ids or [], logprobs, choice.finish_reason or ""
 
     async def probe(self, context: Sequence[int], *, salt: str, likeliest: int) -> ProbeAnswer:
-        """Its answer to a context, as it is drawn for a turn."""
+        """Return the server's completion of a context, sampled as for a turn, with the `likeliest` tokens' logprobs.
+
+        Raises SwapRefused if token ids or logprobs are missing.
+        """
         sampling = Sampling(max_tokens=ANSWER_TOKENS)
         body = {**self._body(context, sampling, salt), "logprobs": likeliest}
         answer = self._decoded(await self._post("/v1/completions", body, SILENT_SECONDS), CompletionChunk)
@@ -268,9 +278,10 @@ class VllmEndpoint:
         return ProbeAnswer(context, choice.token_ids, ids)
 
     async def can_read(self, folder: Path) -> bool:
-        """Whether it can read `folder`, in which a tensor lies that no model has.
+        """Whether the server can read `folder`, which holds a tensor that no model has.
 
-        Asked to copy it as it is, vLLM finds the tensor and has no place for it, and nothing has changed.
+        vLLM is asked to load the folder without the model's loader: it names the unknown tensor in its error, and
+        changes no weights.
         """
         arguments = {"weights_path": str(folder), "is_checkpoint_format": False}
         try:
@@ -280,9 +291,9 @@ class VllmEndpoint:
         return False
 
     async def load_weights(self, folder: Path) -> None:
-        """Load the safetensors of `folder` in place of its weights; it answers nobody from here on until `resume`.
+        """Load the safetensors of `folder`. The server answers no request until `resume_serving`.
 
-        Requests that it holds wait, and are computed anew under the new weights. Raises SwapRefused.
+        Its running requests wait, and are computed again with the new weights. Raises SwapRefused.
         """
         await self._post("/pause?mode=keep", {}, LOAD_SECONDS)
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
@@ -290,11 +301,11 @@ class VllmEndpoint:
         await self._post("/reset_prefix_cache?reset_running_requests=true", {}, LOAD_SECONDS)
 
     async def resume_serving(self) -> None:
-        """Have it answer again. Raises SwapRefused."""
+        """Make the server answer requests again. Raises SwapRefused."""
         await self._post("/resume", {}, LOAD_SECONDS)
 
     def _body(self, context: Sequence[int], sampling: Sampling, salt: str) -> dict[str, Any]:
-        """A completion that is drawn as sampling says, whatever the server's own defaults are."""
+        """Return the body of a completion request, which overrides all sampling defaults of the server."""
         return {
             "model": self.model,
             "prompt": list(context),
@@ -316,7 +327,7 @@ class VllmEndpoint:
         }
 
     async def _get(self, path: str, seconds: float = ANSWER_SECONDS) -> bytes | None:
-        """None for what it has not."""
+        """Return the body of the answer; None if the server has no such path."""
         try:
             async with self._session.get(self.url + path, timeout=aiohttp.ClientTimeout(total=seconds)) as response:
                 if response.status in (404, 405):
@@ -328,7 +339,7 @@ class VllmEndpoint:
             raise EngineBroken(f"{self.url} does not answer: {_reason(error)}") from None
 
     async def _post(self, path: str, body: dict[str, Any], seconds: float) -> bytes:
-        """Raises SwapRefused."""
+        """Return the body of the answer. Raises SwapRefused if the status is not 200."""
         try:
             timeout = aiohttp.ClientTimeout(total=seconds)
             async with self._session.post(self.url + path, json=body, timeout=timeout) as response:
@@ -346,7 +357,7 @@ class VllmEndpoint:
 
 
 def incompatibility(config: VllmConfig, shapes: Mapping[str, Sequence[int]], max_model_len: int) -> str:
-    """Why no policy of these shapes can be lent an endpoint like this; empty when it can."""
+    """Return why a server of this configuration cannot lend to a policy of these shapes; empty if it can."""
     model, parallel = config.model_config, config.parallel_config
     if parallel.world_size > 1 or parallel.data_parallel_size > 1:
         return "it runs on several ranks, which nobody has tried"
@@ -380,7 +391,7 @@ def _model_mismatch(folder: Path, shapes: Mapping[str, Sequence[int]], *, on_cpu
 
 
 HEAD = "lm_head.weight"
-"""Where it is missing it is the embedding."""
+"""Name of the head's tensor; a model without it ties the head to the embedding."""
 
 
 async def _error_text(response: aiohttp.ClientResponse) -> str:

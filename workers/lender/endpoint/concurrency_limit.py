@@ -1,17 +1,20 @@
-"""Pace: how many turns an endpoint is asked for at once, from the latency that it shows.
+"""Concurrency limit: how many turns run at an endpoint at once, from the latency of the endpoint (AIMD).
 
 Keeps true
-- Between 0 and `max_limit`. It begins with 1, doubles while nothing was ever late, and grows by 1 from then on.
-- It grows only after a window that was full, on time, and with a fifth of each budget to spare.
-- A window that was late halves it, down to 0. The window after that shows what was asked before, and is not judged.
-- At 0 nothing of its own is seen: after a quiet time it asks for 1 again, twice as long each time that was too much.
+- The limit is between 0 and `max_limit`. It starts at 1, doubles until a window was late for the first time, and then
+  grows by 1.
+- The limit grows only after a window that was full, on time, and with a fifth of each budget to spare.
+- A late window halves the limit, down to 0. The window after it still shows the old limit, and is not judged.
+- At limit 0 no own latencies are measured: the limit becomes 1 again after a quiet time, which doubles each time that
+  limit 1 was too much.
 
-Late is a window of which more than one in twenty of the latencies of either kind are over their budget: of its own
-turns, or of all requests where the endpoint tells (`late`).
+A window is late if more than one in twenty latencies of either kind exceed their budget: latencies of the lender's own
+turns, or of all requests if the endpoint exports them (`others_late`).
 
-Pure; seconds, `now` on any one clock.
+Pure; times are seconds, `now` on any one clock.
 
-Example (most 8): full and on time for three windows -> 2, 4, 8; late -> 4; late (not judged) -> 4; full, on time -> 5
+Example (max_limit 8): full and on time for three windows -> 2, 4, 8; late -> 4; late (not judged) -> 4; full and on
+time -> 5
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,39 +23,39 @@ from dataclasses import dataclass
 from rose.workers.executor.step_cost import StepCost
 
 MAX_LATE_SHARE = 0.05
-"""Share of latencies over the budget from which on a window is late."""
+"""A window is late if a larger share of its latencies exceeds the budget."""
 
 GROWTH_SHARE = 0.8
-"""Share of a budget that may be used while the pace grows."""
+"""Largest share of a budget that latencies may use in a window after which the limit grows."""
 
 QUIET_SECONDS = 10.0
-"""At 0, until it is tried with 1 again, the first time."""
+"""First quiet time at limit 0, before limit 1 is tried again."""
 
 MAX_QUIET_SECONDS = 160.0
 
 Buckets = Mapping[float, float]
-"""By upper bound in seconds, how many latencies were ever seen up to it: a Prometheus histogram; infinity is there."""
+"""A Prometheus histogram: by upper bound in seconds, infinity included, the cumulative number of latencies."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyWindow:
-    """What was seen since the window before. Latencies still growing stand as they are now."""
+    """Latencies since the window before, in seconds. Latencies that still grow count with their present value."""
 
     ttft: Sequence[float]
-    """Of its own turns; infinity for one that broke off."""
+    """Times to first token of the lender's own turns; infinity for a lost turn, except for a single failure."""
     tpot: Sequence[float]
     full: bool
-    """Whether it had as many turns running as it might, at some time."""
+    """Whether as many turns as the limit allows ran at some time in the window."""
     others_late: bool = False
-    """Of all requests of the endpoint, as it tells."""
+    """Whether too many requests of the endpoint, other users included, exceeded a budget."""
 
 
 class AimdLimit:
-    """The limit, and what the last windows taught. Times are seconds on whatever clock the caller keeps."""
+    """The concurrency limit of one endpoint. Times are seconds on any one clock."""
 
     def __init__(self, *, ttft_seconds: float, tpot_seconds: float, max_limit: int) -> None:
         self.limit = min(1, max_limit)
-        """Turns at once."""
+        """Most turns at once."""
         self._ttft_seconds = ttft_seconds
         self._tpot_seconds = tpot_seconds
         self._max_limit = max_limit
@@ -62,7 +65,7 @@ class AimdLimit:
         self._closed_at = 0.0
 
     def on_window(self, window: LatencyWindow, now: float) -> int:
-        """Take in one window; returns the limit from here on."""
+        """Judge one window. Return the limit from now on."""
         if not self._measured:
             self._measured = True
         elif self._late(window):
@@ -96,9 +99,9 @@ class AimdLimit:
 
 
 def exceeds_budget(before: Buckets, after: Buckets, budget_seconds: float) -> bool:
-    """Whether more than one in twenty of the latencies between two looks at a histogram are surely over the budget.
+    """Whether more than one in twenty latencies between two readings of a histogram exceed the budget.
 
-    Surely: those in the bucket that the budget falls into are not counted.
+    Latencies in the bucket of the budget itself are not counted as over the budget.
     """
     seen = {bound: count - before.get(bound, 0.0) for bound, count in after.items()}
     total = max(seen.values(), default=0.0)
@@ -107,40 +110,41 @@ def exceeds_budget(before: Buckets, after: Buckets, budget_seconds: float) -> bo
 
 
 class TokenRates:
-    """Tokens a second, as the turns that ended show them, fading.
+    """Prefill and decode rates in tokens per second, as fading estimates from turns that have ended.
 
     Keeps true
-    - Prefill is what each token more of a prompt adds to the time to the first one. The rest of that is the network's,
-      the queue's and a step's own, and says nothing about how fast tokens are computed: most prompts are a few tokens.
-    - Who decodes for `n` turns at once computes `n` tokens in each step: prefill is no slower than that.
-    - What was measured of decoding is the mean of seconds a token, of as many turns as ran then: no turn whose tokens
-      came together makes it fast. What is told is of as many as run now, as if each of them added a token to the step.
+    - The prefill rate follows from the time that each further prompt token adds to the time to first token. The rest of
+      this time is network, queue and fixed cost of a step, and says nothing about the rate: most prompts are short.
+    - An endpoint that decodes `n` turns at once computes `n` tokens in each step, so prefill is at least as fast.
+    - The decode estimate is a mean of seconds per token and of the turns that ran at the time, so a turn whose tokens
+      came in one chunk does not make it fast. The reported rate is for the turns that run now, each of which adds one
+      token to the step.
 
     Example: 30 tokens took 50 ms to the first token, 1030 took 100 ms, and 32 turns decode at 100 tokens/s each
-        prefill is 20,000 tokens/s; alone, a turn is told to decode at 1 / (10 - 31 * 0.05 ms) = 118 tokens/s
+        prefill is 20,000 tokens/s; the decode rate of one turn alone is 1 / (10 - 31 * 0.05 ms) = 118 tokens/s
     """
 
     NEWEST_WEIGHT = 0.2
-    """Of a decoded turn in what is known."""
+    """Weight of the newest turn in the decode estimates."""
 
     INITIAL_POINTS = (1, 0.05), (2000, 0.25)
-    """Tokens and seconds to the first one, as if they had been seen: a guess of what a token adds, which short prompts
-    alone, whose times are noise, change but slowly."""
+    """Initial observations of prompt tokens and seconds to first token: an estimate that short prompts, whose times are
+    noise, change only slowly."""
 
     def __init__(self) -> None:
         self._first = StepCost(base_seconds=0.05, token_seconds=1e-4)
         for tokens, seconds in self.INITIAL_POINTS:
             self._first.observe(tokens, seconds)
         self._decode_seconds = 0.01
-        """Of a token."""
+        """Mean seconds per token."""
         self._running = 1.0
-        """Turns that ran while that was measured."""
+        """Mean number of turns that ran meanwhile."""
 
     def on_first_token(self, computed_tokens: int, seconds: float) -> None:
         self._first.observe(max(computed_tokens, 1), max(seconds, 1e-6))
 
     def on_decoded(self, seconds_per_token: float, running: int) -> None:
-        """A turn was, beside `running - 1` others."""
+        """Learn from a turn that was decoded while `running` turns ran, itself included."""
         self._decode_seconds += self.NEWEST_WEIGHT * (max(seconds_per_token, 1e-6) - self._decode_seconds)
         self._running += self.NEWEST_WEIGHT * (running - self._running)
 
@@ -149,5 +153,5 @@ class TokenRates:
         return max(self._first.prefill_tokens_per_second, self._running / self._decode_seconds)
 
     def decode(self, running: int) -> float:
-        """Of one turn while so many run."""
+        """Decode rate of one turn while `running` turns run."""
         return 1.0 / (self._decode_seconds + (max(1, running) - self._running) / self.prefill)

@@ -8,7 +8,7 @@ from rose.schemas.errors import UsageError
 from rose.schemas.setting_bounds import YEAR_SECONDS, check_bounds, is_http_server
 
 MIN_PROMISE_SECONDS = 1e-6
-"""Of a promise."""
+"""Lower bound of the latency promises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,5 +37,5 @@ class EndpointConfig:
 
     @property
     def folder_name(self) -> str:
-        """Where it is, as a file's name: the same for whoever lends it next."""
+        """Host and port of the endpoint as a folder name, the same for every lender of the endpoint."""
         return urlsplit(self.url).netloc.replace(":", "-")

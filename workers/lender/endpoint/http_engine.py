@@ -1,14 +1,15 @@
-"""An engine played over HTTP: the words of an executor's channel become requests to an endpoint, and back.
+"""The HTTP engine: turns the commands of an executor's channel into requests to an endpoint, and answers into reports.
 
 Keeps true
-- To the executor it is an engine like any other: turns in, tokens and logprobs out, versions prepared and served.
-- Reports of how it stands come only from an endpoint that has just answered: one that hangs is a silent executor.
-- A turn that the endpoint breaks off, or that is one too many, is told with all that came of it before.
-- Trouble with one turn is that turn's: only an endpoint that is away by then, or another, is begun anew.
-- No turn of its own is at the endpoint while a version is loaded; the version is told as served once it is proven.
-  One that is not is followed by the weights before it, which are proven too, or nothing is lent any more.
+- The executor uses it like any other engine: turns in, tokens and logprobs out, versions staged and activated.
+- Statuses are sent only if the endpoint has just answered. An executor whose endpoint hangs is therefore silent.
+- A turn that the endpoint ends early, or that exceeds the limit, is returned with the tokens that it has.
+- An error of one turn affects only this turn, unless the endpoint is unreachable or is another server by then: the
+  engine then ends and is started again.
+- None of the lender's turns is at the endpoint while a version is loaded. A version is reported as active after its
+  proof. If the proof fails, the weights before are loaded again and proven; if that fails too, the engine ends.
 
-It runs on a thread of its own, in the process of the bus: what it does is wait.
+The engine runs on its own thread in the executor's process, because it mostly waits.
 """
 
 import asyncio
@@ -55,25 +56,25 @@ from rose.workers.lender.endpoint.turn import EndpointTurn, TurnLost
 from rose.workers.lender.endpoint.versions import EndpointVersions
 
 LATENCY_WINDOW_SECONDS = 1.0
-"""Between two looks at the pace."""
+"""Length of a latency window, after which the concurrency limit is adjusted."""
 
 DEVICE = "request-level"
-"""What the heartbeat says of the hardware."""
+"""Device name in the status."""
 
 KEEPS_LATENCY = "the endpoint keeps its latency"
-"""Why turns go back that are too many."""
+"""Reason of turns that are returned because the limit has fallen."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvAllowance:
-    """What turns may take of the endpoint's KV cache."""
+    """The part of the endpoint's KV cache that turns may use."""
 
     bytes_total: int
     bytes_per_token: int
 
 
 class HttpEngine:
-    """Plays one engine for one start of an executor."""
+    """Answers the channel of one incarnation of an executor."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class HttpEngine:
         vocabulary: int,
         kv: KvAllowance,
     ) -> None:
-        """`vocabulary`: of the policy. Call it within a running event loop."""
+        """`vocabulary`: size of the policy's vocabulary. Call it within a running event loop."""
         self._api = api
         self._versions = versions
         self._channel = channel
@@ -103,18 +104,18 @@ class HttpEngine:
         self._waiting: deque[EndpointTurn] = deque()
         self._running: dict[str, EndpointTurn] = {}
         self._was_full = False
-        """Since the window before."""
+        """Whether the limit was reached since the window before."""
         self._ttft: list[float] = []
-        """Since the window before."""
+        """Times to first token since the window before."""
         self._fails = False
         """Whether the endpoint failed at the turn that ended last."""
         self._seconds_per_turn, self._shared_at = 0.0, time.monotonic()
-        """Running sum of seconds a turn."""
+        """Running sum over time of seconds divided by the turns at the endpoint."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
-        """Until the endpoint breaks, or whoever waits for this is cancelled. Raises EngineBroken."""
+        """Run until the endpoint breaks or the calling task is cancelled. Raises EngineBroken."""
         self._spawn(self._report_forever())
         self._spawn(self._adjust_limit())
         loop = asyncio.get_running_loop()
@@ -130,7 +131,7 @@ class HttpEngine:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _spawn(self, duty: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Carry on beside all else; an error that nobody else takes breaks the endpoint."""
+        """Run a task; an error that the task does not handle ends the engine."""
         task = asyncio.create_task(duty)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
@@ -179,7 +180,7 @@ class HttpEngine:
             self._waiting.append(turn)
 
     def _refusal(self, turn: EndpointTurn) -> str:
-        """Why the turn cannot be run; vLLM ends at a token that its model has not."""
+        """Return why the turn cannot run; empty if it can. vLLM crashes at a token outside its vocabulary."""
         sampling, most = turn.sampling, self._config.max_model_len
         outside = [t for t in (*turn.context, *sampling.stop_token_ids) if not 0 <= t < self._vocabulary]
         if turn.version != self._versions.version:
@@ -195,7 +196,7 @@ class HttpEngine:
         return ""
 
     def _send_waiting(self) -> None:
-        """Ask for as many turns as the pace allows."""
+        """Send waiting turns to the endpoint, up to the limit."""
         while self._waiting and len(self._running) < self._limit.limit:
             turn = self._waiting.popleft()
             self._share_seconds()
@@ -217,7 +218,7 @@ class HttpEngine:
                 ended = reason or ended
             if ended not in ("stop", "length"):
                 message = f"{self._api.url} broke a turn off: {ended or 'it fell silent'}"
-                raise TurnLost(message, failed=ended != "abort")  # as who pauses the server has it
+                raise TurnLost(message, failed=ended != "abort")  # a pause of the server ends turns with "abort"
             if ended == "stop" and not set(turn.tokens[-1:]) & set(sampling.stop_token_ids):
                 raise EngineRefusal(f"{self._api.url} ended it at a token that nobody asked for")
         except TurnLost as lost:
@@ -233,8 +234,11 @@ class HttpEngine:
         self._send_waiting()
 
     def _on_turn_lost(self, turn: EndpointTurn, lost: TurnLost) -> None:
-        """What came of it goes back. One that the endpoint failed at before anything came is refused: it may again."""
-        if not lost.failed or self._fails:  # it has no room, or fails at every turn
+        """Return a lost turn with its tokens.
+
+        A turn at which the endpoint failed before the first token is rejected, because the endpoint may fail again.
+        """
+        if not lost.failed or self._fails:  # the endpoint has no room, or fails at every turn
             self._ttft.append(inf)
         self._fails = lost.failed
         self._remove(turn)
@@ -259,9 +263,9 @@ class HttpEngine:
         turn.logprobs += logprobs
 
     def _abort_turn(self, turn: EndpointTurn, reason: str) -> None:
-        """A turn goes back with what came of it, for a reason of the endpoint's if there is one."""
+        """Abort a turn and return it with its tokens. `reason`: empty if the executor has aborted it."""
         if turn.task is not None:
-            turn.task.cancel()  # which ends the request, and so the turn at the endpoint
+            turn.task.cancel()  # closes the request, which ends the turn at the endpoint
         self._remove(turn)
         self._reports.send(self._finished(turn, ABORTED, reason))
 
@@ -294,7 +298,7 @@ class HttpEngine:
         )
 
     def _share_seconds(self) -> None:
-        """Seconds are shared by the turns that were at the endpoint then; who else was there is not known."""
+        """Divide the time since the last call among the lender's turns at the endpoint; other requests are unknown."""
         now = time.monotonic()
         self._seconds_per_turn += (now - self._shared_at) / max(1, len(self._running))
         self._shared_at = now
@@ -310,7 +314,7 @@ class HttpEngine:
             self._reports.send(WeightsStaged(version))
 
     async def _activate(self, version: int) -> None:
-        """Raises EngineBroken when nothing proven serves."""
+        """Activate the staged version. Raises EngineBroken if no proven version serves."""
         began = time.perf_counter()
         try:
             await self._versions.activate()
@@ -319,7 +323,7 @@ class HttpEngine:
         else:
             self._reports.send(WeightsActivated(version, time.perf_counter() - began))
 
-    # How it stands
+    # Status
 
     async def _report_forever(self) -> None:
         while True:
@@ -328,7 +332,7 @@ class HttpEngine:
                 if not loads % 2:
                     await self._api.check_alive()
             except EngineBroken:
-                if loads == self._versions.loads:  # else it was loading, and answered nobody
+                if loads == self._versions.loads:  # otherwise a load began, during which the endpoint does not answer
                     raise
             self._reports.flush()
             self._reports.send(self._status())
@@ -345,12 +349,12 @@ class HttpEngine:
                 if kind in after
             )
             window = self._window(others_late)
-            if loads == self._versions.loads and not loads % 2:  # what waited for a load says nothing of turns
+            if loads == self._versions.loads and not loads % 2:  # latencies during a load say nothing about turns
                 self._abort_above(self._limit.on_window(window, time.monotonic()))
             before, loads = after, self._versions.loads
 
     def _window(self, others_late: bool) -> LatencyWindow:
-        """What was seen since the window before; a token that has not come yet is as late as it is now."""
+        """Return the latencies since the window before. A token that has not come yet counts with its present delay."""
         now, ttft, tpot = time.time(), self._ttft, []
         for turn in self._running.values():
             if not turn.tokens:
@@ -364,13 +368,13 @@ class HttpEngine:
         return LatencyWindow(ttft, tpot, full, others_late)
 
     def _abort_above(self, limit: int) -> None:
-        """Turns beyond the limit go back, those with the least progress first."""
+        """Return the turns above the limit, turns with the fewest tokens first."""
         running = sorted(self._running.values(), key=lambda turn: len(turn.tokens), reverse=True)
         surplus = [*running[limit:], *list(self._waiting)[max(0, limit - len(running)) :]]
         for turn in surplus:
             self._abort_turn(turn, KEEPS_LATENCY)
         if surplus:
-            self._reports.send(self._status())  # that is told at once
+            self._reports.send(self._status())  # reports the lower limit at once
         self._send_waiting()
 
     def _status(self) -> EngineStatus:

@@ -1,10 +1,11 @@
-"""A lender by requests as a program: an executor of the bus whose engine is played over HTTP.
+"""Program of a lender by requests: an executor whose engine is an endpoint over HTTP.
 
 Keeps true
-- An endpoint that is away is waited for; its turns have gone back, and with its return the executor starts anew, so
-  that no version is believed to serve that was not proven since.
-- It answers its own users whatever becomes of this process: one that was paused for a load is told to go on.
-- What only a person can mend ends it, in a sentence.
+- The program returns the turns of an unreachable endpoint and waits for the endpoint. The executor then starts again,
+  so that no version counts as serving without a new proof.
+- The endpoint answers its own users whatever happens to this process: an endpoint that a killed lender has paused for a
+  load is resumed.
+- An error that only an operator can fix ends the program with a message.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ from rose.workers.lender.endpoint.weights_proof import ReferenceModel
 from rose.workers.weights.config import WeightsConfig
 
 RETRY_SECONDS = 1.0
-"""Between two looks for an endpoint that is away."""
+"""Seconds between two tries to reach an endpoint."""
 
 log = structlog.get_logger("endpoint")
 
@@ -47,10 +48,11 @@ log = structlog.get_logger("endpoint")
 def lend_endpoint(
     settings: BusSettings, config: ExecutorConfig, endpoint: EndpointConfig, weights: WeightsConfig, stop: Event
 ) -> None:
-    """Run turns for `config.worker` on the endpoint, until `stop` is set.
+    """Run turns for `config.worker` on the endpoint until `stop` is set.
 
-    Turns end on the version that they began on, whatever the configuration says. Raises RoseError: an endpoint that
-    cannot lend, a policy that no version can be proven of, a broken key file or store, a broker that is not there.
+    Turns end under the version under which they began, whatever the configuration says. Raises RoseError if the
+    endpoint cannot lend, no version of the policy can be proven, a key file or store is invalid, or the broker is
+    unreachable.
     """
     config = replace(config, drain_before_swap=True)
     shapes, vocabulary = check_folder(config.model_folder)
@@ -66,7 +68,7 @@ def lend_endpoint(
 
 
 class HttpEngineThread:
-    """A player on its thread: a context manager that ends it, and gives the link to it."""
+    """Runs an `HttpEngine` on a thread. As a context manager it gives the engine client, and ends the thread."""
 
     def __init__(
         self,
@@ -126,7 +128,10 @@ class HttpEngineThread:
             await player.run()
 
     async def _wait_for_endpoint(self, api: VllmEndpoint, folder: Path) -> VllmConfig:
-        """What the endpoint is, once it is there; its versions are in `folder`. Raises EngineStartError."""
+        """Wait until the endpoint answers, and return its configuration. Raises EngineStartError if it cannot lend.
+
+        `folder`: the folder of its versions.
+        """
         waited = False
         while True:
             try:
@@ -141,7 +146,10 @@ class HttpEngineThread:
 
 
 def kv_allowance(server: VllmConfig, config: ExecutorConfig) -> KvAllowance:
-    """What the configuration grants of what the endpoint has; tokens cost what they do in plain attention."""
+    """Return the KV memory that turns may use: the smaller of the configured size and the endpoint's cache.
+
+    Bytes per token are those of plain attention.
+    """
     model: dict[str, Any] = json.loads((config.model_folder / "config.json").read_bytes())
     heads, layers = int(model["num_attention_heads"]), int(model["num_hidden_layers"])
     size = int(model.get("head_dim") or model["hidden_size"] // heads)

@@ -1,6 +1,6 @@
-"""A turn at an endpoint: what has come of it, the pieces of its answer, and why there are no more of them.
+"""A turn at an endpoint: its state, the chunks of its answer, and its errors.
 
-Keeps true: trouble with one turn says nothing of the others, unless it is of a kind that every turn would meet.
+Keeps true: an error of one turn does not affect other turns, unless every turn would meet the same error.
 """
 
 import asyncio
@@ -13,15 +13,15 @@ from rose.schemas.prompts import Sampling
 from rose.workers.executor.vllm.types import EngineBroken, EngineRefusal
 
 FATAL_STATUSES = (401, 403, 404, 405)
-"""Statuses that every turn would meet: this endpoint answers none."""
+"""HTTP statuses that every turn would meet: the endpoint cannot run turns."""
 
 BUSY_STATUSES = (408, 429, 503, 504)
-"""Statuses of a turn that there is no room for at the moment."""
+"""HTTP statuses of a turn for which the endpoint has no room at the moment."""
 
 
 @dataclass(slots=True, eq=False)
 class EndpointTurn:
-    """A turn, waiting here or at the endpoint. Times are unix seconds."""
+    """A turn that waits in this process or runs at the endpoint. Times are unix seconds."""
 
     name: str
     context: list[int]
@@ -34,24 +34,24 @@ class EndpointTurn:
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     first_tokens: int = 0
-    """That came at once with the first one."""
+    """Tokens in the first chunk with tokens."""
     counted: int = 0
-    """Tokens that the window before has seen."""
+    """Tokens that earlier latency windows have counted."""
     counted_at: float = 0.0
     share_before: float = 0.0
-    """What the running sum of seconds a turn was when it was sent."""
+    """Running sum of seconds per turn when the turn was sent."""
     task: asyncio.Task[None] | None = None
 
 
 class Logprobs(msgspec.Struct):
-    """One of each for every token of a choice; tokens are named by TOKEN and their id."""
+    """Logprobs of the tokens of a choice. Tokens are named by `api.TOKEN_PREFIX` and their id."""
 
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float] | None] = []
 
 
 class Choice(msgspec.Struct):
-    """What is new of one answer. Token ids are there because they were asked for."""
+    """The new tokens of an answer. Token ids are present because the request asks for them."""
 
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
@@ -68,14 +68,14 @@ class Usage(msgspec.Struct):
 
 
 class CompletionChunk(msgspec.Struct):
-    """Of an answer: what is new in it."""
+    """One chunk of a streamed answer, or a whole answer."""
 
     choices: list[Choice]
     usage: Usage | None = None
 
 
 class StreamError(msgspec.Struct):
-    """Why a turn is ended."""
+    """Why the endpoint has ended a stream."""
 
     message: str
     code: int
@@ -83,22 +83,22 @@ class StreamError(msgspec.Struct):
 
 
 class StreamBroken(msgspec.Struct):
-    """Comes where a piece would, and none follows."""
+    """The last chunk of a stream that the endpoint has ended with an error."""
 
     error: StreamError
 
 
 class TurnLost(RoseError):
-    """A turn that was not begun, or not ended, while the endpoint may be well."""
+    """A turn did not start or did not end, while the endpoint may be healthy."""
 
     def __init__(self, reason: str, *, failed: bool) -> None:
-        """`failed`: the endpoint did at this turn, and may do so again. Else it had no room for it."""
+        """`failed`: whether the endpoint failed at this turn, and may fail again; False if it had no room."""
         super().__init__(reason)
         self.failed = failed
 
 
 def error_for_status(url: str, status: int, message: str) -> RoseError:
-    """What is raised of a turn that is answered with this status: EngineBroken, EngineRefusal or TurnLost."""
+    """Return the exception for a turn that is answered with `status`: EngineBroken, EngineRefusal or TurnLost."""
     if status < 400 or status in FATAL_STATUSES:
         return EngineBroken(f"{url} answers a turn with {status}: {message}")
     if status in BUSY_STATUSES:

@@ -1,10 +1,10 @@
-"""The policy versions of an endpoint: written where it finds them, loaded by its own API, proven.
+"""The policy versions of an endpoint: written to a folder that it reads, loaded by its API, and proven.
 
 Keeps true
-- What was loaded and is not proven is followed by the weights before it, which are proven in the same way.
-- A file is whole before the endpoint is told of it, and stays until another version is proven. One of a version that
-  is refused does not stay.
-- While the endpoint is paused for a load a file says so: who comes after a lender that was killed lets it go on.
+- If a loaded version is not proven, the weights before are loaded again and proven in the same way.
+- A file is complete before the endpoint is asked to load it, and stays until another version is proven. The file of a
+  refused version is deleted.
+- A file exists while the endpoint is paused for a load. If the lender is killed, the next lender resumes the endpoint.
 """
 
 import asyncio
@@ -34,53 +34,53 @@ from rose.workers.lender.endpoint.weights_proof import (
 FILE = "model.safetensors"
 
 PAUSED = "paused"
-"""Beside the versions, while the endpoint answers nobody for a load."""
+"""Name of the file that exists while the endpoint is paused for a load."""
 
 EMBEDDING = "model.embed_tokens.weight"
-"""What a tied head is."""
+"""The tensor that a tied head shares."""
 
 log = structlog.get_logger("endpoint")
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointWeights:
-    """What the endpoint can be told to load."""
+    """A version that the endpoint can load from a folder."""
 
     version: int
     folder: Path
     tensors: Mapping[str, Tensor] | None = None
-    """None for those that it was started with: nobody has proven them."""
+    """None for the weights that the endpoint was started with, which cannot be proven."""
 
 
 class EndpointVersions:
-    """Of one endpoint, for one start of an executor."""
+    """The versions of one endpoint, for one incarnation of an executor."""
 
     def __init__(
         self, api: VllmEndpoint, server: VllmConfig, vocabulary: int, expected: ReferenceModel, folder: Path
     ) -> None:
-        """`server`: what `api.check` found; `folder`: where versions are written, and nothing else is kept."""
+        """`server`: the configuration from `api.check`. `folder`: the folder of versions, which is emptied."""
         self._api = api
         self._server = server
         self._vocabulary = vocabulary
         self._expected = expected
         self._folder = folder
-        shutil.rmtree(folder, ignore_errors=True)  # of a start before this one
+        shutil.rmtree(folder, ignore_errors=True)  # files of an earlier incarnation
         self._active = EndpointWeights(-1, Path(server.model_config.model))
         self._staged: EndpointWeights | None = None
         self.salt = ""
-        """Names the weights that serve: KV is found again under no other."""
+        """Cache salt of the loaded weights: cached KV is reused only under the same salt."""
         self.loads = 0
-        """Times that the endpoint answered nobody for a load; odd while one goes on."""
+        """Counts the starts and ends of loads: odd during a load, when the endpoint answers no request."""
 
     @property
     def version(self) -> int:
-        """That serves; -1 if none is proven."""
+        """The version that serves; -1 if no version is proven."""
         return self._active.version
 
     async def stage(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write a version where the endpoint finds it. Raises SwapRefused or EngineBroken."""
+        """Write a version to the folder that the endpoint reads. Raises SwapRefused or EngineBroken."""
         weights = EndpointWeights(version, self._folder / f"version-{version}", tensors)
-        if self._staged is not None:  # that one will not be served any more
+        if self._staged is not None:  # a staged version that was never activated
             _delete(self._staged)
             self._staged = None
         with ExitStack() as undo:
@@ -101,9 +101,9 @@ class EndpointVersions:
             raise SwapRefused(f"{weights.folder} cannot be written: {error}") from None
 
     async def activate(self) -> None:
-        """Load what was prepared, and prove it.
+        """Load the staged version and prove it.
 
-        Raises SwapRefused when the weights before serve on, EngineBroken when they are not proven either.
+        Raises SwapRefused if the weights before continue to serve, EngineBroken if they are not proven either.
         """
         weights, self._staged = self._staged, None
         if weights is None:
@@ -124,7 +124,7 @@ class EndpointVersions:
             _delete(weights)
 
     async def _load(self, weights: EndpointWeights) -> str:
-        """Why these weights are not what the endpoint answers with now; empty when they are."""
+        """Load weights. Return why they are not proven; empty if they are, or cannot be."""
         self.salt = f"rose-{weights.version}-{secrets.token_hex(8)}"
         try:
             await self._load_and_resume(weights.folder)
@@ -144,7 +144,7 @@ class EndpointVersions:
         return proof_error(probed.logprobs, new, before, TOLERANCES[self._server.dtype])
 
     async def _load_and_resume(self, folder: Path) -> None:
-        """Have it load `folder`, and go on whatever comes of that. Raises SwapRefused or EngineBroken."""
+        """Make the endpoint load `folder`, and resume it in any case. Raises SwapRefused or EngineBroken."""
         paused = self._folder / PAUSED
         try:
             paused.touch()
@@ -158,17 +158,17 @@ class EndpointVersions:
 
 
 async def resume_paused(api: VllmEndpoint, folder: Path) -> None:
-    """End the pause of a lender that was killed in the middle of a load. Raises EngineBroken."""
+    """Resume an endpoint whose lender was killed during a load. Raises EngineBroken."""
     paused = folder / PAUSED
     if paused.exists():
         log.warning("was paused for a load that was broken off, and is told to go on", url=api.url)
-        with suppress(SwapRefused):  # what else it is will be seen
+        with suppress(SwapRefused):  # `api.check` finds what is wrong with the endpoint
             await api.resume_serving()
             paused.unlink(missing_ok=True)
 
 
 def _with_head(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model that keeps its head apart is given one; any other passes it over."""
+    """Add a tied head as a tensor, for a model with a separate head; a model with a tied head ignores the tensor."""
     return {HEAD: tensors[EMBEDDING].clone(), **tensors} if EMBEDDING in tensors else dict(tensors)
 
 
@@ -178,6 +178,6 @@ def _save(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _delete(weights: EndpointWeights) -> None:
-    """Its file is needed no more. What the endpoint was started with is not ours."""
+    """Delete the files of a version, but not the files that the endpoint was started with."""
     if weights.tensors is not None:
         shutil.rmtree(weights.folder, ignore_errors=True)

@@ -1,16 +1,17 @@
-"""Proof: whether an endpoint answers with the weights that it was told to load.
+"""Weights proof: whether an endpoint answers with the weights that it was asked to load.
 
-It is asked to go on from a context that nobody else has, as a turn is, and tells of each token that it drew the
-likeliest ones with their logprobs. The same tokens after the same context are given to the model of the transformers
-library, once with the weights that should answer and once with those before.
+The endpoint completes a random context like a turn, and returns the likeliest tokens with their logprobs at each
+position. A reference model of the transformers library computes logprobs of the same tokens after the same context,
+with the new weights and with the weights before.
 
 Keeps true
-- An answer that leaves out a token that it was asked for, or one of its logprobs, proves nothing.
-- What is off by more than the tolerance of the element type is not proven, wherever the endpoint got it from.
-- Nor is what lies nearer to the weights before than to the new ones, however close the two are.
+- An answer that lacks a token or a logprob proves nothing.
+- Logprobs that differ by more than the tolerance of the element type do not prove a version.
+- Logprobs that are closer to the weights before than to the new weights do not prove a version, however close the two
+  versions are.
 
-A probe proves what it can see: two versions between which fewer logprobs move than rounding moves are not told apart,
-and the newer one is then refused about as often as not.
+A probe only proves what it can measure: if two versions differ by less than rounding, the newer version is refused
+about half of the time.
 """
 
 import random
@@ -26,23 +27,23 @@ from rose.schemas.errors import UsageError
 from rose.workers.model_config import match_engine_numerics
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25}
-"""By what an endpoint computes in, the largest difference of two logprobs that counts as the same."""
+"""By element type of the endpoint, the largest difference between two logprobs that count as equal."""
 
 CONTEXT_TOKENS = 32
 ANSWER_TOKENS = 32
-"""Of a probe: as long as a short turn."""
+"""Tokens that a probe samples, as many as a short turn."""
 
 Logprobs = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeAnswer:
-    """What an endpoint answered to a probe."""
+    """An endpoint's answer to a probe."""
 
     context: Sequence[int]
     tokens: Sequence[int]
     top_logprobs: Sequence[Mapping[int, float]]
-    """Of each token of the answer: logprobs by token id, at its place."""
+    """For each position of the answer, logprobs by token id."""
 
     @property
     def logprobs(self) -> Logprobs:
@@ -50,12 +51,12 @@ class ProbeAnswer:
 
 
 def probe_context(vocabulary: int, seed: int) -> list[int]:
-    """The same for the same seed."""
+    """Return random token ids below `vocabulary`, the same for the same seed."""
     return random.Random(seed).choices(range(vocabulary), k=CONTEXT_TOKENS)
 
 
 def probe_error(probed: ProbeAnswer, vocabulary: int) -> str:
-    """What a probe's answer lacks to be a proof; empty when it is whole."""
+    """Return why a probe's answer is incomplete or invalid; empty if it can prove a version."""
     tokens, likeliest = probed.tokens, probed.top_logprobs
     if len(tokens) != ANSWER_TOKENS or len(likeliest) != ANSWER_TOKENS:
         return f"a probe for {ANSWER_TOKENS} tokens is answered with {len(tokens)}, and logprobs of {len(likeliest)}"
@@ -67,9 +68,10 @@ def probe_error(probed: ProbeAnswer, vocabulary: int) -> str:
 
 
 def proof_error(given: Logprobs, new: Logprobs, before: Logprobs | None, tolerance: float) -> str:
-    """Why the answers do not prove the new weights; empty when they do.
+    """Return why the logprobs `given` do not prove the new weights; empty if they do.
 
-    `new`, `before`: what these weights give for the same tokens; `before` is None if it is not known what they were.
+    `new`, `before`: the reference model's logprobs of the same tokens with the new weights and the weights before;
+    `before` is None if those weights are not known.
     """
     off = float(np.max(np.abs(given - new), initial=0.0))
     if not off <= tolerance:
@@ -82,15 +84,15 @@ def proof_error(given: Logprobs, new: Logprobs, before: Logprobs | None, toleran
 
 
 class ReferenceModel:
-    """The policy's model, to say what its answers should be. Computes on the host, in float32."""
+    """The policy's model in transformers, which computes the expected logprobs on the host in float32."""
 
     def __init__(self, folder: Path) -> None:
-        """Imports the transformers library, which takes seconds. Raises UsageError for a model that it has not."""
+        """Import transformers, which takes seconds. Raises UsageError if it has no such model."""
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
-        disable_progress_bar()  # of each version that is loaded
+        disable_progress_bar()  # there would be one for each version that is loaded
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             match_engine_numerics(config)
@@ -101,12 +103,15 @@ class ReferenceModel:
         self._config = config
 
     def logprobs(self, tensors: Mapping[str, Any], probed: ProbeAnswer) -> Logprobs:
-        """What these weights, by Hugging Face name, give for what the endpoint told."""
+        """Return the logprobs of the probe's tokens with these weights, by Hugging Face name.
+
+        The order is that of `ProbeAnswer.logprobs`.
+        """
         import torch
 
         from rose.workers.engine_layers import replace_unlike_layers
 
-        # As from a folder: names there need not be the model's own.
+        # `from_pretrained` maps names of files, which need not be the model's own names.
         model = self._kind.from_pretrained(None, config=self._config, state_dict=dict(tensors), dtype=torch.float32)
         replace_unlike_layers(model)
         with torch.no_grad():

@@ -1,6 +1,6 @@
 """The plugin (entry point `vllm.general_plugins`) that makes a vLLM server a lender.
 
-Keeps true: without `ROSE_LEND` nothing is imported and nothing is changed, in any process that loads it.
+Keeps true: without `ROSE_LEND` the plugin imports nothing and changes nothing, in any process that loads it.
 """
 
 import os
@@ -10,7 +10,7 @@ SETTING = "ROSE_LEND"
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes: API server, engine core, workers."""
+    """Register the lender if `ROSE_LEND` is set. vLLM calls this in its API server, engine core and workers."""
     configuration = os.environ.get(SETTING)
     if configuration:
         from rose.workers.lender.vllm.attach import register_lender

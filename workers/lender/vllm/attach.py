@@ -1,16 +1,17 @@
-"""The lender in the serving engine's process: how a guest gets its turn.
+"""Attaches the lender to the serving engine core when its loop starts.
 
 Keeps true
-- Serving's outputs have left before a guest's turn, and a guest has one only where admission lets it: a request that
-  arrives waits for at most one bounded piece of the guest's work, and of a step in this process for one layer, its
-  logits or its sampling.
-- The loop never spins: with nothing to do for either it sleeps where vLLM sleeps.
-- A server that no guest was tried in is left as it is, and the log says why in a sentence. Whether one was tried is
-  asked before anything of vLLM is imported that the server has not imported itself.
-- An engine core whose server was killed meanwhile does not begin.
+- Serving's outputs are sent before a guest piece, and the guest computes only if admission allows it. A request that
+  arrives waits for at most one bounded guest piece. If the guest's model is in this process, the request waits at most
+  for one layer of the guest's step, its logits or its sampling.
+- The loop never spins: if neither serving nor the guest has work, it sleeps where vLLM sleeps.
+- A server that is not supported is not changed, and the log says why. The check comes before the import of any part of
+  vLLM that the server has not imported itself.
+- An engine core whose server was killed during its start does not run.
 
-Three methods of `EngineCoreProc` are wrapped, and the loop that `DPEngineCoreProc` has of its own (`compatibility` has
-the table); two of them in an engine that lends alone. `has_work` is left as it is, so vLLM's shutdown is its own.
+The lender wraps three methods of `EngineCoreProc`, and the loop of `DPEngineCoreProc` (`compatibility` has the table);
+two of the methods only in an engine core that lends or is observed. `has_work` is not wrapped, so vLLM's shutdown is
+unchanged.
 """
 
 import logging
@@ -30,7 +31,10 @@ LOG = logging.getLogger("vllm.rose")
 
 
 def register_lender(configuration: str) -> None:
-    """Have every engine core of this process offer itself when its loop begins. Raises nothing."""
+    """Wrap the loops of vLLM's engine cores in this process, so that the lender attaches when a loop starts.
+
+    `configuration`: path of the file of `LendConfig`. Raises nothing.
+    """
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
     for kind in (EngineCoreProc, DPEngineCoreProc):
@@ -45,17 +49,17 @@ def _wrap_busy_loop(run_busy_loop: Callable[[Any], None], configuration: str) ->
             config = read_config(Path(configuration))
             page = StatusPage.for_core(
                 config.pulse
-            )  # first: the watchdog is to know an engine core that does not lend, too
+            )  # first: the watchdog must also know an engine core that does not lend
             _check(core, config)
             _attach(core, config, page)
         except UsageError as refusal:
             LOG.error("rose: this server does not lend: %s", refusal)
-        except Exception:  # serving begins whatever is wrong here
+        except Exception:  # serving starts whatever error the lender has
             LOG.exception("rose: this server does not lend")
         try:
             _exit_if_orphaned()
             run_busy_loop(core)
-        except SystemExit:  # how the loop ends when it is asked to
+        except SystemExit:  # the loop ends so when it is asked to stop
             if page is not None:
                 page.clear_core()
             raise
@@ -64,18 +68,19 @@ def _wrap_busy_loop(run_busy_loop: Callable[[Any], None], configuration: str) ->
 
 
 def _exit_if_orphaned() -> None:
-    """End an engine core whose server was killed as it loaded, which vLLM's would outlive. Raises SystemExit.
+    """End an engine core whose server was killed during the load; vLLM's engine core would outlive it.
 
-    Its page says by now who it is: of a server that is killed later the watchdog ends the engine core.
+    The status page names the engine core by now, so the watchdog ends it if the server is killed later. Raises
+    SystemExit.
     """
-    server = parent_process()  # whether its pipe still tells of it is no matter: a child of it may hold that open
+    server = parent_process()  # its pipe is no proof: another child of the server may hold the pipe open
     if server is not None and os.getppid() != server.pid:
         LOG.error("rose: the server of this engine core is gone: it ends")
         sys.exit(0)
 
 
 def _check(core: Any, config: LendConfig) -> None:
-    """Raises UsageError where no guest may be. The look at vLLM's parts is last: it imports them."""
+    """Raise UsageError if the server can neither lend nor be observed. The check that imports parts of vLLM is last."""
     from rose.workers.lender.vllm.compatibility import (
         guest_refusal,
         is_one_of_several,
@@ -92,7 +97,7 @@ def _check(core: Any, config: LendConfig) -> None:
 
 
 def _attach(core: Any, config: LendConfig, page: StatusPage) -> None:
-    """Raises UsageError."""
+    """Attach the observation or the guest to the loop of `core`. Raises UsageError."""
     if config.observe:
         from rose.workers.lender.vllm.observing import observe
 

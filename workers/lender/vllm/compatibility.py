@@ -1,13 +1,14 @@
-"""What of vLLM's private parts the lender relies on, and whether the vLLM that is installed still has it.
+"""The private parts of vLLM that the lender relies on, and the check that the installed vLLM still has them.
 
 Keeps true
-- A guest enters a server only where every part below is as it was when the lender was written.
-- The look changes nothing in the process. It imports modules, and vLLM's modules for CPUs replace names of torch when
-  they are imported, `torch.cuda.Event` among them. So parts for CPUs are looked at on a CPU alone, and a server that is
-  only observed is looked at in the parts that observing uses.
+- A guest is built in a server only if every part below has the source that the lender was written for.
+- The check changes nothing in the process except for imports. vLLM's modules for CPUs replace names of torch at their
+  import, such as `torch.cuda.Event`. Parts for CPUs are therefore checked only on a CPU, and an observed server is
+  checked only for the parts that the observation uses.
 
-The wrapped methods of the engine-core process, and the names that a guest has its own value of (`process_globals`);
-what the rollout engine itself uses of vLLM is in `rose.workers.executor.vllm`, and its tests tell.
+The parts are the wrapped methods of the engine-core process, and the names that a guest has its own value of
+(`process_globals`). The parts of vLLM that the rollout engine itself uses are in `rose.workers.executor.vllm`, and are
+covered by its tests.
 """
 
 import hashlib
@@ -23,17 +24,17 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.version import __version_tuple__
 
 LONE_CORE_NAME = "EngineCore"
-"""vLLM's name for the process of an engine core that has no others beside it. By nothing else can those of a dense
-model be told: each of several is made to believe that it is alone."""
+"""vLLM's process name of an engine core that is the only one of its server. Only the name tells this for a dense model:
+the configuration of each of several engine cores says that it is the only one."""
 
 
 def is_one_of_several(core: EngineCoreProc) -> bool:
-    """Whether the server of this engine core has others."""
+    """Whether the server of this engine core has several engine cores."""
     return type(core) is not EngineCoreProc or current_process().name != LONE_CORE_NAME
 
 
 def guest_refusal(core: Any) -> str:
-    """Why no guest may enter the server of this engine core, in a sentence; empty if one may."""
+    """Return why the server of this engine core cannot have a guest; empty if it can."""
     config = core.vllm_config
     parallel, model = config.parallel_config, config.model_config
     untried = {
@@ -67,7 +68,7 @@ def guest_refusal(core: Any) -> str:
 
 
 VERSION = (0, 32)
-"""Of vLLM, major and minor."""
+"""Major and minor version of the supported vLLM."""
 
 CORE = "vllm.v1.engine.core"
 EXECUTOR = "vllm.v1.executor.multiproc_executor"
@@ -78,17 +79,17 @@ MANAGER = "vllm.v1.core.kv_cache_manager"
 
 @dataclass(frozen=True, slots=True)
 class RequiredInternal:
-    """One part of vLLM."""
+    """One private part of vLLM that the lender relies on."""
 
     module: str
     name: str
     why: str
     digest: str = ""
-    """Of its source; empty where only its being there matters."""
+    """Digest of the part's source; empty if only its existence matters."""
     observing: bool = False
-    """An observed server relies on the part, too."""
+    """Whether the observation of a server relies on the part too."""
     cpu: bool = False
-    """The part is for CPUs alone."""
+    """Whether the part is only used on CPUs."""
 
 
 REQUIRED_INTERNALS = (
@@ -254,7 +255,7 @@ REQUIRED_INTERNALS = (
 
 
 def unsupported_version() -> str:
-    """Name the installed vLLM in a sentence if no guest was tried in it; empty otherwise. Imports nothing."""
+    """Return why the installed vLLM is not supported; empty if it is. Imports nothing."""
     if __version_tuple__[:2] == VERSION:
         return ""
     installed, tried = (".".join(map(str, version[:2])) for version in (__version_tuple__, VERSION))
@@ -262,9 +263,9 @@ def unsupported_version() -> str:
 
 
 def missing_internals(*, observing: bool = False) -> str:
-    """Name the first part that is not as it was, in a sentence; empty if there is none. Imports the parts.
+    """Return which part is missing or changed, in a sentence; empty if none is. Imports the parts.
 
-    `observing`: look only at the parts that an observed server relies on.
+    `observing`: check only the parts that the observation of a server relies on.
     """
     for part in REQUIRED_INTERNALS:
         if (observing and not part.observing) or (part.cpu and not current_platform.is_cpu()):
@@ -283,7 +284,7 @@ def _resolve(part: RequiredInternal) -> Any:
 
 
 def source_digest(function: Any) -> str:
-    """Of a function's source, and of what it decorates."""
+    """Return a digest of the source of a function and of the functions that it decorates."""
     function = inspect.unwrap(function)
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     sources = [inspect.getsource(one) for one in (function, *filter(inspect.isfunction, cells))]

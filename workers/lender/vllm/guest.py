@@ -1,13 +1,13 @@
 """The guest: the rollout engine inside a serving engine's process, built, ticked and dropped.
 
 Keeps true
-- Nothing that goes wrong here leaves `tick`: the guest is dropped, which is told, and built again after a while.
-- A tick is one bounded piece: of building the guest, of preparing a version, or a step of the engine. A guest whose
-  steps have no price yet makes some before it is there (`guest_build`).
-- Between two ticks the process is as the host left it, and between two layers of a step while it is `as_host`.
-- A guest is built once somebody has knocked and said so, and parked when it is not wanted any more (`lifecycle`),
-  whoever is there. Who knocks later gets the same engine, empty, at the version that it has.
-- Serving's next step has the KV memory that it may take, whatever the guest holds (`kv_sharing`).
+- No error of the guest leaves `tick`: the guest is dropped and reported as lost, and is built again after a back-off.
+- A tick is one bounded piece of work: of the build, of staging a version, or an engine step. A guest without observed
+  steps makes some steps before it lends (`guest_build`).
+- Between two ticks, and within `as_host` between two layers of a step, the process is as the host left it.
+- A guest is built when a sidecar has connected and sent Resume, and suspended when it should not lend any more
+  (`lifecycle`), with or without a sidecar. A later sidecar gets the same engine, without turns, at its version.
+- Serving's next step has the KV memory that it needs, whatever the guest holds (`kv_sharing`).
 """
 
 import time
@@ -35,11 +35,11 @@ from rose.workers.lender.vllm.tp_driver import TpDriver
 from rose.workers.lender.watchdog_page import StatusPage
 
 FREE_SECONDS = 0.5
-"""How long a guest that is parked waits for serving to be idle before it gives its memory back all the same."""
+"""How long a guest that is suspended waits for idle serving before it frees its memory regardless."""
 
 
 class Guest:
-    """At most one engine, for at most one sidecar."""
+    """The guest of one server: at most one engine, for at most one sidecar."""
 
     def __init__(
         self,
@@ -53,9 +53,10 @@ class Guest:
         layer_hook: Callable[[], None],
         driver: TpDriver | None = None,
     ) -> None:
-        """`cost`: of the guest's steps, which is told of each; `serving_stats`: how serving stands, for those beside;
-        `layer_hook` is called within its steps, as far as they are in this process; `ranks`: serving's, where it
-        has several.
+        """`cost`: observes the guest's steps. `serving_stats`: makes the serving part of a status.
+
+        `layer_hook`: called between two layers of the guest's steps, if the model is in this process. `driver`: calls
+        serving's workers; None if serving has one rank.
         """
         self._config = config
         self._listener = listener
@@ -73,15 +74,15 @@ class Guest:
         self._build_call: TimeSlicedCall[tuple[Engine, KvPool]] | None = None
         self._engine: Engine | None = None
         self._sharing: KvSharing | None = None
-        """While there is an engine."""
+        """Shares the KV memory; None without an engine."""
         self._profile: StepProfile | None = None
-        """Of an engine that has just been built."""
+        """First steps of an engine that has just been built; None without these."""
         self._engine_loop: EngineLoop | SuspendedEngine | None = None
-        """Answers the caller, while there is one."""
+        """Answers the sidecar; None without a sidecar."""
         self._granted_bytes = 0
-        """KV bytes, as it last heard; 0: it is not to lend."""
+        """KV bytes by the newest command; 0: the guest may not lend."""
         self._failure: Exception | None = None
-        """Of it, while its step stood still."""
+        """Exception that was raised while the guest's step was paused."""
         self._build_began = 0.0
 
     @property
@@ -97,7 +98,7 @@ class Guest:
 
     @property
     def _is_abandoned(self) -> bool:
-        """Whether nobody is there for whom a guest would be kept that something says is to stop."""
+        """Whether an engine without a sidecar should not lend, and must be suspended."""
         return self._engine_loop is None and self._engine is not None and not self._should_lend
 
     @property
@@ -106,7 +107,7 @@ class Guest:
 
     @property
     def next_work(self) -> NextWork:
-        """What the next tick would do."""
+        """The piece of work of the next tick."""
         if self._engine is None or self._sharing is None:
             return NextWork(WorkKind.INTERRUPTIBLE, self._config.piece_seconds)
         if self._profile is not None and not self._needs_memory:
@@ -121,27 +122,27 @@ class Guest:
 
     @property
     def _needs_memory(self) -> bool:
-        """Whether a profile waits for more."""
+        """Whether the first steps wait for more KV memory, and the budget can grow."""
         assert self._profile is not None and self._sharing is not None
         return self._sharing.can_grow and self._profile.needs_memory(self._sharing.room_tokens)
 
     def tick(self, *, seconds: float, tokens: int) -> None:
-        """One bounded piece of work, of at most `seconds`, or a step of at most `tokens` tokens. Raises nothing."""
+        """Do one piece of work of at most `seconds`, or a step of at most `tokens` tokens. Raises nothing."""
         self._page.guest_entered()
         try:
             if self._sidecar.changed:
                 self._switch_connection()
             else:
                 self._advance(seconds, tokens)
-        except Exception as error:  # noqa: BLE001  whatever a guest does, serving goes on
+        except Exception as error:  # noqa: BLE001  serving continues whatever error the guest has
             self.drop(error)
         finally:
             self._page.guest_left()
 
     def tick_idle(self, *, blocked: bool) -> None:
-        """Where no tick may be done (`blocked`), or there is nothing to do: report, and let go of what is not wanted.
+        """Report, and continue to suspend a guest that should not lend.
 
-        Raises nothing.
+        `blocked`: whether a tick is not allowed; False if there is only nothing to do. Raises nothing.
         """
         self._page.guest_entered()
         try:
@@ -183,7 +184,7 @@ class Guest:
 
     @contextmanager
     def as_host(self) -> Iterator[None]:
-        """While its step stands still between two layers, and the host has the thread."""
+        """Give the thread to the host while the guest's step is paused between two layers."""
         assert self._engine is not None and self._globals is not None
         began = time.perf_counter()
         self._page.guest_left()
@@ -193,8 +194,10 @@ class Guest:
         self._engine.suspended_seconds += time.perf_counter() - began
 
     def tick_mid_step(self, *, blocked: bool) -> bool:
-        """Its step stands still: report; whether it may stand on, as nothing waits for its end. `blocked`: whether it
-        may not go on. Raises nothing.
+        """Report while the guest's step is paused. Return whether the step may stay paused.
+
+        The step must be finished if an abort, a suspension, another sidecar or an error waits for its end. `blocked`:
+        whether the step is not allowed to continue. Raises nothing.
         """
         if self._engine_loop is None or self._sidecar.changed or self._failure is not None:
             return False
@@ -203,14 +206,14 @@ class Guest:
             may_wait = self._engine_loop.tick_mid_step(blocked=blocked)
             self._granted_bytes = self._engine_loop.granted_bytes
             return may_wait and self._should_lend
-        except Exception as error:  # noqa: BLE001  as of the step itself, which is computed to its end first
+        except Exception as error:  # noqa: BLE001  raised after the step, which is finished first
             self._failure = error
             return False
         finally:
             self._page.guest_left()
 
     def make_room(self) -> None:
-        """Before a step of serving. Raises nothing."""
+        """Give serving the KV memory that its next step needs. Raises nothing."""
         if self._sharing is not None:
             try:
                 self._rebalance_memory(grow=False)
@@ -218,7 +221,10 @@ class Guest:
                 self.drop(error)
 
     def make_room_mid_step(self) -> bool:
-        """The same within a step of its own: whether that needed no turn taken out, and is done. Raises nothing."""
+        """Give serving its KV memory while the guest's step is paused. Raises nothing.
+
+        Return False if this is not done, because it needs an abort of a turn, which no step allows.
+        """
         if self._sharing is None or self._engine_loop is None:
             return True
         try:
@@ -238,7 +244,7 @@ class Guest:
             give_up = loop.abort_turn
         elif loop is not None and self._profile is not None:
             give_up = self._profile.abort_turn
-        most = (loop is not None and loop.granted_bytes) or NO_LIMIT  # of one that parks, the turns go back one by one
+        most = (loop is not None and loop.granted_bytes) or NO_LIMIT  # a suspension aborts turns one by one
         self._sharing.rebalance(give_up, most_bytes=most, grow=grow)
         self._report_changes()
 
@@ -273,14 +279,14 @@ class Guest:
         return self._page.stop_reason or NOT_RESUMED
 
     def _suspend_if_unwanted(self, *, blocked: bool) -> None:
-        """Where it is not wanted."""
+        """Suspend the guest if it should not lend."""
         if not self._should_lend:
             self._update_lifecycle()
         if self._lifecycle.state is GuestState.SUSPENDING:
             self._continue_suspending(blocked=blocked)
 
     def _continue_suspending(self, *, blocked: bool) -> None:
-        """One turn back, or, once none is left, all of its memory."""
+        """Return one turn, or free all memory if no turn is left."""
         assert self._engine is not None and self._globals is not None
         if isinstance(self._engine_loop, EngineLoop) and not self._engine_loop.abort_one_turn():
             return
@@ -304,10 +310,10 @@ class Guest:
         self._sidecar.switch()
         self._attach_loop()
         if self._sharing is not None:
-            self._rebalance_memory(grow=False)  # with nobody to lend to, its memory goes back
+            self._rebalance_memory(grow=False)  # without a sidecar the guest's memory is given back
 
     def _attach_loop(self) -> None:
-        """Have somebody answer the caller."""
+        """Make the loop that answers the sidecar: an `EngineLoop`, or a `SuspendedEngine` if no engine is ready."""
         if self._engine_loop is not None:
             self._granted_bytes = self._engine_loop.granted_bytes
         self._engine_loop = None
@@ -334,7 +340,7 @@ class Guest:
         self._engine_loop.granted_bytes = self._granted_bytes
 
     def _continue_resuming(self, seconds: float, tokens: int) -> None:
-        """One piece of building the guest, or of its first steps."""
+        """Do one piece of the build, or one of the first steps."""
         if self._profile is None:
             self._build(min(seconds, self._config.piece_seconds))
         elif self._needs_memory:
@@ -347,7 +353,7 @@ class Guest:
                 self._start_lending()
 
     def _start_lending(self) -> None:
-        """The guest is there."""
+        """End the first steps and start to lend."""
         assert self._profile is not None
         self._profile.close()
         self._profile = None
@@ -379,31 +385,31 @@ class Guest:
             self._start_lending()
 
     def drop(self, error: Exception) -> None:
-        """Let go of the engine for an error, and tell. Raises nothing."""
-        if self._build_call is not None:  # which has not failed, and cannot be ended: who knocks next waits for it
+        """Drop the engine because of `error`, and tell the sidecar. Raises nothing."""
+        if self._build_call is not None:  # the build has not failed and cannot be ended: the next sidecar waits for it
             self._engine_loop = None
             self._sidecar.close()
             self._log.error("rose: the link of a guest that is being built is ended: %s", describe_error(error))
             return
         engine, self._failure = self._engine, None
-        with suppress(Exception):  # what is broken may not let itself be closed
+        with suppress(Exception):  # the release of a broken engine may fail
             self._release_engine()
         wait, reason = self._lifecycle.on_fault(time.monotonic()), describe_error(error)
         self._log.error("rose: the guest is dropped, serving goes on, another is built in %.0f s: %s", wait, reason)
-        with suppress(Exception):  # as where the link is broken
+        with suppress(Exception):  # the link may be broken
             self._sidecar.report_lost(
                 EngineLost(reason, wait), then_close=isinstance(self._engine_loop, SuspendedEngine)
             )
         if engine is not None and self._globals is not None:
             with suppress(Exception), self._globals.as_guest():  # as above
                 engine.close()
-        with suppress(Exception):  # as where no descriptor is left
+        with suppress(Exception):  # no file descriptor may be left
             self._attach_loop()
         if self._engine_loop is None:
             self._sidecar.close()
 
     def _release_engine(self) -> None:
-        """Of the engine; all KV memory is serving's again."""
+        """Forget the engine, and give all KV memory to serving."""
         sharing, self._engine, self._sharing, self._profile = self._sharing, None, None, None
         self._listener.has_guest = False
         if sharing is not None:

@@ -1,6 +1,6 @@
-"""Building a guest: its engine, and the pool of its KV memory.
+"""The build of a guest: its engine, the pool of its KV memory, and its first steps.
 
-Keeps true: a build that fails holds nothing, on no rank.
+Keeps true: a build that fails leaves nothing in memory, on any rank.
 """
 
 from logging import Logger
@@ -17,43 +17,43 @@ from rose.workers.lender.vllm.kv_sharing import guest_pool
 from rose.workers.lender.vllm.tp_driver import TpBackend, TpDriver
 
 SIZE_GROWTH = 4
-"""Each size is so many times the one before."""
+"""Ratio of each step size to the size before."""
 
 ROUNDS = 2
-"""That each size is tried."""
+"""Number of steps of each size."""
 
 MAX_PROFILE_TOKENS = 64
-"""Tokens of the largest step: what the prices of larger ones are is then known well enough to begin with."""
+"""Tokens of the largest step: the cost of larger steps can then be extrapolated well enough."""
 
 PROFILE_TURN = "profile"
-"""Of the turn whose prefill it is."""
+"""Name of the turn whose prefill makes the steps."""
 
 
 class StepProfile:
-    """Of an engine that holds no turn."""
+    """The first steps of an engine without turns, which measure the cost of its steps."""
 
     def __init__(self, engine: Engine, cost: StepCost) -> None:
-        """`cost` is told of the steps."""
+        """`cost`: observes the steps after the first one, which is a warm-up."""
         self.done = False
         self._engine = engine
         self._cost = cost
         self._sizes: list[int] | None = None
-        """Of the steps to come, the next one last; None before the first."""
+        """Tokens of the steps to come, the next one last; None before the first step."""
         self._warm = False
 
     @property
     def next_work(self) -> NextWork:
-        """The next step."""
+        """The next step, as a piece of work."""
         return NextWork(WorkKind.STEP, self._cost.cautious_seconds(self._sizes[-1] if self._sizes else 1))
 
     def needs_memory(self, room_tokens: int) -> bool:
-        """Whether it could do with more KV memory than for so many tokens."""
+        """Whether more KV memory than for `room_tokens` tokens would allow more step sizes."""
         return self._sizes is None and len(profile_sizes(room_tokens)) < len(
             profile_sizes(self._engine.longest_tokens - 1)
         )
 
     def step(self, most_tokens: int, room_tokens: int) -> None:
-        """One step, of at most so many tokens; they all find room in `room_tokens`. Raises EngineBroken."""
+        """Run a step of at most `most_tokens` tokens. All steps together fit in `room_tokens`. Raises EngineBroken."""
         if self.done:
             return
         if self._sizes is None:
@@ -62,7 +62,7 @@ class StepProfile:
             if not self._sizes:
                 self.done = True
                 return
-            context = [0] * (sum(self._sizes) + 1)  # its last token is not computed: nothing is drawn
+            context = [0] * (sum(self._sizes) + 1)  # the last token is not computed, so no token is sampled
             self._engine.add(PROFILE_TURN, context, Sampling(max_tokens=1), policy_version=self._engine.version)
         step = self._engine.step(min(self._sizes.pop(), most_tokens))
         if self._warm and step.tokens:
@@ -72,29 +72,32 @@ class StepProfile:
             self.close()
 
     def abort_turn(self, name: str, reason: str) -> None:
-        """Serving wants its memory."""
+        """End the first steps: serving needs their memory."""
         self.close()
 
     def close(self) -> None:
-        """However far it is."""
+        """End the first steps at any point."""
         self._engine.abort(PROFILE_TURN)
         self.done = True
 
 
 def profile_sizes(room_tokens: int) -> list[int]:
-    """Tokens of each step, the first one last, as many as there is room for."""
+    """Return the tokens of each step, the first step last, for as many steps as fit in `room_tokens`."""
     found: list[int] = []
     size = 1
     while (
         size <= MAX_PROFILE_TOKENS and 1 + ROUNDS * (sum(found) + size) < room_tokens
-    ):  # and a token that is not computed
+    ):  # 1: the token that is not computed
         found.append(size)
         size *= SIZE_GROWTH
     return [*reversed(found * ROUNDS), 1] if found else []
 
 
 def build_guest(config: LendConfig, driver: TpDriver | None, log: Logger) -> tuple[Engine, KvPool]:
-    """On the ranks of a serving that has several. Takes seconds. Raises ModelFolderError or EngineStartError."""
+    """Build the guest's engine and its KV pool, on all ranks of `driver` or in this process without one.
+
+    Takes seconds. Raises ModelFolderError or EngineStartError.
+    """
     backend: ModelBackend = InProcessBackend() if driver is None else TpBackend(driver, log)
     try:
         engine = build_engine(config, backend)
@@ -105,7 +108,7 @@ def build_guest(config: LendConfig, driver: TpDriver | None, log: Logger) -> tup
 
 
 def build_engine(config: LendConfig, backend: ModelBackend | None = None) -> Engine:
-    """Takes seconds. Raises ModelFolderError or EngineStartError."""
+    """Build the guest's engine with its spare weights. Takes seconds. Raises ModelFolderError or EngineStartError."""
     engine = Engine(
         EngineConfig(
             model_folder=Path(config.model_folder),

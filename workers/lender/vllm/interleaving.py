@@ -1,13 +1,13 @@
-"""Turns of the guest in the serving engine's loop. See `attach`.
+"""Interleaves guest pieces with serving steps in the serving engine's loop. See `attach`.
 
 Keeps true
-- Who comes while a step of the guest's computes in this process waits for one layer of it, its logits or its sampling:
-  between them the step stands still until admission would let the rest of it go on, and serving's steps are made within
-  it, as if it was not there.
-- The guest's heartbeats go on meanwhile, and serving gets the memory that it may take. It stands still for as long as
-  that needs no turn of the guest's, none is to go back and the guest is not to park: as none of that can be done within
-  a step. Then it is computed to its end, without a further stop.
-- What fails of serving fails where it would without a guest.
+- A request that arrives during a guest step in this process waits for one layer of the step, its logits or its
+  sampling. Between two of these the step is paused until admission would allow the rest of it, and serving steps run as
+  if there was no guest step.
+- During the pause the guest's statuses go on, and serving gets the KV memory that it needs. If serving's memory needs
+  an abort of a guest turn, a turn is to be aborted, or the guest is to be suspended, the pause ends, because none of
+  these is possible within a step. The step then runs to its end without a further pause.
+- Errors of serving are raised where they would be raised without a guest.
 """
 
 import time
@@ -30,35 +30,36 @@ from rose.workers.lender.watchdog_page import StatusPage
 
 
 class ServingFailed(BaseException):
-    """A step of serving's failed between two layers of the guest's: whatever the guest does with what fails in its own,
-    this passes through.
+    """A serving step failed between two layers of a guest step.
+
+    A BaseException, so that it passes through the guest's handlers of Exception.
     """
 
 
 @dataclass(slots=True)
 class GuestPiece:
-    """Of the guest's work, while it has the thread. Seconds."""
+    """One bounded piece of guest work, while the guest has the thread. Times are monotonic seconds."""
 
     serve: Callable[[], bool]
-    """Serving's step."""
+    """Runs a serving step."""
     held: int
-    """Requests that serving holds, as of the last look at them."""
+    """Requests that serving held at the last check."""
     seconds_left: float
-    """Of what was planned, after that which admission has been told of."""
+    """Planned seconds that were not charged yet."""
     charged_at: float
-    """Of what admission has not been told of yet."""
+    """Start of the work that was not charged yet."""
     polled_at: float
-    """When it was last seen whether somebody has come."""
+    """Time of the last check for new requests."""
     thread_seconds: float
-    """By this thread, until then."""
+    """CPU time of this thread at the last check."""
     uninterruptible: bool = False
-    """It does not stand still any more."""
+    """Whether the piece must run to its end without a pause."""
     error: Exception | None = None
-    """What was not foreseen of serving while it stood still."""
+    """Unexpected exception of the interleaver during a pause."""
 
 
 def _run_serving(action: Callable[[], object]) -> None:
-    """Raises ServingFailed."""
+    """Run `action`. Raises ServingFailed if it raises an Exception."""
     try:
         action()
     except Exception as error:
@@ -66,7 +67,7 @@ def _run_serving(action: Callable[[], object]) -> None:
 
 
 class StepInterleaver:
-    """Who computes next: after each step of serving's, the guest if admission lets it."""
+    """Runs a guest piece after each serving step if admission allows it, and serving steps within guest steps."""
 
     def __init__(
         self,
@@ -81,31 +82,32 @@ class StepInterleaver:
         self._take_input: Callable[[], None] = core._process_input_queue
         self._recheck_seconds = config.heartbeat_seconds
         self._recheck_at = 0.0
-        """Of a guest that wants nothing, when it is asked again whether it might."""
+        """When admission is next asked for a guest without work."""
         self._admission = Admission(config.promise, serving_step_tokens=core.scheduler.max_num_scheduled_tokens)
         self._view = ServingView(core, self._admission)
         learned = self._admission.guest, self._serving_stats
         self._guest = Guest(config, listener, page, *learned, ServingMemory(core), log, self._yield_to_serving, driver)
         self._log = log
         self._disabled = False
-        """What serving does was not understood: nothing is lent any more."""
+        """Whether lending has ended because of an unexpected error about serving."""
         self._stalled = False
-        """The guest was held back by requests that no step of serving's moves, as those of a server that is paused."""
+        """Whether requests hold the guest back that no serving step advances, as in a paused server."""
         self._held_back: dict[str, int] = {}
         self._longest = self._computed = 0.0
         self._piece: GuestPiece | None = None
-        """Of the guest's, while it has one."""
+        """The current guest piece."""
         self._decision: AdmissionDecision | None = None
-        """The newest since this was last told of: what was found long ago says nothing of serving now."""
+        """The newest decision since the last status; an older one says nothing about serving now."""
 
     @property
     def guest_ready(self) -> bool:
-        """Whether the guest has something to do, and may be let without that something arrives first."""
+        """Whether the guest has work, and may compute without another message to serving first."""
         return not self._disabled and not self._stalled and self._guest.busy
 
     def step(self, process_engine_step: Callable[[], bool]) -> bool:
-        """Room for serving's step, the step, then the guest's piece if it may have one. Raises what serving's step
-        raises.
+        """Give serving its memory, run its step, then a guest piece if admission allows one.
+
+        Return what serving's step returns. Raises what serving's step raises.
         """
         if self._disabled:
             return process_engine_step()
@@ -124,14 +126,14 @@ class StepInterleaver:
             error = failed.__cause__
             assert error is not None
             raise error from error.__cause__
-        except Exception as error:  # noqa: BLE001  serving goes on whatever of it was not foreseen
+        except Exception as error:  # noqa: BLE001  serving continues after any error of the lender
             self._disabled = True
             self._log.exception("rose: this server lends no more")
             self._guest.drop(error)
         return executed
 
     def _guest_may_compute(self) -> bool:
-        """Whether a guest that wants nothing might compute, as far as that is looked at: now and then."""
+        """Whether a guest without work might compute. Asks admission at most once per heartbeat; False in between."""
         now = time.monotonic()
         if now < self._recheck_at or not self._core.is_running():
             return False
@@ -161,30 +163,27 @@ class StepInterleaver:
             raise piece.error
 
     def _admit(self, serving: ServingState, next_work: NextWork, now: float) -> AdmissionDecision:
-        """The heartbeat tells of it."""
+        """Ask admission, and record the decision for the next status."""
         self._decision = decision = self._admission.admit(serving, next_work, now=now)
         if decision.hold_reason is not None:
             self._held_back[decision.hold_reason.value] = self._held_back.get(decision.hold_reason.value, 0) + 1
         return decision
 
     def _measure(self, piece: GuestPiece) -> None:
-        """A request that came since the look before has waited for as long."""
+        """Record the time since the last check for new requests: the longest that a new request has waited."""
         now, computed = time.monotonic(), time.thread_time()
         self._longest = max(self._longest, now - piece.polled_at)
         self._computed = max(self._computed, computed - piece.thread_seconds)
         piece.polled_at, piece.thread_seconds = now, computed
 
     def _charge(self, piece: GuestPiece) -> None:
-        """Charge the guest for what was done of it."""
+        """Charge the guest for the work since the last charge."""
         seconds = piece.polled_at - piece.charged_at
         self._admission.on_guest_run(held=piece.held, seconds=seconds)
         piece.seconds_left -= seconds
 
     def _yield_to_serving(self) -> None:
-        """Between two layers of a step of the guest's: who has come is served before it goes on.
-
-        Raises ServingFailed.
-        """
+        """Serve new requests between two layers of a guest step, before the step continues. Raises ServingFailed."""
         piece = self._piece
         if piece is None or piece.uninterruptible:
             return
@@ -198,7 +197,7 @@ class StepInterleaver:
         piece.thread_seconds = time.thread_time()
 
     def _serve_within(self, piece: GuestPiece) -> bool:
-        """Serve until the guest may go on; whether it may stand still again. Raises ServingFailed."""
+        """Serve until the guest may continue. Return whether its step may be paused again. Raises ServingFailed."""
         core = self._core
         while core.is_running():
             core.process_input_queue_block = False
@@ -213,7 +212,7 @@ class StepInterleaver:
                 self._view.on_step(began, ended)
                 serving = self._view.state()
                 decision = self._admit(serving, NextWork(WorkKind.ATOMIC, max(0.0, piece.seconds_left)), ended)
-            except Exception as error:  # noqa: BLE001  whatever was not foreseen, serving goes on
+            except Exception as error:  # noqa: BLE001  serving continues after any error of the lender
                 piece.error = error
                 return False
             held = decision.hold_reason is not None
@@ -223,7 +222,7 @@ class StepInterleaver:
         return False
 
     def _serving_stats(self) -> ServingStats:
-        """How serving stood when it was looked at since this was last asked, if it was, and what came of it."""
+        """Return serving's load, slack and prediction errors, and the guest's work since the last call."""
         running, waiting = self._core.scheduler.get_request_counts()
         decision, self._decision, learned = self._decision, None, self._admission
         held_back, self._held_back = self._held_back, {}
@@ -244,7 +243,7 @@ class StepInterleaver:
 
 
 def interleave(core: Any, config: LendConfig, page: StatusPage, log: Logger) -> None:
-    """Give a guest its turns in the loop of `core`, an EngineCoreProc. Raises UsageError."""
+    """Interleave a guest with the loop of `core`, an EngineCoreProc. Raises UsageError."""
     process_input_queue, process_engine_step = core._process_input_queue, core._process_engine_step
 
     def wake() -> None:
@@ -262,7 +261,7 @@ def interleave(core: Any, config: LendConfig, page: StatusPage, log: Logger) -> 
         core.process_input_queue_block = idle = not interleaver.guest_ready
         if idle:
             listener.arm_wakeup()
-            if interleaver.guest_ready:  # an order that came meanwhile has had its wake already
+            if interleaver.guest_ready:  # the wake-up for a command that has just come may be over
                 core.process_input_queue_block = False
         process_input_queue()
 

@@ -1,13 +1,13 @@
-"""The KV blocks of one tenant, of which some are withheld from it.
+"""The KV blocks of one tenant, of which some are withheld from the tenant.
 
 Keeps true
-- Every block is at one place: held by requests, free, kept (a cached prefix that nobody holds and that may still be
+- Every block is in one state: held by requests, free, kept (a cached prefix that no request holds and that may still be
   found) or withheld (neither found nor used).
-- A withheld block's pages go back to the system, the longest withheld first, in bounded pieces.
-- What is withheld of free blocks is what vLLM itself would give up first: blocks without a prefix, then prefixes by
-  their age. Kept prefixes go by their age as well.
+- The pages of withheld blocks are returned to the system in bounded pieces, the longest withheld blocks first.
+- Free blocks are withheld in the order in which vLLM would evict them: blocks without a prefix, then prefixes by age.
+  Kept prefixes are withheld by age too.
 
-Units: blocks, but where a name says bytes.
+Units: blocks, unless a name says bytes.
 """
 
 import ctypes
@@ -26,28 +26,29 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class CachePages:
-    """Of one KV cache in this process."""
+    """The memory pages of one KV cache in this process."""
 
     def __init__(self, begins: int, config: KVCacheConfig) -> None:
-        """Of a cache that begins at this address."""
+        """`begins`: address of the cache."""
         self._regions = [
             (begins + tensor.offset + layer * tensor.layer_stride, tensor.block_stride)
             for tensor in config.kv_cache_tensors
             for layer in range(len(tensor.layers))
         ]
-        """Of each layer, where its blocks begin, and the bytes from one to the next."""
+        """For each layer, the address of its first block, and the bytes from one block to the next."""
 
     def return_blocks(self, blocks: Iterable[int]) -> None:
-        """Nobody may hold these blocks. Raises OSError."""
+        """Return the pages of `blocks`, which no request may hold, to the system. Raises OSError."""
         for first, end in _runs(sorted(blocks)):
             for region, stride in self._regions:
                 _return_range(region + first * stride, region + end * stride)
 
 
 def return_all_pages(caches: Iterable[Tensor]) -> None:
-    """Of caches that nobody reads again, before they are freed: the C library keeps what lies at the end of a thread's
-    arena, once for each arena in which one lay. What the system does not take, as of a process that has its memory
-    locked, is freed all the same.
+    """Return the pages of caches that are about to be freed and are not read again.
+
+    The C library would keep memory at the end of a thread's arena, once for each arena with a cache. Pages that the
+    system does not take, as in a process with locked memory, are left to the free.
     """
     for storage in (cache.untyped_storage() for cache in caches):
         with suppress(OSError):
@@ -55,7 +56,7 @@ def return_all_pages(caches: Iterable[Tensor]) -> None:
 
 
 def _return_range(start: int, end: int) -> None:
-    """Raises OSError."""
+    """Return the whole pages between two addresses. Raises OSError."""
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     size = end // mmap.PAGESIZE * mmap.PAGESIZE - first
     if size > 0 and _madvise(first, size, mmap.MADV_DONTNEED):
@@ -63,12 +64,12 @@ def _return_range(start: int, end: int) -> None:
 
 
 def blocks_are_contiguous(config: KVCacheConfig) -> bool:
-    """Whether the blocks of a layer do, with no other layer's between them."""
+    """Whether the blocks of each layer are contiguous, without blocks of other layers in between."""
     return all(tensor.block_stride <= tensor.layer_stride for tensor in config.kv_cache_tensors)
 
 
 def _runs(blocks: list[int]) -> Iterator[tuple[int, int]]:
-    """Of ascending numbers, each gapless run: its first, and the one behind its last."""
+    """Yield the gapless runs of ascending numbers: the first number, and the last number plus one."""
     first = None
     for place, block in enumerate(blocks):
         if first is None:
@@ -79,27 +80,27 @@ def _runs(blocks: list[int]) -> Iterator[tuple[int, int]]:
 
 
 class KvPool:
-    """Over vLLM's pool."""
+    """vLLM's block pool of one tenant, with kept and withheld blocks."""
 
     def __init__(self, pool: BlockPool, block_bytes: int, pages: CachePages | None) -> None:
-        """`pages`: None where they cannot go back to the system."""
+        """`pages`: pages of the cache; None if they cannot be returned to the system."""
         self.block_bytes = block_bytes
         self._pool = pool
         self._pages = pages
         self._withheld: list[KVCacheBlock] = []
         self._returned = 0
-        """Of `_withheld`, from its beginning: those whose pages have gone back."""
+        """Number of blocks at the start of `_withheld` whose pages are returned."""
         self._kept: list[KVCacheBlock] = []
-        """The oldest first."""
+        """Kept blocks, the oldest first."""
 
     @property
     def blocks(self) -> int:
-        """All there are; vLLM keeps one for itself."""
+        """All blocks, without the one that vLLM reserves."""
         return int(self._pool.num_gpu_blocks) - 1
 
     @property
     def available(self) -> int:
-        """Those that are not withheld."""
+        """Blocks that are not withheld."""
         return self.blocks - len(self._withheld)
 
     @property
@@ -108,27 +109,27 @@ class KvPool:
 
     @property
     def used(self) -> int:
-        """Held by requests, as of the last `settle`."""
+        """Blocks that requests hold, as of the last `settle`."""
         return self.available - self.free - len(self._kept)
 
     @property
     def cached(self) -> int:
-        """So many free blocks hold a prefix, but for those that requests hold and have not filled yet."""
+        """Free blocks that hold a prefix: an estimate, which counts every used block as a cached one."""
         return min(self.free, max(0, len(self._pool.cached_block_hash_to_block) - self.used))
 
     @property
     def has_unreturned_pages(self) -> bool:
-        """Whether pages wait to go back."""
+        """Whether withheld blocks have pages that are not returned."""
         return self._pages is not None and self._returned < len(self._withheld)
 
     def settle(self) -> None:
-        """What a request has found among the kept is the request's: only then `used` is true."""
+        """Release the kept blocks that a request has found. `used` is exact after that."""
         found = [block for block in self._kept if block.ref_cnt > 1]
         if found:
             self._release(found)
 
     def withhold(self, count: int) -> None:
-        """Have so many withheld, of those that are free or withheld."""
+        """Withhold `count` blocks in total: withhold further free blocks, or free withheld ones."""
         more = count - len(self._withheld)
         if more > 0:
             self._withheld += self._pool.get_new_blocks(more)
@@ -139,9 +140,10 @@ class KvPool:
             self._pool.free_blocks(back)
 
     def limit(self, most_used: int, most_available: int) -> None:
-        """Let requests hold `most_used`, and of what they hold no more keep prefixes within `most_available`.
+        """Let requests hold `most_used` blocks, and withhold the rest, up to kept prefixes.
 
-        `settle` first, and take out who is above `most_used`.
+        `most_available` limits the blocks of requests and the kept prefixes together. Call `settle` before, and abort
+        requests above `most_used`.
         """
         wanted_free, wanted_kept = max(0, most_used - self.used), most_available - max(most_used, self.used)
         surplus = len(self._kept) - max(0, wanted_kept)
@@ -155,7 +157,7 @@ class KvPool:
         self.withhold(len(self._withheld) + self.free - wanted_free)
 
     def return_pages(self, most_bytes: int) -> None:
-        """Give pages of withheld blocks back. Raises OSError."""
+        """Return the pages of withheld blocks, up to `most_bytes` and at least one block. Raises OSError."""
         if self._pages is None or self._returned == len(self._withheld):
             return
         end = self._returned + max(1, most_bytes // self.block_bytes)
@@ -174,7 +176,7 @@ class KvPool:
         self._withheld += oldest
 
     def _keep(self, count: int) -> None:
-        """Of the free blocks that hold a prefix, the youngest, up to so many."""
+        """Keep the youngest free blocks that hold a prefix, up to `count`."""
         if count > 0:
             cached = [
                 block for block in self._pool.free_block_queue.get_all_free_blocks() if block.block_hash is not None

@@ -1,11 +1,11 @@
-"""One budget of KV memory over serving and its guest, carried out between two steps of serving.
+"""Carries out the KV budget of serving and its guest between two serving steps.
 
 Keeps true
-- Before every step serving has the blocks that the step may take: it never waits for one that the guest holds.
-- What is not withheld of the guest's pool is withheld of serving's. Pages that neither may touch go back to the system:
-  at once where the guest grows, within the next passes where it was cut.
-- The guest's requests hold no more than the budget. Those above it leave the engine whole, with what was sampled of
-  them; so does one that could never fit in it.
+- Before every step serving has the blocks that the step may take: serving never waits for a block of the guest.
+- As many bytes are withheld from serving's pool as are available in the guest's pool. Pages that neither may use are
+  returned to the system: at once if the guest grows, within the next passes after a cut.
+- The guest's requests hold no more than the budget. Turns above the budget are aborted with the tokens that were
+  sampled, and so are turns that could never fit in the budget.
 
 The decisions are those of `rose.workers.lender.kv_budget`.
 """
@@ -21,14 +21,17 @@ from rose.workers.lender.vllm.kv_pool import CachePages, KvPool, blocks_are_cont
 from rose.workers.lender.vllm.serving import ServingMemory
 
 PIECE_BYTES = 2 << 20
-"""Of growth in a tick of the guest, and of pages returned in a pass: a third of a millisecond each."""
+"""Growth in one tick of the guest, and pages returned in one pass: a third of a millisecond each."""
 
 CUT = "cut"
-"""Why a turn of the guest was given up."""
+"""Reason of a guest turn that was aborted for the budget."""
 
 
 def guest_pool(engine: Engine) -> KvPool:
-    """The guest's, all of it withheld and with the system. Takes a while: it is part of building a guest."""
+    """Return the guest's KV pool, with all blocks withheld and their pages returned to the system.
+
+    Takes a while, as a part of the build.
+    """
     cache = engine.cache
     begins = cache.address if blocks_are_contiguous(cache.config) else None
     pages = None if begins is None else CachePages(begins, cache.config)
@@ -39,7 +42,7 @@ def guest_pool(engine: Engine) -> KvPool:
 
 
 class KvSharing:
-    """While one guest lives. Times are those of `time.monotonic`."""
+    """The shared KV memory of serving and one guest. Times are those of `time.monotonic`."""
 
     def __init__(self, serving: ServingMemory, engine: Engine, guest: KvPool, config: LendConfig) -> None:
         self._serving = serving
@@ -60,27 +63,29 @@ class KvSharing:
         self._shares = KvShares(0, 0, total, 0, frozen=False, can_grow=False)
         self._stats = LendingStats()
         self._changed = False
-        """Whether there is something to tell at once."""
+        """Whether a change must be reported at once."""
         self._cut = False
-        """Whether one was decided that was not carried out yet."""
+        """Whether a cut was decided and is not carried out yet."""
         self._settled = -1
-        """The steps that the engine had made when its pool was settled last."""
+        """Number of engine steps when the guest's pool was last settled."""
 
     @property
     def can_grow(self) -> bool:
-        """Whether the guest may have more, if it takes the time to."""
+        """Whether the budget would grow in a decision that allows growth."""
         return self._shares.can_grow
 
     @property
     def busy(self) -> bool:
-        """Whether the next pass has something to do for it."""
+        """Whether the next pass has work: growth, or pages to return."""
         return self._shares.can_grow or self._guest.has_unreturned_pages
 
     def rebalance(
         self, give_up: Callable[[str, str], None] | None, *, most_bytes: int = NO_LIMIT, grow: bool = False
     ) -> None:
-        """Share the memory out anew. `give_up` takes a turn out of the engine, by name and for a reason; without it
-        nobody is there to lend to. `most_bytes` are granted. Raises OSError.
+        """Decide the shares and carry them out. Raises OSError.
+
+        `give_up`: aborts a turn of the engine, by name and with a reason; None without a sidecar, which takes all
+        memory back. `most_bytes`: KV bytes that are granted. `grow`: whether the budget may grow.
         """
         began = time.perf_counter()
         self._decide(most_bytes if give_up is not None else 0, grow=grow)
@@ -90,8 +95,9 @@ class KvSharing:
         self._note(time.perf_counter() - began)
 
     def rebalance_mid_step(self, *, most_bytes: int) -> bool:
-        """The same within a step of the guest's, which no turn may leave; returns False, with nothing moved, where one
-        would have to. Raises OSError.
+        """Decide the shares and carry them out during a guest step, in which no turn can be aborted.
+
+        Return False, with nothing carried out, if a turn would have to be aborted. Raises OSError.
         """
         began = time.perf_counter()
         self._decide(most_bytes, grow=False)
@@ -103,7 +109,7 @@ class KvSharing:
 
     def _decide(self, most_bytes: int, *, grow: bool) -> None:
         before = self._shares
-        if self._engine.steps != self._settled:  # a look at each kept block, before each step of serving, is too much
+        if self._engine.steps != self._settled:  # a check of each kept block before each serving step costs too much
             self._settled = self._engine.steps
             self._guest.settle()
         self._shares = shares = self._budget.decide(
@@ -130,30 +136,30 @@ class KvSharing:
 
     @property
     def room_tokens(self) -> int:
-        """That turns may hold."""
+        """KV tokens that turns may hold."""
         return self._budget_blocks * self._engine.cache.block_tokens
 
     @property
     def _exceeds_budget(self) -> bool:
-        """Whether turns hold more than the budget, or one could never fit in it."""
+        """Whether turns hold more than the budget, or a turn could never fit in it."""
         room = self.room_tokens
         return self._guest.used > self._budget_blocks or (
             self._engine.longest_tokens > room and any(turn.most_tokens > room for turn in self._engine.held_turns())
         )
 
     def take_changed(self) -> bool:
-        """Whether there is something to tell at once."""
+        """Return whether a change must be reported at once, and reset it."""
         news, self._changed = self._changed, False
         return news
 
     def take_stats(self) -> LendingStats:
-        """How it stands, and what has been since it was asked last."""
+        """Return the budget now, and the counts since the last call."""
         stats, self._stats = self._stats, LendingStats()
         stats.budget_bytes, stats.frozen = self._shares.budget_bytes, self._shares.frozen
         return stats
 
     def close(self) -> None:
-        """The guest is gone: all is serving's."""
+        """Give all KV memory to serving, because the guest is gone."""
         self._serving.pool.withhold(0)
 
     def _usage(self) -> KvUsage:
@@ -168,7 +174,7 @@ class KvSharing:
         )
 
     def _abort_above_budget(self, give_up: Callable[[str, str], None]) -> None:
-        """Turns above the budget, those that hold the least first."""
+        """Abort turns that could never fit in the budget, and turns with the fewest tokens until the budget holds."""
         if not self._exceeds_budget:
             return
         for turn in sorted(self._engine.held_turns(), key=lambda turn: turn.held_tokens):

@@ -1,6 +1,7 @@
-"""Looking at what a server could lend, from its engine core's own loop: no guest, no turn, no memory taken.
+"""Observation of a server's idle time from its engine core's loop, without a guest and without lent memory.
 
-Keeps true: serving's loop goes as it would; what is done here takes microseconds, and is told once a second.
+Keeps true: serving's loop works as without observation; each pass takes microseconds more, and there is one report a
+second.
 """
 
 import time
@@ -20,7 +21,7 @@ REPORT_SECONDS = 1.0
 
 
 def observe(core: Any, config: LendConfig, log: Logger) -> None:
-    """Tell who knocks what the loop of `core`, an EngineCoreProc, leaves over. Raises UsageError."""
+    """Report the idle time of `core`, an EngineCoreProc, to the sidecars that connect. Raises UsageError."""
     process_input_queue, process_engine_step = core._process_input_queue, core._process_engine_step
     arrived = core.input_queue.queue
 
@@ -52,25 +53,25 @@ def observe(core: Any, config: LendConfig, log: Logger) -> None:
 
 
 class Observer:
-    """What was seen of one server."""
+    """The observation of one server."""
 
     def __init__(self, scheduler: Any, listener: SidecarListener) -> None:
         self.idleness = IdleTime(time.monotonic())
         self.link: Connection | None = None
-        """The feeder's, as of the last look."""
+        """The listener's connection at the last step."""
         self._listener = listener
         self._pool = scheduler.kv_cache_manager.block_pool
         self._scheduler = scheduler
         kv = scheduler.kv_cache_config
-        self._blocks = kv.num_blocks - 1  # vLLM keeps one for itself
+        self._blocks = kv.num_blocks - 1  # vLLM reserves one block
         self._block_bytes = sum(tensor.size for tensor in kv.kv_cache_tensors) // kv.num_blocks
         self._most_blocks = 0
-        """Held since the last word."""
+        """Most blocks that were held since the last report."""
         self._report_at = 0.0
         self._reports: MessageSender | None = None
 
     def on_step(self) -> None:
-        """After each step of the loop."""
+        """Update the counts, and report if it is time. Call it after each step of the loop."""
         self._most_blocks = max(self._most_blocks, self._held_blocks)
         if self._listener.connection is not self.link:
             self._switch_connection()
@@ -82,11 +83,11 @@ class Observer:
 
     @property
     def _held_blocks(self) -> int:
-        """Blocks of serving's requests: prefixes that nobody holds are not among them."""
+        """Blocks of serving's requests, without cached prefixes that no request holds."""
         return int(self._blocks - self._pool.get_num_free_blocks())
 
     def _switch_connection(self) -> None:
-        while self._listener.closed:  # first: the link that is taken now may end at any moment
+        while self._listener.closed:  # first: the connection that is used from now on may end at any moment
             self._listener.closed.pop().close()
         self.link = self._listener.connection
         self._reports = None if self.link is None else MessageSender(RingBuffer(self.link.channel.reports))

@@ -1,9 +1,9 @@
-"""What belongs to the process and has two values: the host's, and the guest's while the guest computes.
+"""Process-wide values that host and guest set differently, and their exchange (globals swap).
 
 Keeps true
-- Outside `as_guest_build` and `as_guest`, and within `as_host`, everything listed here is as the host left it.
-- Nothing is compiled for a guest: serving would stand still for seconds, or wait for a lock of the compiler's that a
-  guest which is halted holds. What vLLM has compiled when it is first called is run as it is written.
+- Outside `as_guest_build` and `as_guest`, and within `as_host`, all listed values are those of the host.
+- Nothing is compiled for a guest: serving would pause for seconds, or wait for a lock of the compiler that a halted
+  guest holds. Functions that vLLM compiles at their first call run uncompiled.
 
 While a guest is built, vLLM seeds the process's generators, sets its default dtype and current configuration, writes
 environment variables and swaps names in modules. A step draws from torch's generator and sets nothing else.
@@ -28,8 +28,8 @@ from vllm.v1.engine import core
 from vllm.v1.worker import gpu_worker, workspace
 
 MEMORY_BINDING = ((torch.ops._C, "init_cpu_memory_env"),) if hasattr(torch.ops._C, "init_cpu_memory_env") else ()
-"""What binds a process's memory to its NUMA node, where vLLM runs on CPUs. Serving has it bound. Linux waits there for
-a kernel thread on each CPU, and beside processes that never sleep, as ranks that wait for work, that can be minutes."""
+"""The operator that binds the process's memory to its NUMA node, if vLLM runs on CPUs. Serving has bound the memory.
+The call waits for a kernel thread on each CPU, which can take minutes while serving's ranks spin."""
 
 SWAPPED_NAMES: tuple[tuple[ModuleType, str], ...] = (
     (vllm_config, "_current_vllm_config"),
@@ -49,16 +49,15 @@ SWAPPED_NAMES: tuple[tuple[ModuleType, str], ...] = (
     (gpu_worker, "freeze_gc_heap"),
     *MEMORY_BINDING,
 )
-"""Names in modules, that vLLM or the building of a guest gives another value."""
+"""Names in modules that vLLM, or the build of a guest, sets to another value."""
 
 TP_GROUP = parallel_state, "_TP"
-"""Of NAMES, the one that is exchanged only where serving's workers have joined their groups in this process. Where they
-are elsewhere it is nobody's but the guests': the first of them makes it, with all groups that go with it, once for all.
-"""
+"""The one of SWAPPED_NAMES that is exchanged only if serving's worker has joined its groups in this process. Otherwise
+only guests use the group: the first guest makes it, with the related groups, for all later ones."""
 
 
 class GlobalsSwap:
-    """The guest's values of what is the process's. They begin as the host's."""
+    """The guest's set of process-wide values, which start as the host's."""
 
     def __init__(self) -> None:
         self._exchanged = [name for name in SWAPPED_NAMES if name != TP_GROUP or parallel_state._TP is not None]
@@ -66,11 +65,11 @@ class GlobalsSwap:
         self._generators = _generators()
         self._build = _build_state()
         self._gradients = False, True
-        """Of the host's thread: whether it infers, and whether it keeps what gradients need."""
+        """The host's inference mode and gradient mode."""
 
     @contextmanager
     def as_guest(self) -> Iterator[None]:
-        """While the guest steps."""
+        """Set the guest's values during a guest step."""
         self._gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         with torch.compiler.set_stance("force_eager"):
             self._exchange()
@@ -81,7 +80,7 @@ class GlobalsSwap:
 
     @contextmanager
     def as_host(self) -> Iterator[None]:
-        """While a step of the guest stands still."""
+        """Set the host's values while a guest step is paused."""
         inference, gradients = self._gradients
         stance = torch.compiler.set_stance("default")
         with (
@@ -98,7 +97,7 @@ class GlobalsSwap:
 
     @contextmanager
     def as_guest_build(self) -> Iterator[None]:
-        """While a piece of the guest is built."""
+        """Set the guest's values, build values included, during a piece of the build."""
         with torch.compiler.set_stance("force_eager"):
             self._exchange_build()
             self._exchange()
@@ -109,7 +108,7 @@ class GlobalsSwap:
                 self._exchange_build()
 
     def set(self, module: ModuleType, name: str, value: Any) -> None:
-        """Give the guest a value of its own for one of NAMES."""
+        """Set the guest's value for one of SWAPPED_NAMES."""
         self._names[self._exchanged.index((module, name))] = value
 
     def _current_values(self) -> list[Any]:
@@ -140,8 +139,10 @@ class GlobalsSwap:
 
 
 def globals_for_build() -> GlobalsSwap:
-    """A guest sets no thread counts, binds no memory, freezes no garbage, keeps nobody's output back, and leaves the
-    root of serving's block hashes as it is.
+    """Return the values for the build of a guest.
+
+    The guest does not set thread counts, bind memory, freeze the garbage collector's heap, suppress output, or replace
+    the root of serving's block hashes.
     """
     swap = GlobalsSwap()
     swap.set(torch, "set_num_threads", _no_op)
@@ -156,7 +157,7 @@ def globals_for_build() -> GlobalsSwap:
 
 
 def _no_op(*_: object) -> None:
-    """In place of what a guest may not do."""
+    """Do nothing, in place of a function that a guest may not call."""
 
 
 def _build_state() -> tuple[dict[str, str], torch.dtype, Any, Any]:
@@ -164,13 +165,13 @@ def _build_state() -> tuple[dict[str, str], torch.dtype, Any, Any]:
 
 
 def _generators() -> list[torch.Tensor]:
-    """The states of torch's generators: the CPU's, then each device's in use."""
+    """Return the states of torch's generators: the CPU's, then those of the devices in use."""
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     return [torch.get_rng_state(), *devices]
 
 
 def _set_generators(states: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns what they were."""
+    """Set the states of torch's generators. Return their states before."""
     before = _generators()
     torch.set_rng_state(states[0])
     for device, state in enumerate(states[1:]):

@@ -1,13 +1,13 @@
-"""What the serving engine holds and what its steps take, read off its scheduler between steps.
+"""The serving engine's requests, memory and step times, read from its scheduler between steps.
 
 Keeps true
-- Nothing of serving's is written to: `schedule` of its scheduler is called as it was, and what it returns is kept.
-- It costs a serving step a look at each request in its batch.
+- Serving's scheduling is not changed: `schedule` is called unchanged, and its result is kept.
+- Each serving step takes longer by one access to each request in its batch.
 
-Times are seconds of time.monotonic(). vLLM says of a request's arrival when that was by the host's clock; both clocks
-are of one host, and a clock that was set meanwhile makes no arrival later than now.
+Times are seconds of time.monotonic(). vLLM gives a request's arrival by the wall clock of the same host; an arrival is
+never later than now, even if the wall clock was set.
 
-A request that serving preempted computes its tokens anew: to what its steps cost it is a prompt again.
+A request that serving has preempted computes its tokens again, and its steps cost as much as those of a prompt.
 """
 
 import time
@@ -23,7 +23,7 @@ from rose.workers.lender.vllm.kv_pool import CachePages, KvPool, blocks_are_cont
 
 
 class ServingMemory:
-    """Of one engine core."""
+    """The KV memory of one serving engine core."""
 
     def __init__(self, core: Any) -> None:
         self._scheduler = core.scheduler
@@ -33,7 +33,7 @@ class ServingMemory:
         ranks = core.vllm_config.parallel_config.world_size
         block_bytes = ranks * sum(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
         self.transferable = within
-        """Whether the cache lies in this process, so that bytes can be lent."""
+        """Whether the cache is in this process, so that its bytes can be lent."""
         pages = CachePages(kv_cache_address(core), config) if within else None
         self.pool = KvPool(self._manager.block_pool, block_bytes, pages)
         self._hit_tokens = 0
@@ -47,7 +47,7 @@ class ServingMemory:
             record(request, num_hits)
 
         def reset_all() -> bool:
-            self.pool.withhold(0)  # until the next look: vLLM resets a cache of which nothing is held
+            self.pool.withhold(0)  # until the next decision: vLLM resets a cache only if no block is held
             done: bool = reset()
             return done
 
@@ -57,7 +57,7 @@ class ServingMemory:
 
     @property
     def wanted_blocks(self) -> int:
-        """Blocks that the next step may take at most: of requests that run, and of those that there is a place for."""
+        """Most blocks that the next step may take, for running requests and for waiting requests that can start."""
         size, running = self._scheduler.block_size, self._scheduler.running
         wanted: int = self._manager.watermark_blocks if self._scheduler.waiting else 0
         for request in running:
@@ -67,24 +67,24 @@ class ServingMemory:
         return wanted
 
     def take_hit_bytes(self) -> int:
-        """Found in the prefix cache since it was asked last."""
+        """Return the bytes that serving found in its prefix cache since the last call."""
         found, self._hit_tokens = self._hit_tokens, 0
         return found * self.pool.block_bytes // int(self._scheduler.block_size)
 
 
 class ServingView:
-    """Serving's side of admission: tells it of every step, and says what serving holds."""
+    """Serving's side of admission: reports every serving step to admission, and reads the requests of serving."""
 
     def __init__(self, core: Any, admission: Admission) -> None:
         """`core`: an EngineCoreProc whose steps are synchronous."""
         self._scheduler = core.scheduler
         self._unread = core.input_queue.queue
-        """The queue's own deque: to ask it takes no lock."""
+        """The queue's own deque, which can be read without a lock."""
         self._admission = admission
         self._scheduled: Any = None
-        """Of the step that runs: vLLM's SchedulerOutput."""
+        """vLLM's SchedulerOutput of the current step."""
         self._last: dict[str, float] = {}
-        """By request that has had a token, when it had its latest."""
+        """By request with at least one token, the time of its latest token."""
         schedule = core.scheduler.schedule
 
         def noted(*arguments: Any) -> Any:
@@ -94,7 +94,7 @@ class ServingView:
         core.scheduler.schedule = noted
 
     def on_step(self, began: float, ended: float) -> None:
-        """Serving made a step in this time, if it had anything to do."""
+        """Report a serving step to admission. Does nothing if the step computed no tokens. Times are monotonic."""
         scheduled, self._scheduled = self._scheduled, None
         if scheduled is not None and scheduled.total_num_scheduled_tokens:
             self._served(scheduled, began, ended)
@@ -103,11 +103,11 @@ class ServingView:
 
     @property
     def has_unread(self) -> bool:
-        """Whether something came that serving has not looked at."""
+        """Whether serving's input queue holds an unread message."""
         return bool(self._unread)
 
     def state(self) -> ServingState:
-        """What serving holds now."""
+        """Return the requests that serving holds now."""
         running, waiting = self._scheduler.running, self._scheduler.get_request_counts()[1]
         first = [request for request in running if request.request_id not in self._last]
         if waiting:

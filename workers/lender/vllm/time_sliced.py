@@ -1,12 +1,12 @@
-"""A long function in bounded pieces: on a thread of its own that moves only while it is let.
+"""Runs a long function in bounded pieces, on a thread that advances only while it is resumed.
 
 Keeps true
-- Between two pieces the function stands still at a call that it was about to make or had just made. So whoever lets it
-  go on may change what belongs to the process before a piece and change it back after. Not so where it makes no such
-  call for long (one call of C, a loop without calls) or may not be halted (an import): that is waited for a little, and
-  then goes on beside its host.
-- It never stands still where Python's own library holds a lock while it calls others (an import, a log line): the host
-  would wait for that lock for ever.
+- Between two pieces the function is halted at a call that it is about to make or has just made. The caller may
+  therefore change process-wide values before a piece and restore them after. This does not hold if the function makes
+  no such call for long (one C call, a loop without calls) or may not be halted (an import): the caller waits a little,
+  and the function then continues in parallel.
+- The function is never halted while the standard library holds a lock and calls other code (an import, a log call): the
+  caller would wait for the lock forever.
 """
 
 import concurrent.futures.thread
@@ -29,31 +29,31 @@ LOCKS = frozenset(
 """Files whose functions hold locks while they call others."""
 
 GRACE_SECONDS = 0.002
-"""How long after its end a piece is waited for; then it is inside a call of C, and left there."""
+"""How long the caller waits after the end of a piece; a thread that is not halted by then is inside a C call."""
 
 
 _current = threading.local()
-"""Of a thread that runs in pieces: its `TimeSlicedCall`."""
+"""The `TimeSlicedCall` of the current thread."""
 
 
 def yield_slice() -> None:
-    """End the piece in which this is called: what the caller waits for is done by whoever lets it go on."""
+    """End the current piece, for a function that waits for the thread that resumes it."""
     _current.pieces.end_slice()
 
 
 class TimeSlicedCall(Generic[Result]):
-    """One run of `function`."""
+    """One run of `function` in pieces."""
 
     def __init__(self, function: Callable[[], Result], name: str) -> None:
         self.slices = 0
         self.longest_seconds = 0.0
-        """Of a piece, as who let it go on waited."""
+        """Longest time that a caller of `resume` has waited."""
         self._function = function
         self._deadline = 0.0
         self._go = threading.Semaphore(0)
         self._halted = threading.Semaphore(0)
         self._out = False
-        """Whether it was not seen to halt after the last piece."""
+        """Whether the thread was not halted at the end of the last piece."""
         self._made: Result | None = None
         self._error: Exception | None = None
         self._done = threading.Event()
@@ -61,7 +61,7 @@ class TimeSlicedCall(Generic[Result]):
         self._thread.start()
 
     def resume(self, seconds: float) -> bool:
-        """Let it go on for so long; whether it is done now."""
+        """Let the function run for `seconds`. Return whether it is done."""
         if self._done.is_set():
             return True
         began = perf_counter()
@@ -74,11 +74,11 @@ class TimeSlicedCall(Generic[Result]):
         return self._done.is_set() and not self._out
 
     def end_slice(self) -> None:
-        """The present piece; for the function alone."""
+        """End the current piece. Only the function itself may call this."""
         self._deadline = 0.0
 
     def result(self) -> Result:
-        """What the function returned, once it is done. Raises what it raised."""
+        """Return what the function returned, after it is done. Raises what the function raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -90,7 +90,7 @@ class TimeSlicedCall(Generic[Result]):
         sys.setprofile(self._trace_function())
         try:
             self._made = self._function()
-        except Exception as error:  # noqa: BLE001  whatever it is, it is the caller's to know
+        except Exception as error:  # noqa: BLE001  `result` raises it
             self._error = error.with_traceback(None)
         finally:
             sys.setprofile(None)
@@ -98,7 +98,7 @@ class TimeSlicedCall(Generic[Result]):
             self._halted.release()
 
     def _trace_function(self) -> Callable[[FrameType, str, Any], None]:
-        """Called by Python at each call and return on this thread."""
+        """Return the profile function, which Python calls at each call and return on this thread."""
         holding = 0
 
         def halt_if_due(frame: FrameType, event: str, _: Any) -> None:

@@ -1,10 +1,10 @@
-"""The guest of a tensor-parallel server, as the serving loop drives it: its scheduler here, its ranks in the workers.
+"""Drives the guest of a tensor-parallel server: its scheduler is in this process, its ranks are in serving's workers.
 
 Keeps true
-- Only the loop's thread speaks to serving's workers, and only between two steps of serving. What the thread on which a
-  guest is built asks of them is asked by the loop, in bounded pieces.
-- Every call is answered by all ranks before the loop goes on. What fails on one of them has failed.
-- A version is served in two phases: none of the ranks serves it before all of them have prepared it.
+- Only the loop's thread calls serving's workers, and only between two serving steps. The loop makes the calls of the
+  build thread too, in bounded pieces.
+- All ranks answer a call before the loop continues. A call that fails on one rank has failed.
+- A version is activated in two phases: no rank serves it before all ranks have staged it.
 """
 
 import os
@@ -35,12 +35,12 @@ from rose.workers.lender.vllm.tp_worker import call_worker
 
 
 class TpRankFailed(RoseError):
-    """At least one rank did not do what it was asked for."""
+    """A call failed on at least one rank."""
 
 
 @dataclass(slots=True)
 class _PendingCall:
-    """By the thread on which a guest is built."""
+    """A call of the build thread, which the loop carries out."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -51,10 +51,10 @@ class _PendingCall:
 
 
 class TpDriver:
-    """All of one server's. Made, and for the most part used, by the loop's thread."""
+    """Calls the guest workers on all ranks of one server. Made on the loop's thread."""
 
     def __init__(self, executor: Executor, size: int) -> None:
-        """`executor` is serving's, with so many workers."""
+        """`executor`: serving's executor, with `size` workers."""
         self.size = size
         self._executor = executor
         self._loop = threading.get_ident()
@@ -62,11 +62,14 @@ class TpDriver:
         self._slices, self._longest_seconds = 0, 0.0
 
     def process_ids(self, *, watched: bool) -> Sequence[ProcessId]:
-        """Asked once, before serving begins: it has each import what it may need. `watched`: by a watchdog."""
+        """Return the processes of the ranks, which import their modules in this call.
+
+        Call it once, before serving starts. `watched`: whether a watchdog may ask for the stacks of their threads.
+        """
         return self._call_all("process_id", watched)
 
     def call(self, name: str, *arguments: Any) -> Sequence[Any]:
-        """Have each do what `tp_worker.GuestWorker` calls so; what they returned, in order. Raises TpRankFailed."""
+        """Call a method of `tp_worker.GuestWorker` on each rank; return the results by rank. Raises TpRankFailed."""
         if threading.get_ident() == self._loop:
             return self._call_all(name, *arguments)
         pending = self._pending = _PendingCall(name, arguments)
@@ -83,11 +86,11 @@ class TpDriver:
 
     @property
     def has_pending_call(self) -> bool:
-        """Whether the thread on which a guest is built waits for them."""
+        """Whether the build thread waits for a call."""
         return self._pending is not None
 
     def resume_pending(self, seconds: float) -> None:
-        """Go on for so long with what it waits for."""
+        """Continue the pending call of the build thread for `seconds`."""
         pending, began = self._pending, perf_counter()
         assert pending is not None
         try:
@@ -99,7 +102,7 @@ class TpDriver:
             pending.returned = [value for _, _, value in answers]
             if pending.done:
                 _check([error_text for _, error_text, _ in answers])
-        except Exception as error:  # noqa: BLE001  it is that thread's to know
+        except Exception as error:  # noqa: BLE001  raised on the build thread
             pending.error, pending.done = error, True
         if pending.done:
             self._pending = None
@@ -107,21 +110,21 @@ class TpDriver:
         self._longest_seconds = max(self._longest_seconds, perf_counter() - began)
 
     def take_timings(self) -> tuple[int, float]:
-        """Pieces since this was asked last, and the longest of them, as the loop waited for it."""
+        """Return the number of pieces since the last call, and the longest time that the loop has waited for one."""
         timings = self._slices, self._longest_seconds
         self._slices, self._longest_seconds = 0, 0.0
         return timings
 
 
 def _check(wrong: Sequence[str]) -> None:
-    """What went wrong on each rank, if something did."""
+    """Raise TpRankFailed if a rank has an error. `wrong`: error texts by rank, empty for success."""
     failed = [f"rank {rank}: {what}" for rank, what in enumerate(wrong) if what]
     if failed:
         raise TpRankFailed("; ".join(failed))
 
 
 class TpExecutor(Executor):  # type: ignore[misc]
-    """What vLLM's engine core of the guest takes for its executor."""
+    """The executor of the guest's engine core, which calls the ranks."""
 
     def __init__(self, config: VllmConfig, driver: TpDriver) -> None:
         self._driver = driver
@@ -144,7 +147,7 @@ class TpExecutor(Executor):  # type: ignore[misc]
         return _completed_future(returned) if non_block else returned
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
-        """Nothing yet where tokens are to be computed: both halves of a step are one call."""
+        """Return None if tokens are to be computed: `sample_tokens` then makes one call for both halves of a step."""
         if scheduler_output.total_num_scheduled_tokens:
             self._scheduled = scheduler_output
             output = None
@@ -157,7 +160,7 @@ class TpExecutor(Executor):  # type: ignore[misc]
         return _completed_future(output) if non_block else output
 
     def check_health(self) -> None:
-        """Serving's own executor looks after the processes."""
+        """Do nothing: serving's own executor checks the processes."""
 
 
 def _completed_future(value: Any) -> "Future[Any]":
@@ -185,7 +188,7 @@ class TpWeights:
         self._driver.call("allocate_spare")
 
     def stage(self, version: dict[str, Tensor]) -> Iterator[None]:
-        """A piece of it is one on each rank."""
+        """Stage the version. A piece is one piece on each rank."""
         source = self._source
         assert source is not None
         try:
@@ -200,12 +203,12 @@ class TpWeights:
     def activate(self, version: dict[str, Tensor]) -> None:
         try:
             self._driver.call("activate")
-        except TpRankFailed as failed:  # some may serve it, and others not
+        except TpRankFailed as failed:  # some ranks may serve the version, and others not
             raise EngineBroken(str(failed)) from failed
 
 
 class TpBackend:
-    """All of a server's workers. See `backend.ModelBackend`."""
+    """The workers of a tensor-parallel server. See `backend.ModelBackend`."""
 
     def __init__(self, driver: TpDriver, log: Logger) -> None:
         self.ranks = driver.size

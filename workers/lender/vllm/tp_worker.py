@@ -1,11 +1,11 @@
-"""The guest's share on one of serving's ranks: in that worker's process, driven by calls from the loop (`tp_driver`).
+"""The guest's part on one of serving's ranks, in the worker's process, driven by calls from the loop (`tp_driver`).
 
 Keeps true
-- Between two calls the process is as its host left it, as in the loop's own (`process_globals`).
-- Nothing that goes wrong here is raised into the worker: it is the answer to the call.
-- The guest's ranks compute together over a group of their own, never over serving's. One that fails, in a step or in a
-  long call, leaves that group, which ends the wait of the others there; none of them steps again.
-- A rank reads its own share of a version, out of memory that all ranks map, and holds no more than that.
+- Between two calls the process is as its host left it, as in the loop's own process (`process_globals`).
+- No error of the guest is raised into the worker: an error is the answer to the call.
+- The guest's ranks use their own process group, never serving's. A rank that fails, in a step or in a long call, leaves
+  the group, which ends the wait of the other ranks; no rank steps again.
+- A rank reads its shard of a version from memory that all ranks map, and holds only this shard.
 """
 
 import ctypes
@@ -39,28 +39,31 @@ from rose.workers.lender.vllm.time_sliced import TimeSlicedCall
 from rose.workers.lender.watchdog_page import STACK_SIGNAL
 
 GROUP = "rose_guest"
-"""The guest's group. vLLM has groups called `tp` compute over shared memory, where one waits for a rank that has failed
-for as long as the process lives; any other name gets gloo, which tells the others when one leaves."""
+"""Name of the guest's process group. vLLM's groups with the name `tp` use shared memory, where ranks wait for a failed
+rank forever; groups with another name use gloo, which reports a rank that leaves."""
 
 _trim = ctypes.CDLL(None).malloc_trim
-"""Has the C library give free memory back to the system, also between what is in use. Without it a small KV cache that
-is freed leaves a gap, of which something else takes a little, and the next cache needs as much again."""
+"""Makes the C library return free memory to the system, also between blocks in use. Without it a freed small KV cache
+leaves a gap that other allocations partly fill, and the next cache needs its whole size again."""
 
 _workers: dict[int, "GuestWorker"] = {}
-"""By the id of serving's worker. There is one in a process."""
+"""Guest workers by the `id()` of serving's worker; a process has one."""
 
 
 def call_worker(host: WorkerWrapperBase, name: str, *arguments: Any) -> tuple[bool, Any]:
-    """What serving's executor runs in each worker: whether it went well, and what came of it. Raises nothing."""
+    """Call a method of the worker's `GuestWorker`. Return success, and the result or the error. Raises nothing.
+
+    Serving's executor runs this function in each worker.
+    """
     try:
         rank = _workers.setdefault(id(host), GuestWorker(host))
         return True, getattr(rank, name)(*arguments)
-    except Exception as error:  # noqa: BLE001  whatever a guest does, serving goes on
+    except Exception as error:  # noqa: BLE001  serving continues whatever error the guest has
         return False, describe_error(error)
 
 
 def _outcome_of(work: TimeSlicedCall[Any]) -> tuple[bool, str, Any]:
-    """A long call that is done."""
+    """Return the outcome of a long call that is done: True, the error text, and the result."""
     try:
         return True, "", work.result()
     except Exception as error:  # noqa: BLE001  as in `call_worker`
@@ -68,28 +71,28 @@ def _outcome_of(work: TimeSlicedCall[Any]) -> tuple[bool, str, Any]:
 
 
 class GuestWorker:
-    """At most one model, beside that of `host`."""
+    """The guest's worker on one rank: at most one model, in the process of serving's worker `host`."""
 
     def __init__(self, host: WorkerWrapperBase) -> None:
         self._host = host
         self._globals: GlobalsSwap | None = None
         self._call: TimeSlicedCall[Any] | None = None
-        """The newest long call, until it is done."""
+        """The current long call."""
         self._outcome: tuple[bool, str, Any] = True, "", None
-        """Of the newest that is done: that it is, what went wrong, and what it returned."""
+        """Outcome of the newest finished long call: True, the error text, and the result."""
         self._guest: WorkerWrapperBase | None = None
         self._group: parallel_state.GroupCoordinator | None = None
         self._weights: PolicyWeights | None = None
         self._version: dict[str, torch.Tensor] = {}
-        """That is being prepared, or is prepared: views over the buffer."""
+        """The version that is being staged or is staged: views of the weight buffer."""
         self._pieces: Iterator[None] = iter(())
-        """Of preparing it."""
+        """The pieces of staging `_version`."""
 
     def process_id(self, watched: bool) -> ProcessId:
-        """Which it is. `watched`: by a watchdog, that may ask for the stacks of its threads.
+        """Return the identity of this process. `watched`: whether a watchdog may ask for the stacks of its threads.
 
-        What is there by now is no garbage, and is not looked through again: as vLLM has it in the engine core and in
-        the workers of GPUs. Each guest that is built or let go of would have all of it looked through, in one piece.
+        Freezes all present objects for the garbage collector, as vLLM does in the engine core and in the workers of
+        GPUs. Otherwise each build or release of a guest would scan all of them in one piece.
         """
         if watched:
             faulthandler.register(STACK_SIGNAL, all_threads=True)
@@ -98,7 +101,7 @@ class GuestWorker:
         return current_process_id()
 
     def begin(self, name: str, *arguments: Any) -> None:
-        """Begin a long call: `join`, then `load`, `run`, `patch_model`, `allocate_spare`, or `release` at any time."""
+        """Start a long call: `join`, then `load`, `run`, `patch_model`, `allocate_spare`, or `release` at any time."""
         if name == "join" or self._globals is None:
             self._globals = globals_for_build()
         if name == "load":
@@ -106,20 +109,20 @@ class GuestWorker:
         self._call = TimeSlicedCall(partial(getattr(self, name), *arguments), "rose-guest-build")
 
     def resume(self, seconds: float) -> tuple[bool, str, Any]:
-        """Go on with it for so long; whether it is done, what went wrong, and what it returned."""
+        """Continue the long call for `seconds`. Return whether it is done, the error text, and the result."""
         assert self._globals is not None
-        if self._call is None:  # another rank is not done yet
+        if self._call is None:  # done here, but not on another rank
             return self._outcome
         with self._globals.as_guest_build():
             if not self._call.resume(seconds):
                 return False, "", None
         self._outcome, self._call = _outcome_of(self._call), None
-        if self._outcome[1]:  # here, where the error's frames hold the group no more
+        if self._outcome[1]:  # here, because the frames of the error no longer hold the group
             self._destroy_group()
         return self._outcome
 
     def join(self) -> None:
-        """Make the guest's group, with the other ranks."""
+        """Make the guest's process group together with the other ranks."""
         world = parallel_state.get_world_group()
         self._group = parallel_state.GroupCoordinator(
             [list(world.ranks)],
@@ -130,7 +133,7 @@ class GuestWorker:
         )
 
     def load(self, config: VllmConfig) -> None:
-        """Build this rank's share of the model."""
+        """Build this rank's shard of the model."""
         host = self._host.worker
         self._guest = WorkerWrapperBase(rpc_rank=self._host.rpc_rank, global_rank=self._host.global_rank)
         settings = {
@@ -148,12 +151,12 @@ class GuestWorker:
             current_platform.update_block_size_for_backend(config)
 
     def run(self, method: str, arguments: tuple[Any, ...], settings: Mapping[str, Any]) -> Any:
-        """A method of vLLM's worker, while an engine core is made."""
+        """Call a method of vLLM's worker during the build of an engine core."""
         with keep_unpacked_weights(), hide_llvmlite():
             return run_method(self._guest, method, arguments, dict(settings))
 
     def patch_model(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        """Once the core is made; the parameters that are held here."""
+        """Adapt the model after the build of the core. Return the number of parameters on this rank."""
         assert self._guest is not None
         patch_runner(self._guest.worker.model_runner)
         self._weights = PolicyWeights(self._guest.worker, folder, shapes)
@@ -164,7 +167,7 @@ class GuestWorker:
         self._weights.allocate_spare()
 
     def step(self, scheduled: SchedulerOutput, grammar: GrammarOutput | None) -> Any:
-        """Compute and sample; what came of it, of the first rank alone."""
+        """Compute and sample one step. Return the output on the first rank, None on the others."""
         assert self._guest is not None and self._globals is not None
         failure, output = "", None
         with self._globals.as_guest():
@@ -172,15 +175,15 @@ class GuestWorker:
                 output = self._guest.execute_model(scheduled)
                 if output is None:
                     output = self._guest.sample_tokens(grammar)
-            except Exception as error:  # noqa: BLE001  the others may wait for this rank
+            except Exception as error:  # noqa: BLE001  the other ranks may wait for this rank
                 failure = describe_error(error)
-        if failure:  # here, where the error's frames hold the group no more
+        if failure:  # here, because the frames of the error no longer hold the group
             self._destroy_group()
             raise RuntimeError(failure)
         return output if self._host.global_rank == 0 else None
 
     def stage(self, file: str, layout: Sequence[TensorLayout], names: Sequence[str]) -> None:
-        """Begin with a version that lies in the file `buffer`."""
+        """Start to stage a version from the weight buffer at path `file`."""
         assert self._weights is not None
         descriptor = os.open(file, os.O_RDWR)
         try:
@@ -191,21 +194,21 @@ class GuestWorker:
         self._pieces = self._weights.stage(self._version)
 
     def continue_staging(self) -> bool:
-        """One piece of it; whether it is prepared. Raises SwapRefused."""
+        """Do one piece of staging. Return whether the version is staged. Raises SwapRefused."""
         assert self._globals is not None
         with self._globals.as_guest():
             return next(self._pieces, self) is self
 
     def activate(self) -> None:
-        """Serve it from the next step on."""
+        """Serve the staged version from the next step on."""
         assert self._weights is not None
         version, self._version = self._version, {}
         self._weights.activate(version)
 
     def release(self) -> None:
-        """Let go of all of it."""
+        """Free model, KV cache and process group."""
         self._version, self._pieces = {}, iter(())
-        worker: Any = getattr(self._guest, "worker", None)  # as far as `load` came
+        worker: Any = getattr(self._guest, "worker", None)  # None if `load` has failed early
         if getattr(worker, "model_runner", None) is not None:
             if current_platform.is_cpu():
                 return_all_pages(worker.model_runner.kv_caches)
@@ -216,7 +219,7 @@ class GuestWorker:
         _trim(0)
 
     def _destroy_group(self) -> None:
-        """The guest's group, in which nobody waits for this rank any more."""
+        """Leave and destroy the guest's process group, which ends the wait of other ranks for this rank."""
         group, self._group = self._group, None
         if group is None:
             return
