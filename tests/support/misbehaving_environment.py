@@ -136,6 +136,31 @@ def not_wait_for_readers() -> None:
         os.set_blocking(number, False)
 
 
+def fork(end: Callable[[], None]) -> None:
+    """The child ends as `end` does; the parent waits for nobody."""
+    if os.fork() == 0:
+        end()
+
+
+def fail() -> None:
+    raise RuntimeError("in the child")
+
+
+def come_back() -> None:
+    pass
+
+
+FORKS: dict[str, Callable[[], None]] = {
+    "fork and exit": lambda: fork(sys.exit),
+    "fork and raise": lambda: fork(fail),
+    "fork and return": lambda: fork(come_back),
+}
+
+
+async def do_in_a_task(deed: str) -> None:
+    DEEDS[deed]()
+
+
 LEFT: list[int] = []
 
 CHANGES: dict[str, Callable[[], None]] = {
@@ -167,6 +192,7 @@ DEEDS: dict[str, Callable[[], None]] = {
     "bound": bound_by_a_signal,
     "non-blocking": not_wait_for_readers,
     **CHANGES,
+    **FORKS,
     "children": start_children,
 }
 
@@ -185,6 +211,13 @@ class Wild:
     async def step(self, action: str) -> Step:
         if action in DEEDS:
             DEEDS[action]()
+        if action in FORKS:
+            await asyncio.sleep(0.2)
+        if action.startswith("thread: "):
+            await asyncio.to_thread(DEEDS[action.removeprefix("thread: ")])
+        if action.startswith("task: "):
+            with suppress(SystemExit, RuntimeError):
+                await asyncio.create_task(do_in_a_task(action.removeprefix("task: ")))
         if action == "use":
             await self.use()
         if action == "pause":
@@ -199,6 +232,8 @@ class Wild:
             (folder / f"{os.getpid()}.waits").touch()
             while not (folder / "gate").exists():
                 await asyncio.sleep(0.005)
+            with (folder / "passed").open("a") as passed:
+                passed.write("x")
         self.steps += 1
         return Step(observation=str(self.steps), reward=1.0, done=action == "done")
 

@@ -26,7 +26,7 @@ from rose.workers.environments.runner_pool import RunnerPool
 from rose.workers.environments.runner_server import ProcessSetup
 from rose.workers.environments.transitions import StepResult
 from tests.support.environment_fixtures import WAIT_SECONDS, act, answers, answers_of
-from tests.support.misbehaving_environment import CHANGES, FOLDER, NAME
+from tests.support.misbehaving_environment import CHANGES, FOLDER, FORKS, NAME
 from tests.support.scripted_executors import model_folder
 from tests.support.waiting import until
 
@@ -162,6 +162,25 @@ def test_what_an_environment_does_to_its_process_no_other_trajectory_meets(folde
         assert {stepped(answer) for answer in found.values()} == {b"5"}
         found = answers(stage, [step("b", "use", b"5"), step("c", "use", b"5")])
         assert {stepped(answer) for answer in found.values()} == {b"6"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["", "thread: ", "task: "])
+@pytest.mark.parametrize("how", FORKS)
+def test_a_child_that_comes_back_from_a_step_goes_on_with_nobodys(folder: Path, where: str, how: str) -> None:
+    with processes(folder) as stage:
+        stage.start([step(name, "wait", b"4") for name in "abc"])
+        until(lambda: stage.results(0.0) == [] and any(folder.rglob("*.waits")))
+        (waits,) = folder.rglob("*.waits")
+        found = answers_of(stage, [step("forks", where + how, b"4")])
+        assert stepped(found["forks"]) == b"5"
+        (waits.parent / "gate").touch()
+        while len(found) < 4:
+            found |= {job.trajectory_id: answer for job, answer in stage.results(WAIT_SECONDS)}
+        assert {stepped(answer) for answer in found.values()} == {b"5"}
+        children = Path(f"/proc/{waits.stem}/task/{waits.stem}/children")
+        until(lambda: all(has_ended(pid) for pid in children.read_text().split()))
+        assert (waits.parent / "passed").read_text() == "xxx", "each step was taken once"
 
 
 def test_a_step_may_bound_its_time_by_a_signal(folder: Path) -> None:
@@ -344,6 +363,13 @@ def alive(folder: Path) -> set[int]:
         except OSError:
             continue
     return found
+
+
+def has_ended(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
 
 
 @pytest.mark.slow

@@ -23,9 +23,10 @@ import structlog
 
 from rose.schemas.errors import UsageError, describe_error
 from rose.topics.processes import set_process_name
+from rose.workers.environments.forked_child import end_if_forked
 from rose.workers.environments.jobs import JOBS, EnvironmentFailure, Job, JobResult, RunnerLimits, decode_as
 from rose.workers.environments.process_integrity import ProcessIntegrity, restore_child_handling
-from rose.workers.environments.registry import load_environment
+from rose.workers.environments.registry import UnknownEnvironment, load_environment
 from rose.workers.environments.runner_status import StatusCounters, map_counters
 from rose.workers.environments.thread_runner import CLOSE_SECONDS, ThreadRunner
 from rose.workers.environments.turn_format import TurnFormat
@@ -77,10 +78,15 @@ class RunnerServer:
         self._leaving = False
         turn_format = TurnFormat(Path(kind.model_folder))
         sys.path[:] = kind.import_paths
+        home = os.getpid()
         try:
             create = load_environment(kind.environment)
+            end_if_forked(home)
         except KeyboardInterrupt:  # nobody else's: Ctrl-C is for the command
             raise UsageError(f"environment {kind.environment!r}: to import it raises KeyboardInterrupt") from None
+        except UnknownEnvironment as error:
+            end_if_forked(home, error)
+            raise
         restore_child_handling()
         self._runner = ThreadRunner(
             turn_format,
