@@ -130,6 +130,21 @@ def leave_a_timer() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.2)
 
 
+def ignore_children() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
+def reap_children() -> None:
+    """As servers that fork do."""
+
+    def reap(*_: object) -> None:
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+    signal.signal(signal.SIGCHLD, reap)
+
+
 def not_wait_for_readers() -> None:
     """As ssh and node do to what they were handed."""
     for number in (1, 2):
@@ -174,6 +189,8 @@ CHANGES: dict[str, Callable[[], None]] = {
     "stderr": lambda: sys.stderr.close(),
     "variables": os.environ.clear,
     "timer": leave_a_timer,
+    "ignored children": ignore_children,
+    "reaped children": reap_children,
     "nest": nest_a_loop,
     "pool": take_the_pool,
 }

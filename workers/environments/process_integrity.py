@@ -43,7 +43,7 @@ LIMITS = {
 
 HERE = "."
 
-_stat, _getrlimit, _getitimer = os.stat, resource.getrlimit, signal.getitimer
+_stat, _getrlimit, _getitimer, _getsignal = os.stat, resource.getrlimit, signal.getitimer, signal.getsignal
 
 
 class ProcessIntegrity:
@@ -53,6 +53,7 @@ class ProcessIntegrity:
         """`give_up` is called with the change that was found, and returns if the process may go on."""
         self._give_up = give_up
         self._files = _files()
+        self._on_child = _getsignal(signal.SIGCHLD)
         self._limits = _limits()
         self._depth = sys.getrecursionlimit()
         self._variables = len(os.environ)
@@ -91,6 +92,8 @@ class ProcessIntegrity:
             return "closed sys.stdout or sys.stderr"
         if _getitimer(signal.ITIMER_REAL)[0]:
             return "left a timer running, whose signal would come amid the code of others"
+        if _getsignal(signal.SIGCHLD) is not self._on_child:
+            return "ignored or handled SIGCHLD, which takes the exit statuses of others' children away"
         limits = _limits()
         most = _height(limits["open files"])
         if lowest >= most - min(SPARE_FILES, most / 8):
