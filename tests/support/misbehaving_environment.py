@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import io
 import os
 import resource
 import shutil
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 from rose.workers.environments.protocol import JsonValue, Step
@@ -130,6 +131,10 @@ def leave_a_timer() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.2)
 
 
+def redirect_output() -> None:
+    sys.stdout = io.StringIO()
+
+
 def ignore_children() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
@@ -187,6 +192,7 @@ CHANGES: dict[str, Callable[[], None]] = {
     "memory": lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 28, resource.getrlimit(resource.RLIMIT_AS)[1])),
     "depth": lambda: sys.setrecursionlimit(sys.getrecursionlimit() // 4),
     "stderr": lambda: sys.stderr.close(),
+    "stdout": redirect_output,
     "variables": os.environ.clear,
     "timer": leave_a_timer,
     "ignored children": ignore_children,
@@ -237,6 +243,8 @@ class Wild:
                 await asyncio.create_task(do_in_a_task(action.removeprefix("task: ")))
         if action == "use":
             await self.use()
+        if action == "capture":
+            await self.capture()
         if action == "pause":
             await asyncio.sleep(0.5)
         if action == "end meanwhile":
@@ -254,6 +262,15 @@ class Wild:
         self.steps += 1
         return Step(observation=str(self.steps), reward=1.0, done=action == "done")
 
+    async def capture(self) -> None:
+        """Raise if what is printed is not all that was, as code interpreters run what a policy wrote."""
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            for _ in range(3):
+                print(id(self))
+                await asyncio.sleep(0.02)
+        assert printed.getvalue() == f"{id(self)}\n" * 3, printed.getvalue()
+
     async def use(self) -> None:
         """Raise if the process is not what it was."""
 
@@ -262,6 +279,7 @@ class Wild:
 
         with tempfile.TemporaryFile(dir=Path.cwd()), tempfile.TemporaryDirectory():
             print("used", file=sys.stderr, flush=True)
+        assert not isinstance(sys.stdout, io.StringIO)
         assert callable(os.unlink) and depth(500) == 0
         ended = await asyncio.to_thread(subprocess.run, ["false"], check=False)
         assert ended.returncode == 1

@@ -165,6 +165,14 @@ def test_what_an_environment_does_to_its_process_no_other_trajectory_meets(folde
 
 
 @pytest.mark.slow
+def test_output_that_is_captured_across_an_await_is_a_trajectory_s_own(folder: Path) -> None:
+    with processes(folder) as stage:
+        found = answers(stage, [step(name, "capture", b"4") for name in "abcde"])
+        assert {stepped(answer) for answer in found.values()} == {b"5"}
+        assert stepped(answers(stage, [step("a", "use", b"5")])["a"]) == b"6"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["", "thread: ", "task: "])
 @pytest.mark.parametrize("how", FORKS)
 def test_a_child_that_comes_back_from_a_step_goes_on_with_nobodys(folder: Path, where: str, how: str) -> None:

@@ -53,6 +53,7 @@ class ProcessIntegrity:
         """`give_up` is called with the change that was found, and returns if the process may go on."""
         self._give_up = give_up
         self._files = _files()
+        self._streams = sys.stdout, sys.stderr
         self._on_child = _getsignal(signal.SIGCHLD)
         self._limits = _limits()
         self._depth = sys.getrecursionlimit()
@@ -74,7 +75,10 @@ class ProcessIntegrity:
             self._give_up(self._change)
 
     def on_answered(self) -> None:
-        """Give a changed process up once the trajectory that it was left to has been answered."""
+        """Give a changed process up once the trajectory that it was left to has been answered. What this has put right
+        by then nobody else has met.
+        """
+        self._change = self._change and self._changed()
         if self._change:
             self._give_up(self._change)
 
@@ -90,6 +94,8 @@ class ProcessIntegrity:
             return "put something else in place of descriptors 0 to 2"
         if any(getattr(stream, "closed", stream is None) for stream in (sys.stdout, sys.stderr)):
             return "closed sys.stdout or sys.stderr"
+        if sys.stdout is not self._streams[0] or sys.stderr is not self._streams[1]:
+            return "left sys.stdout or sys.stderr redirected, to where others' output would go as well"
         if _getitimer(signal.ITIMER_REAL)[0]:
             return "left a timer running, whose signal would come amid the code of others"
         if _getsignal(signal.SIGCHLD) is not self._on_child:
