@@ -126,9 +126,9 @@ def bound_by_a_signal() -> None:
         signal.signal(signal.SIGALRM, before)
 
 
-def leave_a_timer() -> None:
-    signal.signal(signal.SIGALRM, too_late)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
+def leave_a_timer(timer: int, its_signal: signal.Signals) -> None:
+    signal.signal(its_signal, too_late)
+    signal.setitimer(timer, 0.2)
 
 
 def redirect_output() -> None:
@@ -194,7 +194,9 @@ CHANGES: dict[str, Callable[[], None]] = {
     "stderr": lambda: sys.stderr.close(),
     "stdout": redirect_output,
     "variables": os.environ.clear,
-    "timer": leave_a_timer,
+    "timer": lambda: leave_a_timer(signal.ITIMER_REAL, signal.SIGALRM),
+    "timer of its own time": lambda: leave_a_timer(signal.ITIMER_VIRTUAL, signal.SIGVTALRM),
+    "timer of all its time": lambda: leave_a_timer(signal.ITIMER_PROF, signal.SIGPROF),
     "ignored children": ignore_children,
     "reaped children": reap_children,
     "nest": nest_a_loop,
@@ -280,6 +282,7 @@ class Wild:
         with tempfile.TemporaryFile(dir=Path.cwd()), tempfile.TemporaryDirectory():
             print("used", file=sys.stderr, flush=True)
         assert not isinstance(sys.stdout, io.StringIO)
+        assert not any(signal.getitimer(timer)[0] for timer in (signal.ITIMER_VIRTUAL, signal.ITIMER_PROF))
         assert callable(os.unlink) and depth(500) == 0
         ended = await asyncio.to_thread(subprocess.run, ["false"], check=False)
         assert ended.returncode == 1

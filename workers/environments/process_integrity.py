@@ -41,6 +41,8 @@ LIMITS = {
     "CPU time": resource.RLIMIT_CPU,
 }
 
+TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+
 HERE = "."
 
 _stat, _getrlimit, _getitimer, _getsignal = os.stat, resource.getrlimit, signal.getitimer, signal.getsignal
@@ -96,7 +98,7 @@ class ProcessIntegrity:
             return "closed sys.stdout or sys.stderr"
         if sys.stdout is not self._streams[0] or sys.stderr is not self._streams[1]:
             return "left sys.stdout or sys.stderr redirected, to where others' output would go as well"
-        if _getitimer(signal.ITIMER_REAL)[0]:
+        if any(_getitimer(timer)[0] for timer in TIMERS):
             return "left a timer running, whose signal would come amid the code of others"
         if _getsignal(signal.SIGCHLD) is not self._on_child:
             return "ignored or handled SIGCHLD, which takes the exit statuses of others' children away"
