@@ -110,7 +110,7 @@ class Late(Exception):
 
 
 def too_late(*_: object) -> None:
-    raise Late
+    raise Late("it took too long")
 
 
 def bound_by_a_signal() -> None:
@@ -247,6 +247,9 @@ class Wild:
             await self.use()
         if action == "capture":
             await self.capture()
+        if action == "late":
+            leave_a_timer(signal.ITIMER_REAL, signal.SIGALRM)
+            await asyncio.Event().wait()
         if action == "pause":
             await asyncio.sleep(0.5)
         if action == "end meanwhile":

@@ -198,6 +198,14 @@ def test_a_step_may_bound_its_time_by_a_signal(folder: Path) -> None:
         assert {stepped(answer) for answer in found.values()} == {b"5"}
 
 
+@pytest.mark.slow
+def test_a_signal_that_breaks_off_the_loop_is_told_as_why_the_process_ended(folder: Path) -> None:
+    with processes(folder) as stage:
+        failed = answers(stage, [step("a", "late")])["a"]
+    assert isinstance(failed, EnvironmentFailure)
+    assert "its process lost its event loop (Late: it took too long)" in failed.failure
+
+
 def test_a_module_that_ignores_its_children_hides_no_exit_status(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,8 @@ class RunnerServer:
         """Do what the worker asks, until it says that this is all; the exit status."""
         threading.Thread(target=self._listen, name="worker-asks", daemon=True).start()
         self._runner.run()
+        if self._runner.exit_reason:
+            self._send(msgspec.msgpack.encode(("lost", self._runner.exit_reason)))
         return 0 if self._leaving else 1
 
     def _listen(self) -> None:
