@@ -44,6 +44,7 @@ from rose.workers.environments.jobs import (
 from rose.workers.environments.process_integrity import LoopRepair, ProcessIntegrity
 from rose.workers.environments.protocol import Environment
 from rose.workers.environments.protocol_checks import ProtocolViolation, check_observation, check_snapshot, check_step
+from rose.workers.environments.raised_at import raised_at
 from rose.workers.environments.runner_status import BEATS, COUNTERS, LIVE, STUCK, StatusCounters, TrackedCall
 from rose.workers.environments.thread_pool import EnvironmentThreadPool
 from rose.workers.environments.transitions import FAILURE_CHARACTERS, StepResult
@@ -412,5 +413,9 @@ def _present_task() -> asyncio.Task[Any]:
 
 
 def _failure(job: Job, error: BaseException) -> str:
-    reason = message_of(error) if isinstance(error, ProtocolViolation) else describe_error(error)
-    return f"environment {job.environment}: {reason}"[:FAILURE_CHARACTERS]
+    if isinstance(error, ProtocolViolation):
+        reason, place = message_of(error), ""
+    else:
+        reason, place = describe_error(error), raised_at(error)[-FAILURE_CHARACTERS // 2 :]
+    where = f" ({place})" if place else ""
+    return f"environment {job.environment}: {reason}"[: FAILURE_CHARACTERS - len(where)] + where
