@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout, suppress
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 from rose.workers.environments.protocol import JsonValue, Step
@@ -64,6 +65,26 @@ def start_children() -> None:
     """One in its group, one in a session of its own, one whose parent is gone."""
     for command, apart in (("sleep 3600", False), ("sleep 3600", True), ("sleep 3600 & sleep 3600 & echo", False)):
         subprocess.Popen(["sh", "-c", command], start_new_session=apart, stdout=subprocess.DEVNULL)
+
+
+def share_memory() -> None:
+    """Let go by nobody; its name is left in a file."""
+    memory = SharedMemory(create=True, size=4096)
+    (Path(os.environ[FOLDER]) / "memory").write_text(memory.name)
+
+
+def share_memory_and_end() -> None:
+    share_memory()
+    end_at_once()
+
+
+def start_a_tidy_child() -> None:
+    """It tidies up when it is asked to end."""
+    folder = os.environ[FOLDER]
+    tidies = f"trap 'touch {folder}/tidied; exit' TERM; touch {folder}/traps; while :; do sleep 0.05; done"
+    subprocess.Popen(["sh", "-c", tidies], stdout=subprocess.DEVNULL)
+    while not (Path(folder) / "traps").exists():
+        time.sleep(0.01)
 
 
 def change_folder() -> None:
@@ -218,6 +239,8 @@ DEEDS: dict[str, Callable[[], None]] = {
     "non-blocking": not_wait_for_readers,
     **CHANGES,
     **FORKS,
+    "memory and end": share_memory_and_end,
+    "tidy child": start_a_tidy_child,
     "children": start_children,
 }
 

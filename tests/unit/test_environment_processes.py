@@ -403,6 +403,23 @@ def test_nothing_that_an_environment_started_outlives_the_worker(folder: Path, h
     until(lambda: not alive(folder))
 
 
+@pytest.mark.slow
+def test_shared_memory_of_a_process_that_ends_is_let_go(folder: Path) -> None:
+    with processes(folder) as stage:
+        failed = answers(stage, [step("a", "memory and end")])["a"]
+        assert isinstance(failed, EnvironmentFailure) and "ended with status 3" in failed.failure
+    until(lambda: not alive(folder))
+    assert not (Path("/dev/shm") / (folder / "memory").read_text()).exists()
+
+
+@pytest.mark.slow
+def test_what_an_environment_started_is_asked_to_end_before_it_is_killed(folder: Path) -> None:
+    with processes(folder) as stage:
+        answers(stage, [step("a", "tidy child")])
+    until(lambda: not alive(folder))
+    assert (folder / "tidied").exists()
+
+
 def test_what_an_environment_does_to_a_pipe_it_does_not_do_to_the_worker_s(folder: Path) -> None:
     """Its worker writes its log there, and would end where the pipe is full."""
     program = WORKER.format(path=sys.path, folder=str(folder), first="non-blocking", then="pass")
