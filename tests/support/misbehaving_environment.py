@@ -202,6 +202,11 @@ async def do_in_a_task(deed: str) -> None:
     DEEDS[deed]()
 
 
+def print_much() -> None:
+    sys.stderr.write("x" * 9000)
+    sys.stderr.flush()
+
+
 LEFT: list[int] = []
 
 CHANGES: dict[str, Callable[[], None]] = {
@@ -241,6 +246,7 @@ DEEDS: dict[str, Callable[[], None]] = {
     **FORKS,
     "memory and end": share_memory_and_end,
     "tidy child": start_a_tidy_child,
+    "print": print_much,
     "children": start_children,
 }
 

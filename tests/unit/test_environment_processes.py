@@ -432,6 +432,32 @@ def test_what_an_environment_does_to_a_pipe_it_does_not_do_to_the_worker_s(folde
         os.close(writes)
 
 
+PRINTED = ["StepResult", "EnvironmentFailure", "StepResult"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("named", [False, True])
+def test_an_environment_prints_on_when_nobody_reads_the_log_any_more(folder: Path, tmp_path: Path, named: bool) -> None:
+    """Also one whose process begins after that."""
+    jobs = (("a", "print"), ("b", "end"), ("c", "print"))
+    then = f"sys.stdin.read(); again = [answers(stage, [step(*job)]) for job in {jobs}]"
+    program = WORKER.format(path=sys.path, folder=str(folder), first="print", then=then)
+    program += "    assert [type(each).__name__ for found in again for each in found.values()] == " + repr(PRINTED)
+    if named:
+        os.mkfifo(tmp_path / "log")
+        reads = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
+        writes = os.open(tmp_path / "log", os.O_WRONLY)
+    else:
+        reads, writes = os.pipe()
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=writes) as worker:
+        os.close(writes)
+        assert worker.stdout is not None and worker.stdout.readline() == b"ready\n"
+        os.close(reads)
+        worker.communicate(timeout=WAIT_SECONDS)
+    assert worker.returncode == 0
+
+
 LIBRARIES = ("numpy", "tokenizers", "queue", "selectors", "prometheus_client")
 
 

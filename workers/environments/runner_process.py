@@ -69,7 +69,9 @@ def _open_anew(number: int) -> None:
     kind = os.fstat(number).st_mode
     if stat.S_ISFIFO(kind) or stat.S_ISCHR(kind):
         with suppress(OSError):  # it may be another user's: the worker and the environments share it then
-            anew = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NOCTTY)
+            # Without O_NONBLOCK a named pipe that nobody reads any more would be waited for.
+            anew = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+            os.set_blocking(anew, True)
             os.dup2(anew, number)
             os.close(anew)
 

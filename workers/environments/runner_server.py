@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from io import TextIOWrapper
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +24,7 @@ import structlog
 
 from rose.schemas.errors import UsageError, describe_error
 from rose.topics.processes import set_process_name
+from rose.topics.unread_stream import unread_stream
 from rose.workers.environments.forked_child import end_if_forked
 from rose.workers.environments.jobs import JOBS, EnvironmentFailure, Job, JobResult, RunnerLimits, decode_as
 from rose.workers.environments.process_integrity import ProcessIntegrity, restore_child_handling
@@ -50,6 +52,7 @@ class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 def serve(descriptor: int, shared: int) -> NoReturn:
     """Until the worker says or hangs up; the last thing that this process does. `shared` is the memory of its signs."""
+    _let_readers_go()
     _log_to_standard_error()
     os.set_inheritable(descriptor, False)
     line, signs = Connection(descriptor), map_counters(shared)
@@ -161,6 +164,14 @@ class RunnerServer:
             self._line.send_bytes(message)
         except OSError:
             _exit(0)  # the worker is gone
+
+
+def _let_readers_go() -> None:
+    """Have environments print on when nobody reads the worker's log any more."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout = unread_stream(1, sys.stdout)
+    if isinstance(sys.stderr, TextIOWrapper):
+        sys.stderr = unread_stream(2, sys.stderr)
 
 
 def _log_to_standard_error() -> None:
