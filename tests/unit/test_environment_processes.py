@@ -191,6 +191,21 @@ def test_a_child_that_comes_back_from_a_step_goes_on_with_nobodys(folder: Path, 
         assert (waits.parent / "passed").read_text() == "xxx", "each step was taken once"
 
 
+@pytest.mark.parametrize("end", ["sys.exit()", "raise OSError"])
+def test_a_child_that_comes_back_from_the_import_of_its_module_says_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    name = f"forks_{len(end)}"
+    (tmp_path / f"{name}.py").write_text(
+        f"import os, sys\nif os.fork() == 0:\n    {end}\nfrom tests.support.misbehaving_environment import Wild\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with processes(folder) as stage:
+        runner = stage.warm_up(f"{name}:Wild")
+        assert stepped(answers(stage, [step("a", "use", kind=f"{name}:Wild")])["a"]) == b"1"
+        assert runner.load_error == ""
+
+
 def test_a_step_may_bound_its_time_by_a_signal(folder: Path) -> None:
     """Python hands signals to the main thread alone."""
     with processes(folder) as stage:

@@ -88,7 +88,7 @@ class RunnerServer:
         except KeyboardInterrupt:  # nobody else's: Ctrl-C is for the command
             raise UsageError(f"environment {kind.environment!r}: to import it raises KeyboardInterrupt") from None
         except UnknownEnvironment as error:
-            end_if_forked(home, error)
+            end_if_forked(home, error.__cause__ or error)
             raise
         restore_child_handling()
         self._runner = ThreadRunner(
