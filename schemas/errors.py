@@ -3,6 +3,9 @@
 Keeps true: the message of a RoseError is one sentence that says what is wrong and how to mend it.
 """
 
+MAX_LEAVES = 5
+"""Of a group of errors so many are told in words."""
+
 
 class RoseError(Exception):
     """Something the user can mend; the command prints the message alone and exits with `exit_status`."""
@@ -29,5 +32,23 @@ def message_of(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """What went wrong."""
-    return f"{type(error).__name__}: {message_of(error)}"
+    """What went wrong; of a group of errors, what each of them is."""
+    sentence = f"{type(error).__name__}: {message_of(error)}"
+    if not isinstance(error, BaseExceptionGroup):
+        return sentence
+    leaves = leaves_of(error)
+    further = [f"{len(leaves) - MAX_LEAVES} more"] if len(leaves) > MAX_LEAVES else []
+    return f"{sentence}: {'; '.join([*map(describe_error, leaves[:MAX_LEAVES]), *further])}"
+
+
+def leaves_of(error: BaseException) -> list[BaseException]:
+    """The errors of a group and of the groups in it, in order; any other error alone."""
+    found: list[BaseException] = []
+    waiting = [error]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, BaseExceptionGroup):
+            waiting += reversed(each.exceptions)
+        else:
+            found.append(each)
+    return found

@@ -26,6 +26,7 @@ from rose.pipeline.local.run import (
 )
 from rose.pipeline.local.supervisor import Role, Supervisor
 from rose.pipeline.process.process_setup import stop_on_signals
+from rose.pipeline.process.run_console import RunConsole
 from rose.pipeline.process.run_folder import RUN_LOCK, ensure_folder, run_folder_lock
 from rose.pipeline.process.terminal import escape_control_chars
 from rose.pipeline.report.summary import Success, Summary
@@ -72,7 +73,7 @@ def run_demo(common: Common) -> None:
     Raises UsageError, RoleFailed, BrokerFailed, or AuditFailed if the audit finds lost or doubled trajectories.
     """
     config = _configuration(common)
-    settings, console = config.settings, Console()
+    settings, console = config.settings, RunConsole()
     prompts = training_prompts(
         settings.tasks, run=settings.run.name, seed=settings.run.seed, groups=settings.trainer.total_groups
     )

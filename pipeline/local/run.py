@@ -4,6 +4,7 @@ Keeps true
 - All that a run writes lies in its folder: `config.toml` (the whole configuration), `logs/`, `broker/`, the trainer's
   checkpoints.
 - Whatever ends the run, its processes and its own broker are stopped before the command ends.
+- A run goes on, and has its summary and report, when nobody reads what it prints any more.
 """
 
 import os
@@ -23,6 +24,7 @@ from rose.pipeline.local.supervisor import Role, Supervisor
 from rose.pipeline.monitor.follower import follow_run
 from rose.pipeline.monitor.screen import Screen
 from rose.pipeline.process.process_setup import stop_on_signals
+from rose.pipeline.process.run_console import RunConsole
 from rose.pipeline.process.run_folder import RUN_LOCK, run_folder_lock
 from rose.pipeline.report.summary import Success
 from rose.pipeline.report.write import print_summary, run_metadata, write_report
@@ -35,7 +37,7 @@ from rose.workers.weights.trust import require_signing_key
 def run_up(common: Common, prompts_file: Path | None, without: Path | None) -> None:
     """Until the trainer is done or the user ends it; the same name again goes on where the run was."""
     config = load(common)
-    console = Console()
+    console = RunConsole()
     prompts = read_prompts(prompts_file, config.environments, without=without) if prompts_file is not None else []
     started_at, began = time(), monotonic()
     with run_folder_lock(config.run_folder, RUN_LOCK), role_fork_server() as fork_server, run_broker(config) as broker:

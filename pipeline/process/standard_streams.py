@@ -3,6 +3,7 @@
 Keeps true
 - None of the three is missing: one that was closed is /dev/null, and no file that is opened later takes its number.
 - What the encoding of a terminal or a locale has no letter for is written as an escape that JSON and TOML have too.
+- A program goes on when nobody reads its standard error any more, as when a reader of logs has ended.
 - Output that cannot be written is told in a sentence, once, and ends with an exit status of its own.
 """
 
@@ -14,6 +15,7 @@ from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import Any, Literal
 
 from rose.schemas.errors import RoseError
+from rose.topics.unread_stream import unread_stream
 
 ESCAPED = "rose.escaped"
 """The name of what writes letters that an encoding does not have."""
@@ -28,7 +30,7 @@ def repair_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
     sys.stdin = sys.stdin or _opened(0, "r")
     sys.stdout = sys.stdout or _opened(1, "w")
     sys.stderr = sys.stderr or _opened(2, "w")
@@ -37,6 +39,15 @@ def repair_streams() -> None:
         sys.stdout = _named(sys.stdout)
     if isinstance(sys.stderr, TextIOWrapper):
         sys.stderr.reconfigure(errors=ESCAPED)
+        if _is_descriptor(sys.stderr, 2):
+            sys.stderr = unread_stream(2, sys.stderr)
+
+
+def _is_descriptor(stream: TextIOWrapper, number: int) -> bool:
+    try:
+        return stream.fileno() == number
+    except OSError:  # it is in memory
+        return False
 
 
 def flush_streams() -> None:

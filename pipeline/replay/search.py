@@ -98,7 +98,14 @@ class TrajectoryFound:
 
 
 def find_group(settings: BusSettings, group_id: str) -> GroupFound:
-    """Find the records of a group. Raises TopicMissing or BusError."""
+    """Find the records of a group.
+
+    Raises UnknownTrajectory for a name that no record can have, TopicMissing or BusError.
+    """
+    try:
+        group_id.encode()
+    except UnicodeEncodeError:  # bytes of a command line that are not UTF-8
+        raise UnknownTrajectory(group_id) from None
     homes = topic_starts(settings, [PROMPTS], client_id=CLIENT)
     home = home_partition(group_id, len(homes))
     groups: dict[str, Group | None] = {}

@@ -214,7 +214,7 @@ def test_why_follows_a_trajectory_from_its_prompt_to_its_end(log: Log, capsys: p
         print_why(common(log.settings), name)
         return capsys.readouterr().out
 
-    for name in ("g:0", "g:00", "g:٣", f"g:{'9' * 5_000}"):
+    for name in ("g:0", "g:00", "g:٣", f"g:{'9' * 5_000}", "g\udce9:0", "g\udce9"):
         with pytest.raises(UnknownTrajectory):
             why(name)
     away = log.prompt("g", partition=elsewhere(log, "g"))

@@ -165,6 +165,19 @@ def test_a_run_has_its_folder_to_itself_and_started_again_sends_nothing_twice(
     assert len(list(read_whole_topics(settings, [PROMPTS]))) == 3
 
 
+@pytest.mark.slow
+def test_a_run_whose_output_nobody_reads_any_more_ends_with_its_summary_and_report(tmp_path: Path) -> None:
+    """As with `rose up | tee` and Ctrl-C, which ends tee at once."""
+    rose, run = Rose("embedded", tmp_path), tmp_path / "runs" / "mine"
+    with rose.start("up", "--name", "mine", "--set", "run.executors=0") as process:
+        until(lambda: process.poll() is not None or (run / "trainer.lock").exists())
+        assert process.stdout is not None
+        process.stdout.close()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(120) == 0
+    assert (run / "summary.json").exists() and (run / "report.html").exists()
+
+
 def refused(rose: Rose, *arguments: str) -> tuple[int, str]:
     with rose.start(*arguments) as process:
         said = process.communicate(timeout=120)[0]

@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import io
 import os
 import resource
 import shutil
@@ -11,7 +12,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 from rose.workers.environments.protocol import JsonValue, Step
@@ -65,6 +67,26 @@ def start_children() -> None:
         subprocess.Popen(["sh", "-c", command], start_new_session=apart, stdout=subprocess.DEVNULL)
 
 
+def share_memory() -> None:
+    """Let go by nobody; its name is left in a file."""
+    memory = SharedMemory(create=True, size=4096)
+    (Path(os.environ[FOLDER]) / "memory").write_text(memory.name)
+
+
+def share_memory_and_end() -> None:
+    share_memory()
+    end_at_once()
+
+
+def start_a_tidy_child() -> None:
+    """It tidies up when it is asked to end."""
+    folder = os.environ[FOLDER]
+    tidies = f"trap 'touch {folder}/tidied; exit' TERM; touch {folder}/traps; while :; do sleep 0.05; done"
+    subprocess.Popen(["sh", "-c", tidies], stdout=subprocess.DEVNULL)
+    while not (Path(folder) / "traps").exists():
+        time.sleep(0.01)
+
+
 def change_folder() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
@@ -109,7 +131,7 @@ class Late(Exception):
 
 
 def too_late(*_: object) -> None:
-    raise Late
+    raise Late("it took too long")
 
 
 def bound_by_a_signal() -> None:
@@ -125,15 +147,64 @@ def bound_by_a_signal() -> None:
         signal.signal(signal.SIGALRM, before)
 
 
-def leave_a_timer() -> None:
-    signal.signal(signal.SIGALRM, too_late)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
+def leave_a_timer(timer: int, its_signal: signal.Signals) -> None:
+    signal.signal(its_signal, too_late)
+    signal.setitimer(timer, 0.2)
+
+
+def redirect_output() -> None:
+    sys.stdout = io.StringIO()
+
+
+def ignore_children() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
+def reap_children() -> None:
+    """As servers that fork do."""
+
+    def reap(*_: object) -> None:
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+    signal.signal(signal.SIGCHLD, reap)
 
 
 def not_wait_for_readers() -> None:
     """As ssh and node do to what they were handed."""
     for number in (1, 2):
         os.set_blocking(number, False)
+
+
+def fork(end: Callable[[], None]) -> None:
+    """The child ends as `end` does; the parent waits for nobody."""
+    if os.fork() == 0:
+        end()
+
+
+def fail() -> None:
+    raise RuntimeError("in the child")
+
+
+def come_back() -> None:
+    pass
+
+
+FORKS: dict[str, Callable[[], None]] = {
+    "fork and exit": lambda: fork(sys.exit),
+    "fork and raise": lambda: fork(fail),
+    "fork and return": lambda: fork(come_back),
+}
+
+
+async def do_in_a_task(deed: str) -> None:
+    DEEDS[deed]()
+
+
+def print_much() -> None:
+    sys.stderr.write("x" * 9000)
+    sys.stderr.flush()
 
 
 LEFT: list[int] = []
@@ -147,8 +218,13 @@ CHANGES: dict[str, Callable[[], None]] = {
     "memory": lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 28, resource.getrlimit(resource.RLIMIT_AS)[1])),
     "depth": lambda: sys.setrecursionlimit(sys.getrecursionlimit() // 4),
     "stderr": lambda: sys.stderr.close(),
+    "stdout": redirect_output,
     "variables": os.environ.clear,
-    "timer": leave_a_timer,
+    "timer": lambda: leave_a_timer(signal.ITIMER_REAL, signal.SIGALRM),
+    "timer of its own time": lambda: leave_a_timer(signal.ITIMER_VIRTUAL, signal.SIGVTALRM),
+    "timer of all its time": lambda: leave_a_timer(signal.ITIMER_PROF, signal.SIGPROF),
+    "ignored children": ignore_children,
+    "reaped children": reap_children,
     "nest": nest_a_loop,
     "pool": take_the_pool,
 }
@@ -167,6 +243,10 @@ DEEDS: dict[str, Callable[[], None]] = {
     "bound": bound_by_a_signal,
     "non-blocking": not_wait_for_readers,
     **CHANGES,
+    **FORKS,
+    "memory and end": share_memory_and_end,
+    "tidy child": start_a_tidy_child,
+    "print": print_much,
     "children": start_children,
 }
 
@@ -185,8 +265,20 @@ class Wild:
     async def step(self, action: str) -> Step:
         if action in DEEDS:
             DEEDS[action]()
+        if action in FORKS:
+            await asyncio.sleep(0.2)
+        if action.startswith("thread: "):
+            await asyncio.to_thread(DEEDS[action.removeprefix("thread: ")])
+        if action.startswith("task: "):
+            with suppress(SystemExit, RuntimeError):
+                await asyncio.create_task(do_in_a_task(action.removeprefix("task: ")))
         if action == "use":
             await self.use()
+        if action == "capture":
+            await self.capture()
+        if action == "late":
+            leave_a_timer(signal.ITIMER_REAL, signal.SIGALRM)
+            await asyncio.Event().wait()
         if action == "pause":
             await asyncio.sleep(0.5)
         if action == "end meanwhile":
@@ -199,8 +291,19 @@ class Wild:
             (folder / f"{os.getpid()}.waits").touch()
             while not (folder / "gate").exists():
                 await asyncio.sleep(0.005)
+            with (folder / "passed").open("a") as passed:
+                passed.write("x")
         self.steps += 1
         return Step(observation=str(self.steps), reward=1.0, done=action == "done")
+
+    async def capture(self) -> None:
+        """Raise if what is printed is not all that was, as code interpreters run what a policy wrote."""
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            for _ in range(3):
+                print(id(self))
+                await asyncio.sleep(0.02)
+        assert printed.getvalue() == f"{id(self)}\n" * 3, printed.getvalue()
 
     async def use(self) -> None:
         """Raise if the process is not what it was."""
@@ -210,6 +313,8 @@ class Wild:
 
         with tempfile.TemporaryFile(dir=Path.cwd()), tempfile.TemporaryDirectory():
             print("used", file=sys.stderr, flush=True)
+        assert not isinstance(sys.stdout, io.StringIO)
+        assert not any(signal.getitimer(timer)[0] for timer in (signal.ITIMER_VIRTUAL, signal.ITIMER_PROF))
         assert callable(os.unlink) and depth(500) == 0
         ended = await asyncio.to_thread(subprocess.run, ["false"], check=False)
         assert ended.returncode == 1

@@ -26,7 +26,7 @@ from rose.workers.environments.runner_pool import RunnerPool
 from rose.workers.environments.runner_server import ProcessSetup
 from rose.workers.environments.transitions import StepResult
 from tests.support.environment_fixtures import WAIT_SECONDS, act, answers, answers_of
-from tests.support.misbehaving_environment import CHANGES, FOLDER, NAME
+from tests.support.misbehaving_environment import CHANGES, FOLDER, FORKS, NAME
 from tests.support.scripted_executors import model_folder
 from tests.support.waiting import until
 
@@ -164,11 +164,61 @@ def test_what_an_environment_does_to_its_process_no_other_trajectory_meets(folde
         assert {stepped(answer) for answer in found.values()} == {b"6"}
 
 
+@pytest.mark.slow
+def test_output_that_is_captured_across_an_await_is_a_trajectory_s_own(folder: Path) -> None:
+    with processes(folder) as stage:
+        found = answers(stage, [step(name, "capture", b"4") for name in "abcde"])
+        assert {stepped(answer) for answer in found.values()} == {b"5"}
+        assert stepped(answers(stage, [step("a", "use", b"5")])["a"]) == b"6"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["", "thread: ", "task: "])
+@pytest.mark.parametrize("how", FORKS)
+def test_a_child_that_comes_back_from_a_step_goes_on_with_nobodys(folder: Path, where: str, how: str) -> None:
+    with processes(folder) as stage:
+        stage.start([step(name, "wait", b"4") for name in "abc"])
+        until(lambda: stage.results(0.0) == [] and any(folder.rglob("*.waits")))
+        (waits,) = folder.rglob("*.waits")
+        found = answers_of(stage, [step("forks", where + how, b"4")])
+        assert stepped(found["forks"]) == b"5"
+        (waits.parent / "gate").touch()
+        while len(found) < 4:
+            found |= {job.trajectory_id: answer for job, answer in stage.results(WAIT_SECONDS)}
+        assert {stepped(answer) for answer in found.values()} == {b"5"}
+        children = Path(f"/proc/{waits.stem}/task/{waits.stem}/children")
+        until(lambda: all(has_ended(pid) for pid in children.read_text().split()))
+        assert (waits.parent / "passed").read_text() == "xxx", "each step was taken once"
+
+
+@pytest.mark.parametrize("end", ["sys.exit()", "raise OSError"])
+def test_a_child_that_comes_back_from_the_import_of_its_module_says_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    name = f"forks_{len(end)}"
+    (tmp_path / f"{name}.py").write_text(
+        f"import os, sys\nif os.fork() == 0:\n    {end}\nfrom tests.support.misbehaving_environment import Wild\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with processes(folder) as stage:
+        runner = stage.warm_up(f"{name}:Wild")
+        assert stepped(answers(stage, [step("a", "use", kind=f"{name}:Wild")])["a"]) == b"1"
+        assert runner.load_error == ""
+
+
 def test_a_step_may_bound_its_time_by_a_signal(folder: Path) -> None:
     """Python hands signals to the main thread alone."""
     with processes(folder) as stage:
         found = answers(stage, [step(name, "bound", b"4") for name in "ab"])
         assert {stepped(answer) for answer in found.values()} == {b"5"}
+
+
+@pytest.mark.slow
+def test_a_signal_that_breaks_off_the_loop_is_told_as_why_the_process_ended(folder: Path) -> None:
+    with processes(folder) as stage:
+        failed = answers(stage, [step("a", "late")])["a"]
+    assert isinstance(failed, EnvironmentFailure)
+    assert "its process lost its event loop (Late: it took too long)" in failed.failure
 
 
 def test_a_module_that_ignores_its_children_hides_no_exit_status(
@@ -346,6 +396,13 @@ def alive(folder: Path) -> set[int]:
     return found
 
 
+def has_ended(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "blocked and killed", "closed"])
 def test_nothing_that_an_environment_started_outlives_the_worker(folder: Path, how: str) -> None:
@@ -361,6 +418,23 @@ def test_nothing_that_an_environment_started_outlives_the_worker(folder: Path, h
     until(lambda: not alive(folder))
 
 
+@pytest.mark.slow
+def test_shared_memory_of_a_process_that_ends_is_let_go(folder: Path) -> None:
+    with processes(folder) as stage:
+        failed = answers(stage, [step("a", "memory and end")])["a"]
+        assert isinstance(failed, EnvironmentFailure) and "ended with status 3" in failed.failure
+    until(lambda: not alive(folder))
+    assert not (Path("/dev/shm") / (folder / "memory").read_text()).exists()
+
+
+@pytest.mark.slow
+def test_what_an_environment_started_is_asked_to_end_before_it_is_killed(folder: Path) -> None:
+    with processes(folder) as stage:
+        answers(stage, [step("a", "tidy child")])
+    until(lambda: not alive(folder))
+    assert (folder / "tidied").exists()
+
+
 def test_what_an_environment_does_to_a_pipe_it_does_not_do_to_the_worker_s(folder: Path) -> None:
     """Its worker writes its log there, and would end where the pipe is full."""
     program = WORKER.format(path=sys.path, folder=str(folder), first="non-blocking", then="pass")
@@ -371,6 +445,32 @@ def test_what_an_environment_does_to_a_pipe_it_does_not_do_to_the_worker_s(folde
     finally:
         os.close(reads)
         os.close(writes)
+
+
+PRINTED = ["StepResult", "EnvironmentFailure", "StepResult"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("named", [False, True])
+def test_an_environment_prints_on_when_nobody_reads_the_log_any_more(folder: Path, tmp_path: Path, named: bool) -> None:
+    """Also one whose process begins after that."""
+    jobs = (("a", "print"), ("b", "end"), ("c", "print"))
+    then = f"sys.stdin.read(); again = [answers(stage, [step(*job)]) for job in {jobs}]"
+    program = WORKER.format(path=sys.path, folder=str(folder), first="print", then=then)
+    program += "    assert [type(each).__name__ for found in again for each in found.values()] == " + repr(PRINTED)
+    if named:
+        os.mkfifo(tmp_path / "log")
+        reads = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
+        writes = os.open(tmp_path / "log", os.O_WRONLY)
+    else:
+        reads, writes = os.pipe()
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=writes) as worker:
+        os.close(writes)
+        assert worker.stdout is not None and worker.stdout.readline() == b"ready\n"
+        os.close(reads)
+        worker.communicate(timeout=WAIT_SECONDS)
+    assert worker.returncode == 0
 
 
 LIBRARIES = ("numpy", "tokenizers", "queue", "selectors", "prometheus_client")

@@ -188,16 +188,25 @@ def test_a_module_that_does_not_let_itself_be_imported_is_one_sentence(
         load_environment(f"{name}:Any")
 
 
-@pytest.mark.parametrize("code", ["from rose import SUBJECTS", "import rose.cats", "import rose; rose.SUBJECTS"])
-def test_a_module_that_is_called_like_the_package_of_rose_is_told_as_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("queue", "from queue import SUBJECTS"),
+        ("rose", "import rose.cats"),
+        ("json", "import json; json.SUBJECTS"),
+        ("numpy", "from numpy import SUBJECTS"),
+    ],
+)
+def test_a_module_whose_name_another_has_already_is_told_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: str
 ) -> None:
-    name = f"debate_{abs(hash(code))}"
-    (tmp_path / f"{name}.py").write_text(code)
-    (tmp_path / "rose.py").write_text("SUBJECTS = ['cats']\n")
+    debate = f"debate_{abs(hash(code))}"
+    (tmp_path / f"{debate}.py").write_text(code)
+    (tmp_path / f"{name}.py").write_text("SUBJECTS = ['cats']\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UnknownEnvironment, match="rose is a package of ROSE's own"):
-        load_environment(f"{name}:Any")
+    for environment in (f"{debate}:Any", f"{name}:Any"):
+        with pytest.raises(UnknownEnvironment, match=f"; {name} is taken by a module .*: call .*{name}.py otherwise"):
+            load_environment(environment)
 
 
 METHODS = "".join(f"    async def {name}(self, *given): ...\n" for name in registry.METHODS)

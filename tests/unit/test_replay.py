@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rose.pipeline.clock import format_utc as moment
 from rose.pipeline.replay.description import describe_trajectory
 from rose.pipeline.replay.episodes import TrajectoryRecords, fold_trajectory, sort_records
+from rose.pipeline.replay.search import UnknownTrajectory, find_group
 from rose.pipeline.replay.turn_latency import latency_stages
 from rose.pipeline.replay.why import GroupFacts, PromptAt, TrajectoryFacts, why_group, why_trajectory
 from rose.schemas.progress import Group, GroupState, TrajectoryProgress
@@ -18,6 +19,7 @@ from rose.schemas.record import Record
 from rose.schemas.samples import TRUNCATED, Ending, Outcome, Sample, SampleOutcome
 from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnResult, TurnTimes
 from rose.schemas.wire import encode
+from rose.topics.settings import BusSettings
 from tests.golden.examples import EXAMPLES, PROMPT, REQUEST
 
 R = TypeVar("R", bound=Record)
@@ -242,3 +244,9 @@ def test_a_result_of_half_a_token_and_a_sample_without_reward_or_reason_are_told
 @pytest.mark.parametrize("stamp", [float("nan"), float("inf"), -1e300, 2.0**62, -1.0])
 def test_a_moment_that_no_calendar_has_is_told_as_a_number(stamp: float) -> None:
     assert "UTC" in moment(stamp) or moment(stamp).endswith("s after 1970")
+
+
+def test_a_name_that_is_no_utf8_is_none_that_the_log_knows() -> None:
+    """Bytes of a command line that are none come as halves of surrogate pairs. No broker is asked."""
+    with pytest.raises(UnknownTrajectory):
+        find_group(BusSettings("127.0.0.1:9"), "g\udce9")

@@ -69,3 +69,41 @@ def test_a_drain_within_no_time_that_it_may_take_is_refused_by_its_option(second
 def test_a_grant_that_cannot_be_made_names_its_option() -> None:
     done = ran("grant w --kv-bytes 99999999999999999999")
     assert done.returncode == 2 and b"--kv-bytes" in done.stderr and b"$" not in done.stderr
+
+
+INHERITS = """
+import os, subprocess, sys
+from rose.pipeline.process.standard_streams import repair_streams
+repair_streams()
+subprocess.run([sys.executable, "-c", "import os; [os.fstat(number) for number in range(3)]"], check=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_was_closed_is_there_for_children_too(closed: str) -> None:
+    command = ["/bin/sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, INHERITS]
+    subprocess.run(command, check=True, cwd=ROOT, stderr=subprocess.DEVNULL)
+
+
+LOGS = """
+import sys
+from rose.pipeline.process.process_setup import configure_logging
+from rose.pipeline.process.standard_streams import repair_streams
+import structlog
+repair_streams()
+configure_logging()
+sys.stdin.read()
+for _ in range(3):
+    structlog.get_logger().warning("still_here", padding="x" * 9000)
+    sys.stderr.write("and here\\n")
+"""
+
+
+def test_a_program_goes_on_when_the_reader_of_its_log_has_gone() -> None:
+    reads, writes = os.pipe()
+    with subprocess.Popen([sys.executable, "-c", LOGS], cwd=ROOT, stdin=subprocess.PIPE, stderr=writes) as program:
+        os.close(writes)
+        os.close(reads)
+        program.communicate(timeout=60)
+    assert program.returncode == 0

@@ -41,9 +41,11 @@ LIMITS = {
     "CPU time": resource.RLIMIT_CPU,
 }
 
+TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+
 HERE = "."
 
-_stat, _getrlimit, _getitimer = os.stat, resource.getrlimit, signal.getitimer
+_stat, _getrlimit, _getitimer, _getsignal = os.stat, resource.getrlimit, signal.getitimer, signal.getsignal
 
 
 class ProcessIntegrity:
@@ -53,6 +55,8 @@ class ProcessIntegrity:
         """`give_up` is called with the change that was found, and returns if the process may go on."""
         self._give_up = give_up
         self._files = _files()
+        self._streams = sys.stdout, sys.stderr
+        self._on_child = _getsignal(signal.SIGCHLD)
         self._limits = _limits()
         self._depth = sys.getrecursionlimit()
         self._variables = len(os.environ)
@@ -73,7 +77,10 @@ class ProcessIntegrity:
             self._give_up(self._change)
 
     def on_answered(self) -> None:
-        """Give a changed process up once the trajectory that it was left to has been answered."""
+        """Give a changed process up once the trajectory that it was left to has been answered. What this has put right
+        by then nobody else has met.
+        """
+        self._change = self._change and self._changed()
         if self._change:
             self._give_up(self._change)
 
@@ -89,8 +96,12 @@ class ProcessIntegrity:
             return "put something else in place of descriptors 0 to 2"
         if any(getattr(stream, "closed", stream is None) for stream in (sys.stdout, sys.stderr)):
             return "closed sys.stdout or sys.stderr"
-        if _getitimer(signal.ITIMER_REAL)[0]:
+        if sys.stdout is not self._streams[0] or sys.stderr is not self._streams[1]:
+            return "left sys.stdout or sys.stderr redirected, to where others' output would go as well"
+        if any(_getitimer(timer)[0] for timer in TIMERS):
             return "left a timer running, whose signal would come amid the code of others"
+        if _getsignal(signal.SIGCHLD) is not self._on_child:
+            return "ignored or handled SIGCHLD, which takes the exit statuses of others' children away"
         limits = _limits()
         most = _height(limits["open files"])
         if lowest >= most - min(SPARE_FILES, most / 8):

@@ -39,7 +39,8 @@ class ProcessRunner:
         self.exit_reason = ""
         self.load_error = ""
         """Why there is no such environment, where the process could not make any."""
-        self._change = ""
+        self._told = ""
+        """Why it ends, as it said itself."""
         self._answer = answer
         self._jobs: dict[int, Job] = {}
         self._numbers = itertools.count()
@@ -158,7 +159,7 @@ class ProcessRunner:
         self.kill()
         self._to_say.put(None)
         self._line.close()
-        self.exit_reason = lied or self._change or _ending(status)
+        self.exit_reason = lied or self._told or _ending(status)
 
     def _on_message(self, kind: str, *fields: Any) -> None:
         if kind == "answer":
@@ -170,7 +171,9 @@ class ProcessRunner:
         elif kind == "unfit":
             self.load_error = str(fields[0])
         elif kind == "changed":
-            self._change = f" is replaced: an environment {fields[0]}"
+            self._told = f" is replaced: an environment {fields[0]}"
+        elif kind == "lost":
+            self._told = str(fields[0])
         else:
             self.ready = True
 

@@ -7,7 +7,10 @@ trajectory starts; nothing is imported until its name is asked for.
 import importlib
 import inspect
 import signal
+import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 from rose.schemas.errors import UsageError, describe_error
 from rose.workers.environments.protocol import Environment
@@ -17,9 +20,6 @@ BUILT_IN = {
     "frozenlake": "rose.workers.environments.gymnasium_adapter:FrozenLake",
 }
 """Name to `module:class`."""
-
-ROSE = ("rose",)
-"""ROSE's own package: nothing else can be imported by this name."""
 
 METHODS = ("reset", "step", "snapshot", "restore", "close")
 
@@ -40,12 +40,14 @@ def load_environment(name: str) -> Callable[[], Environment]:
     except BaseException as error:  # a user's module may raise anything, as `sys.exit` does
         if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             raise  # it may be of Ctrl-C, which a program with a handler of its own hears otherwise
-        hint = _taken(error) or _choices()
+        hint = _taken(_module_of(error), module_name) or _choices()
         raise UnknownEnvironment(
             f"environment {name!r}: cannot import {module_name} ({describe_error(error)}); {hint}"
         ) from error
     if factory is None:
-        raise UnknownEnvironment(f"environment {name!r}: {module_name} has no {attribute}; {_choices()}")
+        raise UnknownEnvironment(
+            f"environment {name!r}: {module_name} has no {attribute}; {_taken(module_name) or _choices()}"
+        )
     if wrong := _wrong(factory):
         raise UnknownEnvironment(f"environment {name!r}: {attribute} {wrong}; {_choices()}")
     return factory  # type: ignore[no-any-return]
@@ -81,11 +83,28 @@ def _is_plain(method: object) -> bool:
     return inspect.isfunction(function) and not inspect.iscoroutinefunction(function)
 
 
-def _taken(error: BaseException) -> str:
-    """What to do about a user's module that is called like a package of ROSE; empty for any other error."""
+def _taken(*names: str) -> str:
+    """What to do about a user's module whose name another module had before; empty where there is none."""
+    for name in names:
+        top = name.partition(".")[0]
+        loaded = getattr(sys.modules.get(top), "__spec__", None)
+        users = PathFinder.find_spec(top) if top else None
+        if loaded and users and users.origin and loaded.origin and not _same(loaded.origin, users.origin):
+            return f"{top} is taken by a module that Python or ROSE has loaded already: call {users.origin} otherwise"
+    return ""
+
+
+def _same(file: str, other: str) -> bool:
+    try:
+        return Path(file).samefile(other)
+    except OSError:  # built in
+        return file == other
+
+
+def _module_of(error: BaseException) -> str:
+    """The module of which the import of another one wanted what it has not; empty where the error tells of none."""
     module = getattr(error, "obj", None) if isinstance(error, AttributeError) else error
-    name = str(getattr(module, "__name__", getattr(module, "name", ""))).partition(".")[0]
-    return f"{name} is a package of ROSE's own: call a module of yours otherwise" if name in ROSE else ""
+    return str(getattr(module, "__name__", None) or getattr(module, "name", None) or "")
 
 
 def _choices() -> str:

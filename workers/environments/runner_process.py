@@ -2,7 +2,7 @@
 
 Keeps true
 - Nothing that an environment starts outlives its process, and neither outlives the worker, however each of them ends:
-  the keeper becomes the parent of whatever is left behind, and kills it.
+  the keeper becomes the parent of whatever is left behind, and ends it.
 - The keeper ends as the environments' process did, so the worker knows by which signal or status.
 - Where memory runs out, the kernel takes an environment's process first.
 
@@ -15,11 +15,18 @@ import select
 import signal
 import stat
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from rose.topics.processes import adopt_orphans, die_with_parent, set_process_name
+from rose.topics.processes import POLL_SECONDS, adopt_orphans, die_with_parent, set_process_name
+
+GRACE_SECONDS = 0.5
+"""Between SIGTERM and SIGKILL to what an environment leaves behind."""
+
+TRACKER_SECONDS = 2.0
+"""What a resource tracker may take to let go of what it knows, once all others have ended."""
 
 
 def main(line: int, signs: int) -> NoReturn:
@@ -62,7 +69,9 @@ def _open_anew(number: int) -> None:
     kind = os.fstat(number).st_mode
     if stat.S_ISFIFO(kind) or stat.S_ISCHR(kind):
         with suppress(OSError):  # it may be another user's: the worker and the environments share it then
-            anew = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NOCTTY)
+            # Without O_NONBLOCK a named pipe that nobody reads any more would be waited for.
+            anew = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+            os.set_blocking(anew, True)
             os.dup2(anew, number)
             os.close(anew)
 
@@ -96,15 +105,42 @@ def _reaped(pid: int) -> int | None:
 
 
 def _end_rest(group: int) -> None:
-    """SIGKILL to what the process has started: its group, then whoever comes to the keeper as an orphan."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children")
-    with suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
+    """End what the process has started: its group, and whoever comes to the keeper as an orphan.
+
+    They get SIGTERM, and SIGKILL a little later. A resource tracker of Python's is left to the last: it lets go of the
+    shared memory and semaphores of those that ended, and then ends by itself.
+    """
+    began, has_asked = time.monotonic(), set[int]()
     with suppress(ChildProcessError, OSError):
-        while True:
-            for child in children.read_text(encoding="utf-8").split():
-                os.kill(int(child), signal.SIGKILL)
-            os.waitpid(-1, 0)
+        while children := _children():
+            seconds = time.monotonic() - began
+            if seconds > GRACE_SECONDS + TRACKER_SECONDS:
+                with suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
+            for child in children:
+                if seconds <= GRACE_SECONDS + TRACKER_SECONDS and _is_tracker(child):
+                    continue
+                if seconds > GRACE_SECONDS:
+                    os.kill(child, signal.SIGKILL)
+                elif child not in has_asked:
+                    has_asked.add(child)
+                    os.kill(child, signal.SIGTERM)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(POLL_SECONDS)
+
+
+def _children() -> list[int]:
+    """Of the keeper: also those that have ended and are not reaped."""
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()]
+
+
+def _is_tracker(pid: int) -> bool:
+    """Whether this is a resource tracker, of multiprocessing or of who has one like it."""
+    try:
+        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _end_as(status: int) -> NoReturn:

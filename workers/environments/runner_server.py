@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from io import TextIOWrapper
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,9 +24,11 @@ import structlog
 
 from rose.schemas.errors import UsageError, describe_error
 from rose.topics.processes import set_process_name
+from rose.topics.unread_stream import unread_stream
+from rose.workers.environments.forked_child import end_if_forked
 from rose.workers.environments.jobs import JOBS, EnvironmentFailure, Job, JobResult, RunnerLimits, decode_as
 from rose.workers.environments.process_integrity import ProcessIntegrity, restore_child_handling
-from rose.workers.environments.registry import load_environment
+from rose.workers.environments.registry import UnknownEnvironment, load_environment
 from rose.workers.environments.runner_status import StatusCounters, map_counters
 from rose.workers.environments.thread_runner import CLOSE_SECONDS, ThreadRunner
 from rose.workers.environments.turn_format import TurnFormat
@@ -49,6 +52,7 @@ class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 def serve(descriptor: int, shared: int) -> NoReturn:
     """Until the worker says or hangs up; the last thing that this process does. `shared` is the memory of its signs."""
+    _let_readers_go()
     _log_to_standard_error()
     os.set_inheritable(descriptor, False)
     line, signs = Connection(descriptor), map_counters(shared)
@@ -77,10 +81,15 @@ class RunnerServer:
         self._leaving = False
         turn_format = TurnFormat(Path(kind.model_folder))
         sys.path[:] = kind.import_paths
+        home = os.getpid()
         try:
             create = load_environment(kind.environment)
+            end_if_forked(home)
         except KeyboardInterrupt:  # nobody else's: Ctrl-C is for the command
             raise UsageError(f"environment {kind.environment!r}: to import it raises KeyboardInterrupt") from None
+        except UnknownEnvironment as error:
+            end_if_forked(home, error.__cause__ or error)
+            raise
         restore_child_handling()
         self._runner = ThreadRunner(
             turn_format,
@@ -97,6 +106,8 @@ class RunnerServer:
         """Do what the worker asks, until it says that this is all; the exit status."""
         threading.Thread(target=self._listen, name="worker-asks", daemon=True).start()
         self._runner.run()
+        if self._runner.exit_reason:
+            self._send(msgspec.msgpack.encode(("lost", self._runner.exit_reason)))
         return 0 if self._leaving else 1
 
     def _listen(self) -> None:
@@ -153,6 +164,14 @@ class RunnerServer:
             self._line.send_bytes(message)
         except OSError:
             _exit(0)  # the worker is gone
+
+
+def _let_readers_go() -> None:
+    """Have environments print on when nobody reads the worker's log any more."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout = unread_stream(1, sys.stdout)
+    if isinstance(sys.stderr, TextIOWrapper):
+        sys.stderr = unread_stream(2, sys.stderr)
 
 
 def _log_to_standard_error() -> None:

@@ -6,6 +6,7 @@ Keeps true
 - Calls that go on after whoever awaited them has given them up are counted.
 """
 
+import os
 import queue
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,11 +14,15 @@ from functools import partial
 from threading import Lock, Thread
 from typing import Any, ParamSpec, TypeVar
 
+from rose.workers.environments.forked_child import end_if_forked
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
 IDLE_KEPT = 8
 """Threads that wait for the next call, at most."""
+
+_getpid = os.getpid
 
 Call = Callable[[], None]
 
@@ -28,6 +33,7 @@ class _Outcome(Future[T]):
     def __init__(self, stuck: "set[_Outcome[Any]]") -> None:
         super().__init__()
         self._stuck = stuck
+        self._pid = _getpid()
 
     def cancel(self) -> bool:
         """As any future; one whose call goes on all the same counts as stuck until that ends."""
@@ -45,8 +51,10 @@ class _Outcome(Future[T]):
         try:
             outcome = call()
         except BaseException as error:  # noqa: BLE001 - user code: whoever awaits the call is told
+            end_if_forked(self._pid, error)
             self.set_exception(error)
         else:
+            end_if_forked(self._pid)
             self.set_result(outcome)
         self._stuck.discard(self)
 

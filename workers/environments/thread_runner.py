@@ -8,6 +8,7 @@ Keeps true
   cancelled, for as long as no environment blocks the thread. That shows from outside: `beats` stands still.
 - A job is answered before its environment is closed, so no `close` holds back or spoils what was finished.
 - An observation is encoded beside the loop where that takes long, and not to its end where it cannot fit a context.
+- A child that an environment forks and that comes back from its code ends: it takes no job and answers none.
 - A step is not late because this process was frozen: of a freeze no more counts than of any look.
 """
 
@@ -15,6 +16,7 @@ import asyncio
 import copy
 import ctypes
 import math
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -26,6 +28,7 @@ import structlog
 
 from rose.schemas.arrays import pack_tokens, unpack_tokens
 from rose.schemas.errors import UsageError, describe_error, message_of
+from rose.workers.environments.forked_child import end_if_forked
 from rose.workers.environments.home import ResetResult
 from rose.workers.environments.jobs import (
     NO_JOB,
@@ -41,6 +44,7 @@ from rose.workers.environments.jobs import (
 from rose.workers.environments.process_integrity import LoopRepair, ProcessIntegrity
 from rose.workers.environments.protocol import Environment
 from rose.workers.environments.protocol_checks import ProtocolViolation, check_observation, check_snapshot, check_step
+from rose.workers.environments.raised_at import raised_at
 from rose.workers.environments.runner_status import BEATS, COUNTERS, LIVE, STUCK, StatusCounters, TrackedCall
 from rose.workers.environments.thread_pool import EnvironmentThreadPool
 from rose.workers.environments.transitions import FAILURE_CHARACTERS, StepResult
@@ -118,6 +122,7 @@ class ThreadRunner:
         self._withdrawn: set[str] = set()
         """Trajectories whose code runs no more, though the loop has not come to say so: others may block it."""
         self._closing = self._stopped = False
+        self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._threads = EnvironmentThreadPool()
         self._shared = LoopRepair(self._loop, self._threads)
@@ -183,15 +188,18 @@ class ThreadRunner:
     def run(self) -> None:
         """Do jobs in this thread, until all is closed after `leave` or the event loop is lost."""
         while not self._stopped:  # an environment may stop the loop, too
-            with suppress(SystemExit, KeyboardInterrupt):  # of its callback, or as `abandon` raises it in whatever runs
-                try:
-                    self._loop.run_forever()
-                except Exception as error:  # noqa: BLE001 - an environment has closed the loop's own files
-                    self.exit_reason = f" lost its event loop ({describe_error(error)})"
-                    return
+            try:
+                self._loop.run_forever()
+            except (SystemExit, KeyboardInterrupt) as error:  # of its callback, or as `kill` raises it in whatever runs
+                end_if_forked(self._pid, error)
+            except Exception as error:  # noqa: BLE001 - an environment has closed the loop's own files
+                end_if_forked(self._pid, error)
+                self.exit_reason = f" lost its event loop ({describe_error(error)})"
+                return
         self._loop.close()
 
     def _beat(self) -> None:
+        end_if_forked(self._pid)
         self.heartbeats += 1
         self._signs[BEATS], self._signs[LIVE], self._signs[STUCK] = self.heartbeats, self.live, self.threads_stuck
         self._loop.call_later(BEAT_SECONDS, self._beat)
@@ -290,7 +298,7 @@ class ThreadRunner:
 
     async def _within(self, seconds: float, call: Callable[[], Awaitable[T]], job: Job | None) -> T | BaseException:
         """What the call gives or raises. One that is late is cancelled; one that goes on all the same is given up."""
-        code = _caught(call)
+        code = _caught(call, self._pid)
         task = self._loop.create_task(TrackedCall(code, self._signs, job, self._look, lambda: self._has_left(job)))
         self._calls[task] = job
         task.add_done_callback(self._calls.pop)
@@ -309,6 +317,7 @@ class ThreadRunner:
 
     def _look(self, after: bool) -> None:
         """At each turn of a call: put the loop right, and `after` it see whether the process is still fit."""
+        end_if_forked(self._pid)
         self.heartbeats += 1
         self._signs[BEATS] = self.heartbeats
         self._shared.repair()
@@ -378,10 +387,11 @@ class ThreadRunner:
         task.add_done_callback(self._worked)
 
 
-async def _caught(call: Callable[[], Awaitable[T]]) -> T | BaseException:
+async def _caught(call: Callable[[], Awaitable[T]], home: int) -> T | BaseException:
     try:
         return await call()
     except BaseException as error:  # noqa: BLE001 - user code: whatever it raises is what came of it
+        end_if_forked(home, error)
         return error
 
 
@@ -403,5 +413,9 @@ def _present_task() -> asyncio.Task[Any]:
 
 
 def _failure(job: Job, error: BaseException) -> str:
-    reason = message_of(error) if isinstance(error, ProtocolViolation) else describe_error(error)
-    return f"environment {job.environment}: {reason}"[:FAILURE_CHARACTERS]
+    if isinstance(error, ProtocolViolation):
+        reason, place = message_of(error), ""
+    else:
+        reason, place = describe_error(error), raised_at(error)[-FAILURE_CHARACTERS // 2 :]
+    where = f" ({place})" if place else ""
+    return f"environment {job.environment}: {reason}"[: FAILURE_CHARACTERS - len(where)] + where
