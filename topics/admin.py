@@ -123,7 +123,7 @@ def _broker_settings(
 _CONNECTION_LOST = re.compile("transport (failure|error)|[Tt]imed out|destroyed")
 """In librdkafka's words for a connection that ended while it was signing in."""
 
-CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 5.0
 """How long a broker may take to answer at all."""
 
 CONNECT_SECONDS = 2.0
@@ -194,7 +194,7 @@ def connect(settings: BusSettings) -> AdminClient:
     }
     client = new_client(AdminClient, config, logger=quiet)
     try:
-        nodes = client.list_topics(timeout=CONNECT_SECONDS).brokers
+        nodes = client.list_topics(timeout=ANSWER_SECONDS).brokers
     except KafkaException as error:
         client.poll(0)
         raise _connection_error(settings.bootstrap, complaints or [error.args[0]]) from None
