@@ -3,8 +3,8 @@
 The input is one summary per cell and second, and the grants on the log.
 
 Keeps true
-- At most `most_lenders` workers have a valid grant to lend. Each grant has a reason, computed when the grant is written,
-  also when it renews another grant.
+- At most `most_lenders` workers have a valid grant to lend. Each grant has a reason, computed when the grant is
+  written, also when it renews another grant.
 - A worker lends to one RL job. A worker with a valid grant of another job is not managed, and neither is a worker with
   a manual grant or a drained worker.
 - A lender is woken if it would work for more than `margin_seconds` before the waiting turns are done, after its wake
@@ -239,9 +239,7 @@ class ElasticityCore:
         return leases + self._rebalance(now)
 
     def expired_grants(self, now: float) -> list[tuple[str, GrantSource]]:
-        """Workers and sources of grants that are to be deleted, because no summary names the worker. Each is returned
-        once.
-        """
+        """Worker and source of each grant that is to be deleted, because no summary names the worker; returned once."""
         live = self.live_summaries(now)
         if not live or len(live) < max(summary.cells for summary in live):
             return []
@@ -341,7 +339,7 @@ class ElasticityCore:
             lender.decide(True, "it lent already", now)
         else:
             lender.decide(False, "no work has waited for it", now)
-            lender.since = now - self.config.dwell_seconds  # it was not parked by a decision, so it may be woken at once
+            lender.since = now - self.config.dwell_seconds  # no decision parked it, so it may be woken at once
 
     def _park(self, lender: Lender, reason: str, now: float) -> None:
         self.parked += 1

@@ -1,4 +1,4 @@
-"""The rebalancer: which executor moves to another cell, from the cell that needs it least to the cell that needs it most.
+"""The rebalancer: which executor moves to another cell, from the cell that needs it least to the cell in most need.
 
 Keeps true
 - A move is worthwhile: turns wait in the target cell, and its work would be done MIN_GAIN_FACTOR times later than the
@@ -7,12 +7,12 @@ Keeps true
 - No executor leaves a cell that has work and no other open executor. A worker on its way is ordered to stay if its
   cell would be left so.
 - Nothing is decided about a cell without summaries. The elasticity core selects the workers that may move.
-- Hysteresis: a move leaves both cells better off than the worse of them was, so under a constant load moves end. After a
-  move, the worker stays for `dwell_seconds`, its new cell gives no worker away, and its old cell receives none.
+- Hysteresis: a move leaves both cells better off than the worse of them was, so under a constant load moves end. After
+  a move, the worker stays for `dwell_seconds`, its new cell gives no worker away, and its old cell receives none.
 - A move that is not read back from the log is written again unchanged until it is read. The cell on the log counts,
   whichever control app wrote it.
-- One worker at a time is on its way to each cell. The worker counts in its target cell. It moves once it holds no turns,
-  or with its next policy version.
+- One worker at a time is on its way to each cell. The worker counts in its target cell. It moves once it holds no
+  turns, or with its next policy version.
 
 Pure: `now` is the time of the elasticity core.
 
@@ -285,8 +285,7 @@ class Rebalancer:
         )
 
     def _next_to_move(self, crew: CellCrew, now: float) -> ExecutorLine | None:
-        """The worker that would leave a cell: open executors before parked ones, then the worker with the least load.
-        """
+        """The worker that would leave a cell: open executors before parked ones, then the one with the fewest turns."""
         settled = [line for line in crew.movable.values() if self._is_settled(self._workers[line.worker], now)]
         return min(
             settled, key=lambda line: (not line.open, line.held_turns, line.load_seconds, line.worker), default=None
