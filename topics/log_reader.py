@@ -89,7 +89,7 @@ def read_messages(
                     action = "the log" if message.topic() is None else place[0]
                     rights = f"Read on topic {place[0]}", f"Describe on group {settings.name(LOG_GROUP)}"
                     raise BusError(f"reading {action}", error, *rights)
-        consumer.unassign()  # so no fetch is under way when the consumer closes
+        consumer.unassign()  # no fetch is under way when the consumer closes then
 
 
 def _start_offset(consumer: Consumer, place: NamedPlace, offset: int, on_wait: Callable[[], None]) -> int | None:

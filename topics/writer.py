@@ -122,7 +122,7 @@ class Writer:
     ) -> None:
         """Write a record. `on_delivery(partition, offset)` is called from `poll` or `flush` once it is stored.
 
-        `partition`: chosen by the hash of the key if None. `headers` are written in addition to the record's own.
+        `partition`: the client's partitioner chooses it if None. `headers` are written in addition to the record's own.
         Raises RecordError if readers would refuse the record, or BusError.
         """
         self.write_encoded(

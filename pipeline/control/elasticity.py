@@ -14,7 +14,7 @@ Keeps true
   these turns and the waiting turns within `margin_seconds / 2`. Lenders without turns are parked before lenders with
   turns, and then the lender with the most user requests first.
 - A lender that does not open after a wake, or that is closed for long and runs no turns, is parked for some time, and
-  for longer after each wake that failed.
+  for longer after each further failure.
 - Hysteresis: after a lender was parked as idle, no lender is worth waking before more turns wait. So under a constant
   load wakes and parks end. A lender that was woken or parked stays so for `dwell_seconds`.
 - `rebalancing` decides the cell of each worker that is neither drained, nor under a manual grant, nor granted to
@@ -56,7 +56,7 @@ GRACE_SECONDS = 2.0
 """How much later than here a lease may end at its lender, because a grant takes time to arrive."""
 
 HOLD_SECONDS = 60.0
-"""How long a lender stays parked after its first failed wake. Each further failure doubles the time."""
+"""How long a lender stays parked after its first failure. Each further failure doubles the time."""
 
 MAX_FAILURES = 6
 """Failures after which the hold time does not grow any more."""
@@ -219,7 +219,7 @@ class ElasticityCore:
                 grants[worker] = grant
         elif grant is None:
             self.leases.pop(worker, None)
-        elif worker not in self.leases or self.leases[worker].grant != grant:  # what was written here is known
+        elif worker not in self.leases or self.leases[worker].grant != grant:  # grants that this app wrote are known
             self.leases[worker] = LeasedGrant(grant, now)
 
     def tick(self, now: float) -> list[CapacityGrant]:

@@ -3,7 +3,7 @@
 Keeps true
 - A move is worthwhile: turns wait in the target cell, and its work would be done MIN_GAIN_FACTOR times later than the
   work of the source cell after the move, and later by more than `margin_seconds`. An unserved cell counts as infinitely
-  late. The condition has held for some time before the move.
+  late, so it comes first. The condition has held for some time before the move.
 - No executor leaves a cell that has work and no other open executor. A worker on its way is ordered to stay if its
   cell would be left so.
 - Nothing is decided about a cell without summaries. The elasticity core selects the workers that may move.

@@ -95,7 +95,7 @@ def valid_dispatches(envelopes: Iterable[Envelope]) -> Iterator[TurnDispatch]:
         if record is None and envelope.key == FENCING_KEY:
             newest[slot] = envelope.offset
         elif isinstance(record, TurnDispatch) and record.claim >= newest.get(slot, 0):
-            newest[slot] = min(record.claim, envelope.offset)  # as executors count it
+            newest[slot] = min(record.claim, envelope.offset)  # as executors compute it
             yield record
 
 

@@ -13,8 +13,8 @@ UNLIMITED = 2**62
 """More tokens than any turn needs."""
 
 MAX_TRACKED = 4
-"""Candidates with room that end a shortage if they are exceeded. A search of the index costs about as much as
-considering five candidates individually, unless much of the fleet has nearly as much room as is needed."""
+"""Most candidates with room while a shortage lasts; one more ends the shortage. A search of the index costs about as
+much as considering five candidates individually, unless much of the fleet has nearly as much room as is needed."""
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ Keeps true
 - The low water is committed as a member of the group, so the broker refuses the commit of a router that was replaced.
 - A router that did not poll for MAX_UNPOLLED_SECONDS, because the process or the machine was stopped, gives its cells
   up: the broker may have assigned them to another router, and this router would learn of that too late. A router that
-  waited for MAX_REBALANCE_SECONDS gives its cells up, too. On Apache Kafka it then joins as a new member.
+  waited for MAX_REBALANCE_SECONDS gives its cells up, too. On Apache Kafka both then join as a new member.
 
 On Apache Kafka a router that dies is replaced within SESSION_SECONDS. The embedded broker never evicts a member: the
 cells of a dead router wait for a router of the same name, and a router that was stopped still has its cells.
