@@ -76,7 +76,7 @@ class Reader:
         on_wait: Callable[[], None] = noop,
         **overrides: object,
     ) -> None:
-        """`member`: its static name in the group, used on the embedded broker, which never evicts a member.
+        """`member`: its name in the group, by which it is known again on a broker that never evicts a member.
 
         `report_ends` makes `read` return EndOfPartition, too. `on_wait` is called every few seconds while a query has
         no answer from the broker; an exception of `on_wait` ends the query. `overrides`: librdkafka settings.
