@@ -1,1 +1,1 @@
-"""The bus: the topic catalog, typed reading and writing, the broker on this machine, the log read back."""
+"""The bus: the topic catalog, typed readers and writers, the local broker, and bounded reads of the log."""

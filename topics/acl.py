@@ -1,4 +1,4 @@
-"""Who may do what on the bus: the rights of each role, the ACLs that follow, and the check of them at a role's start.
+"""Access control: the rights of each role on the bus, the ACLs that follow, and their check at a role's start.
 
 Keeps true
 - What a role does on the bus is declared here only: the ACLs that `rose topics acl` prints and the rights that a role
@@ -58,29 +58,29 @@ from rose.topics.errors import RightsMissing
 from rose.topics.settings import PREFIX, BusSettings
 
 CLUSTER_NAME = "kafka-cluster"
-"""What Kafka calls the one resource of the kind cluster."""
+"""Kafka's name of the only resource of type cluster."""
 
 
 class Operation(Enum):
-    """By the names that Kafka's and Strimzi's tools give them. To read, write, alter or delete is to describe too."""
+    """Operations of Kafka's ACLs. A right to read, write, alter or delete includes the right to describe."""
 
     READ = "Read"
     WRITE = "Write"
     CREATE = "Create"
     ALTER = "Alter"
-    """Of a topic: to add partitions."""
+    """Used for topics: to add partitions."""
     DELETE = "Delete"
-    """Of a topic: to delete records."""
+    """Used for topics: to delete records."""
     DESCRIBE = "Describe"
     DESCRIBE_CONFIGS = "DescribeConfigs"
 
 
 ADMIN_OPERATIONS = (Operation.CREATE, Operation.ALTER, Operation.DESCRIBE_CONFIGS)
-"""What an admin does to topics, besides describing them."""
+"""Operations of an admin on topics, in addition to describing them."""
 
 
 class Resource(Enum):
-    """By the names of Strimzi's resources."""
+    """Types of resources in Kafka's ACLs, by Strimzi's names."""
 
     TOPIC = "topic"
     GROUP = "group"
@@ -89,25 +89,25 @@ class Resource(Enum):
 
     @property
     def flag(self) -> str:
-        """Of kafka-acls.sh."""
+        """The option of kafka-acls.sh that names a resource of this type."""
         return "--transactional-id" if self is Resource.TRANSACTIONAL_ID else f"--{self.value}"
 
     @property
     def label(self) -> str:
-        """For people."""
+        """The name in messages."""
         return "transactional id" if self is Resource.TRANSACTIONAL_ID else self.value
 
 
 @dataclass(frozen=True, slots=True)
 class Acl:
-    """One right to one operation."""
+    """A right to one operation on one resource, or on all resources with a prefix."""
 
     operation: Operation
     resource: Resource
     name: str
-    """On the broker."""
+    """The resource's name on the broker."""
     prefixed: bool = False
-    """The right is to all that begins with the name."""
+    """Whether the right covers all resources whose names begin with `name`."""
 
     def __str__(self) -> str:
         if self.resource is Resource.CLUSTER:
@@ -118,27 +118,27 @@ class Acl:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Role:
-    """What one kind of program does on the bus; there is one object of each, so identity is equality."""
+    """The use of the bus by one kind of program. Roles are singletons and are compared by identity."""
 
     name: str
     reads: tuple[Topic, ...] = ()
     writes: tuple[Topic, ...] = ()
     dead_letters: tuple[Topic, ...] = ()
-    """Writes what lies in them and cannot be used to their dead letters."""
+    """Topics to whose dead letter queues the role writes unusable messages."""
     reads_dead_letters: tuple[Topic, ...] = ()
-    """Reads their dead letters."""
+    """Topics whose dead letters the role reads."""
     deletes: tuple[Topic, ...] = ()
-    """Deletes records that nobody needs any more."""
+    """Topics from which the role deletes records that are not needed any more."""
     groups: Mapping[str, Operation] = field(default_factory=dict)
-    """To read as a member is to commit; to describe is to see how far others have read."""
+    """Operations by consumer group: READ to be a member and commit, DESCRIBE to see the committed offsets."""
     group_prefix: str = ""
-    """Reads as a member of any group that begins like this."""
+    """The role is a member of groups whose names begin with this."""
     transactional_id_prefix: str = ""
-    """Writes under transactional ids that begin like this."""
+    """The role writes under transactional ids that begin with this."""
     transactional_id: str = ""
-    """Writes under this transactional id."""
+    """The role writes under this transactional id."""
     is_admin: bool = False
-    """Creates and describes every topic, and describes the brokers."""
+    """Whether the role creates and describes every topic, and describes the brokers."""
 
 
 _LOG_READER = {LOG_GROUP: Operation.DESCRIBE}
@@ -178,7 +178,7 @@ EXECUTOR = Role(
     dead_letters=(DISPATCHED,),
     groups=_LOG_READER,
 )
-"""Also one that lends, whose engine is a guest or an endpoint elsewhere."""
+"""A dedicated executor, or a lender whose engine is a guest or an endpoint."""
 
 TRAINER = Role(
     name="trainer",
@@ -191,10 +191,10 @@ TRAINER = Role(
     group_prefix=TRAINER_PREFIX,
     transactional_id_prefix=TRAINER_PREFIX,
 )
-"""Of any model: before it deletes samples, it has to see how far the trainers of other models have read."""
+"""A trainer of any model. Before it deletes samples, it has to see how far the trainers of other models have read."""
 
 PRODUCER = Role(name="producer", writes=(PROMPTS,))
-"""`rose submit`, or any other client that asks for trajectories."""
+"""`rose submit`, or any other client that submits prompts."""
 
 VIEW = Role(
     name="view",
@@ -218,7 +218,7 @@ VIEW = Role(
         **_LOG_READER,
     },
 )
-"""Looks at a run: watch, status, why, audit, replay, report, and the dead letters."""
+"""Commands that only read a run: watch, status, why, audit, replay, report, and the list of dead letters."""
 
 DEAD_LETTERED = tuple(
     {topic: None for role in (ENVIRONMENT, ROUTER, CONTROL, EXECUTOR, TRAINER) for topic in role.dead_letters}
@@ -234,7 +234,7 @@ OPERATOR = Role(
     groups=_LOG_READER,
     transactional_id=DEAD_LETTERS_TRANSACTIONAL_ID,
 )
-"""Steps in: grants, drains, trajectories settled by hand, and dead letters that are sent back to their topics."""
+"""Commands that change a run: grants, drains, settle requests, and dead letters that are sent back to their topics."""
 
 ADMIN = Role(name="admin", is_admin=True)
 """`rose topics create`, `check` and `describe`."""
@@ -247,7 +247,7 @@ _DEAD_LETTERS_OF = dict(zip(RECORD_TOPICS, DEAD_LETTERS, strict=True))
 
 
 def topic_rights(role: Role) -> dict[Topic, set[Operation]]:
-    """What the role does with each topic that it touches, its dead letters among them."""
+    """The role's operations on each topic that it uses, including dead letter queues."""
     rights: defaultdict[Topic, set[Operation]] = defaultdict(set)
     uses: tuple[tuple[Operation, Iterable[Topic]], ...] = (
         (Operation.READ, role.reads),
@@ -266,7 +266,7 @@ def topic_rights(role: Role) -> dict[Topic, set[Operation]]:
 
 
 def acls(role: Role, namespace: str = "") -> list[Acl]:
-    """Every right that the role needs, and no other, in a stable order."""
+    """The rights that the role needs, and no others, in a stable order."""
     own = f"{namespace}{PREFIX}"
     if role.is_admin:
         return [
@@ -292,7 +292,7 @@ def acls(role: Role, namespace: str = "") -> list[Acl]:
 
 
 def kafka_acls(role: Role, namespace: str, principal: str) -> Iterator[str]:
-    """Lines of options for kafka-acls.sh: what is done alike to several resources of a kind is one line."""
+    """Lines of options for kafka-acls.sh. Resources of one type with the same operations share a line."""
     alike: defaultdict[tuple[Resource, bool, tuple[Operation, ...]], list[str]] = defaultdict(list)
     for (resource, name, prefixed), operations in _operations_by_resource(acls(role, namespace)).items():
         alike[resource, prefixed, operations].append(name)
@@ -311,7 +311,10 @@ def kafka_acls(role: Role, namespace: str, principal: str) -> Iterator[str]:
 
 
 def strimzi_user(role: Role, namespace: str, *, cluster: str, name: str) -> str:
-    """A KafkaUser of Strimzi with the role's rights, as YAML; it signs in with SCRAM-SHA-512."""
+    """A Strimzi KafkaUser with the role's rights and SCRAM-SHA-512 authentication, as YAML.
+
+    `cluster`: name of the Kafka resource. `name`: name of the user.
+    """
     lines = [
         "apiVersion: kafka.strimzi.io/v1",
         "kind: KafkaUser",
@@ -335,7 +338,7 @@ def strimzi_user(role: Role, namespace: str, *, cluster: str, name: str) -> str:
 
 
 def _operations_by_resource(found: Iterable[Acl]) -> dict[tuple[Resource, str, bool], tuple[Operation, ...]]:
-    """By resource, all that may be done to it."""
+    """Operations by resource type, name and whether the name is a prefix."""
     operations: dict[tuple[Resource, str, bool], tuple[Operation, ...]] = {}
     for acl in found:
         place = acl.resource, acl.name, acl.prefixed
@@ -353,17 +356,17 @@ _OPERATIONS = {
 }
 
 VISIBLE_OPERATIONS = (Operation.READ, Operation.WRITE, Operation.ALTER, Operation.DELETE, Operation.DESCRIBE)
-"""Who may do one of these sees that a topic is there. Of one that is hidden it is not known what else is allowed."""
+"""A client with one of these rights sees the topic. For a hidden topic the broker does not report other rights."""
 
 OPTIONAL_TOPIC = ROLE_STARTS
-"""No role's work depends on it. Who cannot write to it says so in its log (`topics/role_announcements.py`)."""
+"""A topic that no role's work depends on. A role that cannot write to it logs that (`topics/role_announcements.py`)."""
 
 
 def connect_as(settings: BusSettings, role: Role) -> None:
-    """See that a broker answers and lets this client do what the role does with its topics.
+    """Check that a broker answers and that this client has the role's rights to topics.
 
-    Rights to groups and transactional ids are told of by the first use. Raises BrokerUnreachable, RightsMissing, or
-    UsageError for settings that are none.
+    A missing right to a group or transactional id is reported at its first use. Raises BrokerUnreachable,
+    AuthenticationFailed, RightsMissing, or UsageError for invalid settings.
     """
     client = connect(settings)
     if settings.embedded:
@@ -380,7 +383,7 @@ def connect_as(settings: BusSettings, role: Role) -> None:
             operations = answer.result().authorized_operations
         except KafkaException as error:
             if error.args[0].code() != KafkaError.TOPIC_AUTHORIZATION_FAILED:
-                continue  # a topic that is not there is told of by whoever needs it
+                continue  # a missing topic is reported at its first use
             operations = [
                 operations for operations, operation in _OPERATIONS.items() if operation not in VISIBLE_OPERATIONS
             ]
@@ -393,9 +396,10 @@ def connect_as(settings: BusSettings, role: Role) -> None:
 
 
 def check_group_rights(settings: BusSettings, role: Role, group: str) -> None:
-    """See that this client may do what the role does with its consumer group `group`, for who cannot tell by first use.
+    """Check that this client has the role's right to its consumer group `group`.
 
-    Raises BrokerUnreachable, RightsMissing, or UsageError for settings that are none.
+    For clients that do not report a missing right at the first use. Raises BrokerUnreachable, AuthenticationFailed,
+    RightsMissing, or UsageError for invalid settings.
     """
     client, name, right = connect(settings), settings.name(group), role.groups[group]
     if settings.embedded:

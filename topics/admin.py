@@ -1,11 +1,11 @@
 """Topics on the broker: created from the catalog, compared with it, described.
 
 Keeps true
-- Creating is idempotent; of a topic that is there it changes nothing, but adds the inboxes that are missing: a group's
-  home follows from the number of homes. It returns once every topic has its leaders.
-- Durability warnings are sentences; nothing is changed. What a broker does not answer is not held against it.
-- What `find_drift` finds is what the catalog asks for and the broker does not have; settings beyond the catalog's are
-  the operator's own business.
+- `create_topics` is idempotent. It does not change a topic that exists, except that it adds missing inboxes: the number
+  of home partitions decides a group's home, so it must not change. It returns once every partition has a leader.
+- `durability_warnings` returns sentences and changes nothing. A setting that a broker does not report causes none.
+- `find_drift` reports where the broker differs from the catalog. Settings that the catalog does not name belong to the
+  operator.
 """
 
 import logging
@@ -45,13 +45,13 @@ from rose.topics.queries import metadata_of, offset_in
 from rose.topics.settings import TRANSACTION_MILLISECONDS, BusSettings
 
 SAFE_REPLICAS = 3
-"""From so many copies on, a partition should go on and lose nothing without one of them."""
+"""Number of replicas from which on a partition should survive the loss of one replica."""
 
 
 def durability_warnings(settings: BusSettings, *, replication_factor: int = 1) -> list[str]:
-    """What to know of this broker, a sentence each; empty when there is nothing.
+    """Warnings about settings of the broker and its topics that risk records, a sentence each.
 
-    `replication_factor`: what the topics should have. Raises BrokerUnreachable or BusError.
+    `replication_factor`: the replicas that the topics should have. Raises BrokerUnreachable or BusError.
     """
     client = connect(settings)
     metadata = metadata_of(client)
@@ -103,9 +103,9 @@ def _topic_names(names: Sequence[str]) -> str:
 def _broker_settings(
     client: AdminClient, resources: Sequence[ConfigResource], refused: list[str]
 ) -> dict[str, dict[str, str]]:
-    """What the broker says of its settings, by the resource's name; nothing of those that it does not answer for.
+    """The settings of each resource by its name, without resources for which the broker does not answer.
 
-    The rights that are missing are added to `refused`.
+    Missing rights are appended to `refused`.
     """
     found: dict[str, dict[str, str]] = {}
     if not resources:
@@ -121,13 +121,13 @@ def _broker_settings(
 
 
 _CONNECTION_LOST = re.compile("transport (failure|error)|[Tt]imed out|destroyed")
-"""In librdkafka's words for a connection that ended while it was signing in."""
+"""Matches librdkafka's messages about a connection that ended during authentication."""
 
 ANSWER_SECONDS = 5.0
 """How long a broker may take to answer at all."""
 
 CONNECT_SECONDS = 2.0
-"""How long one of its nodes may take to accept a connection."""
+"""How long a node may take to accept a connection."""
 
 ADMIN_SECONDS = 30.0
 """How long one administrative request may take."""
@@ -136,7 +136,7 @@ LEADER_SECONDS = 60.0
 """How long a new topic may be without the leaders of its partitions."""
 
 LEADER_POLL_SECONDS = 0.1
-"""Pause between two looks at the leaders."""
+"""Pause between two checks of the leaders."""
 
 _NO_LEADER_YET = (
     KafkaError.NOT_LEADER_FOR_PARTITION,
@@ -147,25 +147,24 @@ _NO_LEADER_YET = (
     KafkaError._UNKNOWN_PARTITION,
     *UNAVAILABLE_CODES,
 )
-"""What a broker answers in the first moments of a topic or partition; librdkafka does not count them as retriable
-here."""
+"""Errors shortly after the creation of a topic or partition. librdkafka does not mark them as retriable here."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopicState:
-    """A topic as the broker has it."""
+    """Partitions, records and settings of a topic on the broker."""
 
     topic: Topic
     partitions: int
     records: int
-    """Offsets kept, transaction markers and aborted records among them."""
+    """Number of offsets that are kept, including transaction markers and aborted records."""
     config: Mapping[str, str]
-    """Of the settings that the catalog names."""
+    """Values of the settings that the catalog names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """One thing in which the broker differs from the catalog."""
+    """One difference between the broker and the catalog."""
 
     topic: str
     """The name on the broker."""
@@ -174,16 +173,16 @@ class Drift:
     expected: str
     actual: str
     creatable: bool = False
-    """Whether `create_topics` adds what is missing."""
+    """Whether `create_topics` removes the difference."""
 
     def __str__(self) -> str:
         return f"{self.topic}: {self.subject} is {self.actual}, the catalog says {self.expected}"
 
 
 def connect(settings: BusSettings) -> AdminClient:
-    """A client of a broker that has answered, and can be reached where it says that it is.
+    """An admin client of a broker that has answered and can be reached at an address that it advertises.
 
-    Raises BrokerUnreachable or NotLetIn within about ten seconds, or UsageError for settings that are none.
+    Raises BrokerUnreachable or AuthenticationFailed within about ten seconds, or UsageError for invalid settings.
     """
     complaints: list[KafkaError] = []
     quiet = logging.Logger("rose.topics.admin")
@@ -205,34 +204,34 @@ def connect(settings: BusSettings) -> AdminClient:
 
 
 def _accepts(place: tuple[str, int]) -> bool:
-    """Whether anybody takes a connection there."""
+    """Whether a connection to this host and port is accepted."""
     try:
         socket.create_connection(place, CONNECT_SECONDS).close()
-    except (OSError, UnicodeError, OverflowError):  # the second: no name of a host; the third: no port
+    except (OSError, UnicodeError, OverflowError):  # UnicodeError: invalid host name; OverflowError: invalid port
         return False
     return True
 
 
 def _connection_error(bootstrap: str, complaints: Sequence[KafkaError]) -> AuthenticationFailed | BrokerUnreachable:
-    """Why a broker was not reached, by what the client said of its attempts."""
-    distrust = next(filter(_distrusts, complaints), None)  # it may have said before that it was disconnected
+    """The error for a broker that was not reached, from the client's errors during its attempts."""
+    distrust = next(filter(_distrusts, complaints), None)  # an error about a lost connection may come first
     foremost = complaints[0] if distrust is None else distrust
     detail = foremost.str().partition(" (after ")[0].split(": ", 1)[-1]
     return BrokerUnreachable(bootstrap, detail) if distrust is None else AuthenticationFailed(bootstrap, detail)
 
 
 def _distrusts(complaint: KafkaError) -> bool:
-    """Whether one does not trust the other; a connection that breaks off amid signing in has the same code."""
+    """Whether authentication failed. A connection that breaks off during authentication has the same error code."""
     return complaint.code() in (KafkaError._AUTHENTICATION, KafkaError._SSL) and not _CONNECTION_LOST.search(
         complaint.str()
     )
 
 
 def create_topics(settings: BusSettings, partitions: Partitions, *, replication_factor: int = 1) -> list[str]:
-    """Create what the catalog has and the broker lacks, inboxes too; return the names of topics created.
+    """Create the catalog's topics and inboxes that the broker lacks; return the names of the created topics.
 
-    All are asked for: the broker's list may still have what was deleted a moment ago. All topics have their leaders
-    then. Raises BrokerUnreachable or BusError.
+    Creation is requested for all topics, because the broker's list may still have a topic that was just deleted. On
+    return all partitions have leaders. Raises BrokerUnreachable or BusError.
     """
     client = connect(settings)
     existing = metadata_of(client).topics
@@ -268,7 +267,7 @@ def create_topics(settings: BusSettings, partitions: Partitions, *, replication_
 
 
 def describe_topics(settings: BusSettings) -> list[TopicState]:
-    """The catalog's topics that the broker has. Raises BrokerUnreachable or BusError."""
+    """State of the catalog's topics that exist on the broker. Raises BrokerUnreachable or BusError."""
     client = connect(settings)
     existing = metadata_of(client).topics
     present = {
@@ -282,10 +281,7 @@ def describe_topics(settings: BusSettings) -> list[TopicState]:
 
 
 def find_drift(settings: BusSettings, partitions: Partitions) -> list[Drift]:
-    """Where the broker differs from the catalog; empty when all is as it should be.
-
-    Raises BrokerUnreachable or BusError.
-    """
+    """Differences between the broker and the catalog. Raises BrokerUnreachable or BusError."""
     client = connect(settings)
     existing = metadata_of(client).topics
     found: list[Drift] = []
@@ -310,12 +306,12 @@ def find_drift(settings: BusSettings, partitions: Partitions) -> list[Drift]:
 
 
 def expected_settings(topic: Topic) -> dict[str, str]:
-    """What the broker is to have set for a topic, by Kafka's names."""
+    """The settings that a topic shall have on the broker, by Kafka's names."""
     return {**topic.config, "max.message.bytes": str(MAX_MESSAGE_BYTES if topic.record else MAX_DEAD_LETTER_BYTES)}
 
 
 def _add_partitions(client: AdminClient, name: str, count: int) -> None:
-    """Have the topic have so many. Raises BusError."""
+    """Increase a topic's partitions to `count`. Raises BusError."""
     for future in client.create_partitions([NewPartitions(name, count)], request_timeout=ADMIN_SECONDS).values():
         try:
             future.result()
@@ -324,7 +320,7 @@ def _add_partitions(client: AdminClient, name: str, count: int) -> None:
 
 
 def _is_equal(expected: str, actual: str | None) -> bool:
-    """Equal as a set of words (`compact,delete`) or as a number (`0.2`, `0.20`)."""
+    """Whether two values are equal as a set of words (`compact,delete`) or as a number (`0.2`, `0.20`)."""
     if actual is None:
         return False
     try:
@@ -363,7 +359,10 @@ def _records(client: AdminClient, name: str, partitions: int) -> int:
 
 
 def _await_leaders(client: AdminClient, places: Sequence[TopicPartition]) -> None:
-    """Wait until every partition's leader answers: metadata alone names leaders that do not know of it yet."""
+    """Wait until every partition's leader answers. The metadata may name a leader that does not know the partition yet.
+
+    Raises BusError for an error that is not transient, or after LEADER_SECONDS.
+    """
     deadline = monotonic() + LEADER_SECONDS
     waiting = list(places)
     while waiting:
@@ -379,4 +378,4 @@ def _await_leaders(client: AdminClient, places: Sequence[TopicPartition]) -> Non
                 waiting.append(place)
         if waiting:
             client.poll(LEADER_POLL_SECONDS)
-            metadata_of(client)  # or librdkafka goes on believing that there is no leader
+            metadata_of(client)  # otherwise librdkafka does not learn of the new leaders

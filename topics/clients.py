@@ -1,4 +1,4 @@
-"""Clients of librdkafka, made of settings that a user may have had a hand in."""
+"""Creates librdkafka clients, and reports settings of the user that librdkafka refuses."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ Client = TypeVar("Client")
 
 
 def new_client(kind: Callable[..., Client], config: Mapping[str, object], **more: Any) -> Client:
-    """A client of this kind. Raises UsageError for settings that it refuses."""
+    """A client of this class with this configuration. Raises UsageError for settings that librdkafka refuses."""
     try:
         return kind(dict(config), **more)
     except KafkaException as error:

@@ -1,6 +1,6 @@
-"""What a process counts of its talk with the bus. `topics/metrics.py` exports it; who looks at a log needs no more.
+"""Counts of the records that this process writes and reads. `topics/metrics.py` exports them to Prometheus.
 
-Keeps true: a topic is named as in the catalog, not as in a run.
+Keeps true: counts use the names of the catalog, without the namespace of a run.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from rose.topics.catalog import Topic
 
 
 class Count:
-    """Only grows. Any thread."""
+    """A counter that any thread may increment."""
 
     __slots__ = ("_lock", "value")
 
@@ -31,22 +31,22 @@ DEAD_LETTERS: dict[str, Count] = {}
 
 @cache
 def written(topic: Topic) -> Count:
-    """Records of this topic that the broker has stored; found once."""
+    """The count of this topic's records that this process wrote and the broker has stored."""
     return WRITTEN.setdefault(topic.name, Count())
 
 
 @cache
 def read(topic: Topic) -> Count:
-    """Records of it that readers have handed out."""
+    """The count of this topic's messages that readers of this process have returned."""
     return READ.setdefault(topic.name, Count())
 
 
 @cache
 def dead_letters(topic: Topic) -> Count:
-    """Dead letters stored that lay in it."""
+    """The count of dead letters of this topic that this process wrote and the broker has stored."""
     return DEAD_LETTERS.setdefault(topic.name, Count())
 
 
 def values(counts: Mapping[str, Count]) -> list[tuple[str, int]]:
-    """By topic, as of now."""
+    """The present values by topic."""
     return [(topic, count.value) for topic, count in list(counts.items())]

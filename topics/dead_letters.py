@@ -1,9 +1,9 @@
-"""Dead letters read back: what could not be used, as it came, with why and where it lay; and sent back, mended.
+"""Reads dead letters, with reason and origin, and sends corrected messages back to their topics.
 
 Keeps true
-- One that was written twice is handed out once.
-- Who asks where they lay, how many they are or why holds none of what lay there in memory.
-- What is sent back and the note that it was are one transaction.
+- A dead letter that was written twice is returned once.
+- Queries for origins, counts and reasons keep no message in memory.
+- A message that is sent back and the note about it are written in one transaction.
 """
 
 from collections import Counter
@@ -30,30 +30,30 @@ from rose.topics.records import InvalidMessage, RawMessage
 from rose.topics.settings import BusSettings
 
 UNKNOWN_ORIGIN = -1
-"""Partition and offset of a letter that somebody else wrote and that does not say where it comes from."""
+"""Partition and offset of a dead letter without valid origin headers, written by another program."""
 
 NUMBER_DIGITS = 19
-"""Of the largest offset; what is longer is none, and Python takes no number of thousands of digits."""
+"""Digits of the largest offset. A longer header is no offset, and Python refuses to parse thousands of digits."""
 
 PREFETCH_SETTINGS = {"fetch.message.max.bytes": 64 * 1024, "queued.max.messages.kbytes": 8 * 1024}
-"""Poison unpacks to hundreds of times what it takes on the broker, and a fetch is unpacked whole."""
+"""Small fetches: librdkafka decompresses a fetch whole, and an invalid message may grow by a factor of hundreds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetterInfo:
-    """That a message could not be used, and why: a letter without what lay there."""
+    """Reason and origin of a dead letter, without its message."""
 
     topic: Topic
     partition: int
-    """Where it lay in its own topic."""
+    """Partition of the message in its own topic."""
     offset: int
     key: bytes | None
-    """That it had there; of a long one its beginning."""
+    """Key of the message in its own topic, cut off after MAX_KEY_BYTES."""
     reason: str
     dead_lettered_at: float
     """Unix seconds."""
     sent_back_at: float | None = None
-    """Unix seconds; None: it never was."""
+    """Unix seconds; None if it was not sent back."""
 
     @property
     def place(self) -> str:
@@ -63,16 +63,16 @@ class DeadLetterInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter(DeadLetterInfo):
-    """A message that could not be used."""
+    """A dead letter with its message."""
 
     raw: RawMessage
-    """As it came, under the key that it had there."""
+    """The message as it came, with its own key."""
 
 
 class DeadLetterIndex:
-    """Where the messages lay that are dead letters. It reads on from where it was, and keeps no message.
+    """The origins of all dead letters of some topics, without their messages. Each `read` continues the last one.
 
-    What time has deleted since it was read is still counted.
+    Dead letters that the broker has deleted since they were read still count.
     """
 
     def __init__(self, settings: BusSettings, *topics: Topic, client_id: str = "rose-letters") -> None:
@@ -80,11 +80,11 @@ class DeadLetterIndex:
         self._client_id = client_id
         self._next = _start_offsets(settings, topics)
         self._sent_back: dict[Topic, dict[tuple[int, int], bool]] = {topic: {} for topic in topics}
-        """By place, whether it was sent back."""
+        """Whether the dead letter was sent back, by topic and by partition and offset of the message."""
         self._of_unknown_origin: Counter[Topic] = Counter()
 
     def read(self, on_wait: Callable[[], None] = noop) -> None:
-        """Take in what has come. `on_wait`: see read_messages. Raises TopicMissing or BusError."""
+        """Read the new dead letters. `on_wait`: as in `read_messages`. Raises TopicMissing or BusError."""
         names = {f"{self._settings.namespace}{topic.dead_letters}": topic for topic in self._sent_back}
         for place, offset, raw, _ in read_messages(
             self._settings,
@@ -102,14 +102,14 @@ class DeadLetterIndex:
             self._next[place] = offset + 1
 
     def places(self, topic: Topic) -> set[tuple[int, int]]:
-        """Partition and offset of every message of the topic."""
+        """Partition and offset of every message of the topic that is a dead letter."""
         return set(self._sent_back[topic])
 
     def count(self, topic: Topic) -> int:
         return len(self._sent_back[topic]) + self._of_unknown_origin[topic]
 
     def pending(self, topic: Topic) -> int:
-        """Those that were not sent back."""
+        """Number of the topic's dead letters that were not sent back."""
         return self.count(topic) - sum(self._sent_back[topic].values())
 
 
@@ -122,7 +122,7 @@ def dead_lettered_places(
 ) -> set[tuple[int, int]]:
     """Partition and offset of every message of the topic that is a dead letter.
 
-    `on_wait`: see read_messages. Raises TopicMissing or BusError.
+    `on_wait`: as in `read_messages`. Raises TopicMissing or BusError.
     """
     found = DeadLetterIndex(settings, topic, client_id=client_id)
     found.read(on_wait)
@@ -132,7 +132,7 @@ def dead_lettered_places(
 def read_dead_letter_infos(
     settings: BusSettings, *topics: Topic, client_id: str = "rose-letters"
 ) -> list[DeadLetterInfo]:
-    """Every committed dead letter of these topics without what lay there, oldest first.
+    """Every committed dead letter of these topics without its message, oldest first.
 
     Raises TopicMissing or BusError.
     """
@@ -145,7 +145,7 @@ def read_dead_letters(
     selects: Callable[[DeadLetter], bool] = lambda letter: True,
     client_id: str = "rose-letters",
 ) -> list[DeadLetter]:
-    """The committed dead letters of these topics that are wanted, whole, oldest first.
+    """The committed dead letters of these topics that `selects` accepts, with their messages, oldest first.
 
     Raises TopicMissing or BusError.
     """
@@ -154,8 +154,8 @@ def read_dead_letters(
 
 
 def resend(settings: BusSettings, dead_letter: DeadLetter, mended: RawMessage, *, partition: int) -> None:
-    """Write this message to the letter's topic, under its own key, and note that on the letter. Raises BusError."""
-    from rose.topics.writer import Writer  # who looks at letters writes nothing
+    """Write `mended` to the dead letter's topic, and a copy of the dead letter that notes it. Raises BusError."""
+    from rose.topics.writer import Writer  # imported here, because programs that read dead letters need no writer
 
     writer = Writer(settings, "rose-letters", transactional_id=DEAD_LETTERS_TRANSACTIONAL_ID)
     writer.begin()
@@ -171,7 +171,7 @@ B = TypeVar("B", bound=DeadLetterInfo)
 
 
 def _deduplicated(found: Iterable[B]) -> list[B]:
-    """The first copy of each, and when any of them says that it was sent back."""
+    """The first copy of each dead letter, with the time at which a copy notes that it was sent back."""
     known: dict[tuple[Topic, int, int], B] = {}
     of_nowhere: list[B] = []
     for each in found:
@@ -187,7 +187,7 @@ def _deduplicated(found: Iterable[B]) -> list[B]:
 def _stored_copies(
     settings: BusSettings, topics: Iterable[Topic], client_id: str
 ) -> Iterator[tuple[Topic, RawMessage, float]]:
-    """What lies in the dead letters of these topics, and when it was stamped."""
+    """Topic, message and timestamp (unix seconds) of each committed message in the dead letter queues."""
     begins = _start_offsets(settings, topics)
     of = dict(zip((name for name, _ in begins), topics, strict=True))
     for (name, _), _, raw, stamp in read_messages(
@@ -228,7 +228,7 @@ def _dead_letter_of(topic: Topic, found: RawMessage, stamp: float) -> DeadLetter
 
 
 def _origin_of(found: RawMessage) -> tuple[int, int]:
-    """Partition and offset."""
+    """Partition and offset of the original message."""
     return _number(found.header(PARTITION)), _number(found.header(OFFSET))
 
 

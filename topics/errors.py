@@ -1,4 +1,4 @@
-"""What can go wrong between a program and the broker, said for a person."""
+"""Errors between a program and the broker, with messages for a person."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from confluent_kafka import KafkaError
 from rose.schemas.errors import RoseError
 
 NAMED_NODES = 3
-"""Nodes that are named one by one."""
+"""Most node addresses that a message lists."""
 
 
 class BrokerUnreachable(RoseError):
@@ -20,7 +20,7 @@ class BrokerUnreachable(RoseError):
 
 
 class AdvertisedElsewhere(BrokerUnreachable):
-    """A broker answers, and none of the addresses at which it says that its nodes are does."""
+    """A broker answers, but none of the addresses that it advertises for its nodes does."""
 
     def __init__(self, bootstrap: str, nodes: Sequence[str]) -> None:
         named = ", ".join(nodes[:NAMED_NODES]) + (", ..." if len(nodes) > NAMED_NODES else "")
@@ -33,7 +33,7 @@ class AdvertisedElsewhere(BrokerUnreachable):
 
 
 class AuthenticationFailed(RoseError):
-    """The broker does not take this client for whom it says that it is, or the client does not trust the broker."""
+    """The broker refuses the client's credentials, or the client does not trust the broker."""
 
     def __init__(self, bootstrap: str, detail: str) -> None:
         super().__init__(
@@ -43,7 +43,7 @@ class AuthenticationFailed(RoseError):
 
 
 class RightsMissing(RoseError):
-    """This client may not do what its role does."""
+    """This client lacks rights that its role needs."""
 
     def __init__(self, role: str, missing: Sequence[str]) -> None:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
@@ -58,7 +58,7 @@ class TopicMissing(RoseError):
 
 
 class PartitionMissing(TopicMissing):
-    """A topic has fewer partitions than another one that is divided alike."""
+    """A topic has fewer partitions than a topic with the same partitioning."""
 
     def __init__(self, name: str, partition: int, has: int) -> None:
         RoseError.__init__(
@@ -75,7 +75,7 @@ AUTHORIZATION_CODES = {
     KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "transactional id",
     KafkaError.CLUSTER_AUTHORIZATION_FAILED: "cluster",
 }
-"""What a broker says to who has no right to do something, by what it is done to."""
+"""Error codes of a broker for a missing right, with the kind of resource that the right concerns."""
 
 PERMANENT_CODES = (
     KafkaError._AUTHENTICATION,
@@ -85,7 +85,7 @@ PERMANENT_CODES = (
     KafkaError.INVALID_SESSION_TIMEOUT,
     KafkaError.INVALID_TRANSACTION_TIMEOUT,
 )
-"""Time mends none of these."""
+"""Errors that do not end by themselves."""
 
 UNAVAILABLE_CODES = (
     KafkaError._TIMED_OUT,
@@ -94,20 +94,22 @@ UNAVAILABLE_CODES = (
     KafkaError._DESTROY_BROKER,
     KafkaError.REQUEST_TIMED_OUT,
 )
-"""What is said of a broker that does not answer. librdkafka goes on by itself, but calls none of these retriable in
-all places: the second to last is what it says of one that the others have left out of the metadata meanwhile.
+"""Errors of a broker that does not answer. librdkafka reconnects by itself, but does not always mark these errors as
+retriable. `_DESTROY_BROKER` is its error for a broker that is no longer in the metadata of the other brokers.
 """
 
 
 class BusError(RoseError):
-    """The broker refused what a client did.
+    """The broker refused an action of a client.
 
-    `is_fenced`: a newer instance has taken this one's place. `is_permanent`: only a person can mend it.
-    `outcome_unknown`: it may have been done all the same.
+    `is_fenced`: a newer instance has taken this client's place. `is_permanent`: the error does not end by itself.
+    `outcome_unknown`: the action may have been done nevertheless.
     """
 
     def __init__(self, action: str, error: KafkaError, *rights: str) -> None:
-        """`rights`: those that it takes, e.g. "Read on topic rose.prompts.submitted.v1"; told if one was refused."""
+        """`rights`: rights that the action needs, e.g. "Read on topic rose.prompts.submitted.v1". The message lists
+        them if the broker refused one.
+        """
         message = error.str()
         if (refused := AUTHORIZATION_CODES.get(error.code())) is not None:
             needed = " or ".join(right for right in rights if f"on {refused} " in right) or f"some right to a {refused}"
@@ -127,7 +129,7 @@ class BusError(RoseError):
 
 
 def is_permanent(error: Exception) -> bool:
-    """Whether only a person can mend it."""
+    """Whether the error does not end by itself, so that a person has to act."""
     return isinstance(error, TopicMissing | RightsMissing) or (isinstance(error, BusError) and error.is_permanent)
 
 

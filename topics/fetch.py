@@ -1,11 +1,11 @@
-"""Single records fetched by their places in the log, or looked for from a place on.
+"""Fetches single records by their places in the log, or searches for records from an offset on.
 
 Keeps true
-- Each partition is read forward. A gap of up to `jump_records` records is read through, over a longer one the reader
-  jumps.
-- Every place asked for is either handed out or listed in `missing`: an offset that the log does not have never blocks.
-- What is looked for is handed out, or it does not lie within `SEARCH_RECORDS` records of its hint.
-- Between two fetches the reader has no partition: what is stored meanwhile is not fetched in vain.
+- Each partition is read forward. The reader reads through a gap of up to `jump_records` records, and jumps over a
+  longer gap.
+- Every requested place is either returned or listed in `missing`: an offset that the log does not have never blocks.
+- A record that is searched for is returned unless it is more than `SEARCH_RECORDS` records after its hint.
+- Between two fetches the reader has no partition assigned, so new records are not fetched in vain.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -20,28 +20,28 @@ BATCH = 64
 """Records taken from librdkafka at once: under 60 MB."""
 
 POLL_SECONDS = 0.2
-"""How long one look lasts; also how soon a stop is noticed."""
+"""Longest wait of one poll; also how soon a stop is noticed."""
 
 STALL_SECONDS = 60.0
-"""Without a record for so long, the fetch is given up."""
+"""A fetch without a record for this time fails."""
 
 JUMP_RECORDS = 1_000
-"""A gap of more records than this is jumped over: a jump costs a question to the broker, and what was fetched ahead."""
+"""Longest gap that is read through. A jump costs a query to the broker and the records that were fetched ahead."""
 
 
 SEARCH_RECORDS = 10_000
-"""A record that does not come within so many after its hint is given up."""
+"""A search gives a record up after this many records behind its hint."""
 
 
 class FetchStalled(RoseError):
-    """The broker does not send the records; to be tried again."""
+    """The broker does not send the records. The fetch may be tried again."""
 
     def __init__(self, left: int) -> None:
         super().__init__(f"{left} records did not come within {STALL_SECONDS:.0f} s: is the broker reachable?")
 
 
 class RecordFetch:
-    """Iterate for every record that is there, each partition in order; then see `missing`."""
+    """Fetches records by place. Iterate over it for the records, in order within a partition; then read `missing`."""
 
     def __init__(
         self,
@@ -52,13 +52,13 @@ class RecordFetch:
         batch: int = BATCH,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`reader` reports ends of partitions and is used for nothing else meanwhile. `should_stop` is asked often.
+        """`requested`: offsets by place. `reader`: a Reader with `report_ends`, not used for anything else meanwhile.
 
-        `batch`: records taken from the bus client at once.
+        `should_stop` is called often and ends the fetch early. `batch`: records taken from the bus client at once.
         """
         self.missing: list[tuple[Place, int]] = []
         self.bytes_read = 0
-        """Of the values of all records that came, wanted or passed over."""
+        """Bytes of the values of all records that were read, requested or skipped."""
         self._reader = reader
         self._jump_records = jump_records
         self._batch = batch
@@ -87,7 +87,7 @@ class RecordFetch:
             self._drop_if_done(place)
 
     def _read_to_gap(self) -> Iterator[Envelope]:
-        """From the next wanted place of each partition, until every partition has a gap to jump or is done."""
+        """Read from the next requested offset of each partition until each has a gap to jump over or is done."""
         open_places = set(self._remaining)
         _assign_at(self._reader, {place: offsets[-1] for place, offsets in self._remaining.items()})
         deadline = monotonic() + STALL_SECONDS
@@ -114,10 +114,10 @@ class RecordFetch:
                 if place not in self._remaining or self._remaining[place][-1] - item.offset > self._jump_records:
                     open_places.discard(place)
                     if open_places:
-                        self._reader.pause([place])  # what lies beyond is not fetched while others are read
+                        self._reader.pause([place])  # fetches nothing behind the gap while other partitions are read
 
     def _is_requested(self, place: Place, offset: int) -> bool:
-        """Whether this offset was asked for; what was asked for before it is missing."""
+        """Whether this offset is requested. Requested offsets before it are added to `missing`."""
         offsets = self._remaining[place]
         while offsets and offsets[-1] < offset:
             self.missing.append((place, offsets.pop()))
@@ -148,7 +148,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class RecordSearch(Generic[Name]):
-    """Iterate for every record that is there, each with its name, in the order of its partition."""
+    """Searches for named records. Iterate over it for names and records, in order within a partition."""
 
     def __init__(
         self,
@@ -159,7 +159,10 @@ class RecordSearch(Generic[Name]):
         jump_records: int = JUMP_RECORDS,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`hints`: each name's record lies at or after the offset given, soon. `reader`, `should_stop`: see Fetch."""
+        """`hints`: by place and name, an offset at or shortly before the record of that name.
+
+        `name_of` returns the name of a record, or None. `reader`, `jump_records`, `should_stop`: as for `RecordFetch`.
+        """
         self.records_read = 0
         """Records read so far."""
         self._reader = reader
@@ -184,7 +187,7 @@ class RecordSearch(Generic[Name]):
             self._reader.assign({})
 
     def _skip_beyond_end(self, place: Place, end: int) -> None:
-        """To read from behind the end of a partition is to read it from its beginning, again and again."""
+        """Drop hints behind the end of a partition: they would make the reader begin at its beginning each time."""
         names = self._remaining[place]
         for name in [name for name, hint in names.items() if hint >= end]:
             del names[name]
@@ -192,7 +195,7 @@ class RecordSearch(Generic[Name]):
             del self._remaining[place]
 
     def _read_to_gap(self, begins: Mapping[Place, int]) -> Iterator[tuple[Name, Envelope]]:
-        """From the first hint of each partition, until every partition has a gap to jump or is done."""
+        """Read from the first hint of each partition until each has a gap to jump over or is done."""
         _assign_at(self._reader, {place: max(begins[place], self._first_hint(place, 0)) for place in self._remaining})
         open_places = set(self._remaining)
         deadline = monotonic() + STALL_SECONDS
@@ -219,7 +222,7 @@ class RecordSearch(Generic[Name]):
                     open_places.discard(place)
 
     def _continues(self, place: Place, offset: int) -> bool:
-        """Whether this partition is read on from here; what should have come by now is given up."""
+        """Whether to read the partition on from `offset`. Gives up records more than SEARCH_RECORDS behind a hint."""
         names, order = self._remaining[place], self._order[place]
         while (first := self._first_hint(place, offset)) + SEARCH_RECORDS < offset:
             del names[order[-1]]
@@ -228,7 +231,7 @@ class RecordSearch(Generic[Name]):
         return bool(names) and first - offset <= self._jump_records
 
     def _first_hint(self, place: Place, default: int) -> int:
-        """The least hint of what has not come; `default` when all has."""
+        """The least hint of the records that were not found yet; `default` if all were found."""
         names, order = self._remaining[place], self._order[place]
         while order and order[-1] not in names:
             order.pop()

@@ -1,17 +1,17 @@
-"""How a process is: whether its loop turns over, and whether it does now what it is there for.
+"""Health of a process: whether its loop makes progress (alive), and whether it does its work now (ready).
 
 Keeps true
-- Alive is said of the loop alone: a broker that is away, a version that does not come and a seat that another has are
-  no reason to start a process again.
-- A loop says when it turned over, how it is, and how long it may be silent. Silent for longer it hangs, whatever it
-  said.
-- A process that begins anew again and again is not ready, whatever it says between.
-- Who only waits for its turn is ready: routers share the cells and any more wait, and a rollout may go on.
+- Only a hung loop makes a process not alive. A broker that is away, a missing policy version or a cell that another
+  router owns is no reason to restart a process.
+- A loop reports its activity and how long the report is valid. After that time without a report the loop counts as
+  hung.
+- A process whose loop restarts again and again is not ready, whatever it reports in between.
+- A process that waits for its turn is ready: spare routers wait for a cell, and a rolling update may go on.
 
 Example
-    says "serves" at 0, for 120 s     -> alive and ready until 120
-    says "recovers", not ready, at 50 -> alive and not ready until 170
-    silence until 171                 -> neither
+    reports "serves" at 0, valid for 120 s    -> alive and ready until 120
+    reports "recovers", not ready, at 50      -> alive and not ready until 170
+    no report until 171                       -> neither alive nor ready
 """
 
 import time
@@ -22,28 +22,30 @@ from threading import Condition, Lock
 from typing import NamedTuple
 
 HUNG_SECONDS = 120.0
-"""Silence of a loop that turns over many times a second: twice what its longest call to the broker may take."""
+"""Default validity of a report: twice the time of the longest call to the broker. Loops report many times a second."""
 
 RESTART_LIMIT, RESTART_WINDOW_SECONDS = 4, 120.0
-"""A process that began anew so often within so long does not do its work. Leaders that move are met once or twice."""
+"""A process with RESTART_LIMIT restarts of its loop in this window is not ready. A move of partition leaders causes one
+or two restarts."""
 
 START_SECONDS = 1800.0
-"""Before its first word, and of a word while its engine loads: a large one loads and compiles for minutes."""
+"""Validity of the first report, and of a report while an engine loads: a large model loads and compiles for minutes."""
 
 
 class LoopReport(NamedTuple):
-    """A loop's newest."""
+    """The newest report of a loop."""
 
     activity: str
     ready: bool
     at: float
     """Monotonic seconds."""
     lasts_seconds: float
+    """How long the report is valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthStatus:
-    """How a process is, for whoever asks."""
+    """Health of a process, for probes and people."""
 
     alive: bool
     ready: bool
@@ -51,7 +53,7 @@ class HealthStatus:
 
 
 def status_of(report: LoopReport, now: float) -> HealthStatus:
-    """What the word means by now. Pure."""
+    """The health that follows from a report at `now`, monotonic seconds. Pure."""
     silent = now - report.at
     if silent > report.lasts_seconds:
         return HealthStatus(
@@ -61,7 +63,7 @@ def status_of(report: LoopReport, now: float) -> HealthStatus:
 
 
 class Health:
-    """Keeps the newest word: the loop's, or that it waits properly; and when it began anew. Any thread reads it."""
+    """Stores the newest report of the loop, and its restarts. Any thread may use it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -69,11 +71,11 @@ class Health:
         self._writing = Lock()
         self._changed = Condition(self._writing)
         self._restarts: deque[float] = deque(maxlen=RESTART_LIMIT)
-        """When it last began anew."""
+        """Times of the newest restarts."""
         self._times, self._reason, self._woken = 0, "", False
 
     def report_restart(self, reason: str) -> None:
-        """What the loop was at is given up, and begins anew as soon as it can."""
+        """Report that the loop has discarded its state and restarts. `reason`: the error that caused it."""
         with self._writing:
             self._report = LoopReport(f"begins anew: {reason}", False, self._clock(), HUNG_SECONDS)
             self._restarts.append(self._clock())
@@ -81,26 +83,24 @@ class Health:
             self._changed.notify_all()
 
     def await_restart(self, times: int) -> tuple[int, str]:
-        """Wait until it has begun anew more often than so many times, or for `wake_waiters`: how often, and why at
-        last.
-        """
+        """Wait for more than `times` restarts, or for `wake_waiters`; return their number and the last reason."""
         with self._writing:
             self._changed.wait_for(lambda: self._times > times or self._woken)
             return self._times, self._reason
 
     def wake_waiters(self) -> None:
-        """Let go who waits."""
+        """End all waits in `await_restart`, also later ones."""
         with self._writing:
             self._woken = True
             self._changed.notify_all()
 
     def report(self, activity: str, *, ready: bool = True, lasts_seconds: float = HUNG_SECONDS) -> None:
-        """The loop turned over, and this is how it is."""
+        """Report progress of the loop and its activity. The report is valid for `lasts_seconds`."""
         with self._writing:
             self._report = LoopReport(activity, ready, self._clock(), lasts_seconds)
 
     def report_progress(self) -> None:
-        """The loop turned over, and is as it was."""
+        """Report progress of the loop without a change of its activity."""
         with self._writing:
             activity, ready, _, lasts_seconds = self._report
             self._report = LoopReport(activity, ready, self._clock(), lasts_seconds)
@@ -116,4 +116,4 @@ class Health:
 
 
 HEALTH = Health()
-"""This process's."""
+"""Health of this process."""

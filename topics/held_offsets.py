@@ -1,14 +1,15 @@
-"""Committed offsets that a broker keeps back, since it takes a transaction for open that is over.
+"""Held offsets: committed offsets that a broker does not return because it takes a finished transaction for open.
 
-A broker that crashes may take a transaction for ended whose end its group never heard of (KAFKA-20734, seen with 4.3.1:
-a partition that has no leader at that moment counts as deleted; the transaction coordinator's log has COMPLETE_ABORT,
-`__consumer_offsets` no marker). Then it answers nobody who asks for the group's offsets, for ever: neither a timeout
-nor the next owner of the transactional id ends what has ended. The next transaction of that id does.
+After a crash, the transaction coordinator may count a transaction as ended although the group's coordinator has no
+marker of its end (KAFKA-20734, seen with 4.3.1: a partition without a leader at that moment counts as deleted; the
+transaction coordinator's log has COMPLETE_ABORT, `__consumer_offsets` has no marker). The broker then never returns the
+group's offsets. Neither a timeout nor the next owner of the transactional id ends the transaction; the next transaction
+of that id does.
 
 Keeps true
-- What is told are the offsets of all that was ever committed: an open transaction is waited for, for as long as the
-  broker lets one be open.
-- A transaction of another id that hangs so is told with what ends it.
+- The returned offsets include every commit: an open transaction is waited for, as long as the broker allows it to be
+  open.
+- If a transaction of another id holds the offsets, the error names the tool that finds it.
 """
 
 from collections.abc import Sequence
@@ -22,20 +23,20 @@ from rose.topics.records import Place
 from rose.topics.writer import Writer
 
 HELD_BACK_SECONDS = 6.0
-"""After which it is looked at why the offsets are not told; a coordinator that comes up takes as long."""
+"""How long to wait for the offsets before the transaction is ended. A coordinator that starts takes as long."""
 
 
 def committed_offsets(reader: Reader, writer: Writer, places: Sequence[Place]) -> dict[Place, int | None]:
-    """The committed offsets of the reader's group, whose transactions the writer writes; None where there is none.
+    """The committed offsets of the reader's group; None for a place without a committed offset.
 
-    Raises BusError; the writer is to be thrown away then.
+    `writer`: the transactional writer that commits the group's offsets. Raises BusError; discard the writer then.
     """
     try:
         return reader.committed(places, seconds=HELD_BACK_SECONDS)
     except BusError as error:
         if error.code != KafkaError._TIMED_OUT:
             raise
-    reader.commit_metadata(places)  # it tells them to whom open transactions are all the same
+    reader.commit_metadata(places)  # raises if the coordinator is away: it answers this also during a transaction
     structlog.get_logger("bus").warning("offsets are held back", reason="a transaction counts as open at the group")
     writer.abort_open_transaction(places, reader)
     try:

@@ -1,8 +1,8 @@
-"""What is committed in a topic, read from an offset to the present end: as records, or as raw messages.
+"""Bounded reads of the log: the committed messages of a topic from an offset to the present end, decoded or raw.
 
 Keeps true
-- Only committed records are seen, in order within a partition, and reading ends by itself.
-- A message that does not decode is skipped unless the caller asks for it: the consumer of the topic stores the dead
+- Only committed records are returned, in order within a partition, and reading ends by itself.
+- A message that does not decode is skipped unless the caller asks for it: the consumer of the topic writes the dead
   letter.
 """
 
@@ -27,7 +27,7 @@ MESSAGE_BATCH = 500
 """Messages taken from librdkafka at once."""
 
 MESSAGE_POLL_SECONDS = 0.5
-"""How long one look for messages lasts."""
+"""Longest wait of one poll for messages."""
 
 NamedPlace = tuple[str, int]
 """A topic's name on the broker, and one of its partitions."""
@@ -35,16 +35,16 @@ NamedPlace = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class KeyedMessage:
-    """A message of a known topic with its place; what it holds is not looked at."""
+    """A message of a known topic with its place, not decoded."""
 
     topic: Topic
     partition: int
     offset: int
     key: str
     raw: RawMessage
-    """A value of None is a tombstone: the key has ended."""
+    """A value of None is a tombstone: the key was deleted."""
     timestamp_seconds: float
-    """When the broker or the producer stamped it, unix seconds."""
+    """Timestamp of the broker or the producer, unix seconds."""
 
 
 def read_messages(
@@ -55,11 +55,11 @@ def read_messages(
     prefetch_settings: Mapping[str, object] = MappingProxyType({}),
     on_wait: Callable[[], None] = noop,
 ) -> Iterator[tuple[NamedPlace, int, RawMessage, float]]:
-    """Place, offset, message and stamp (unix seconds) of all that is committed from these offsets on.
+    """Place, offset, message and timestamp (unix seconds) of each committed message from these offsets on.
 
-    `prefetch_settings`: librdkafka settings that say how much of it is held in memory. `on_wait` is called at least
-    once a second, and every few seconds while a question to the broker has no answer; what it raises ends the reading.
-    Raises TopicMissing or BusError.
+    `prefetch_settings`: librdkafka settings that bound the messages in memory. `on_wait` is called at least once a
+    second, and every few seconds while a query has no answer from the broker; an exception of `on_wait` ends the
+    reading. Raises TopicMissing or BusError.
     """
     consumer = new_client(
         Consumer,
@@ -89,11 +89,14 @@ def read_messages(
                     action = "the log" if message.topic() is None else place[0]
                     rights = f"Read on topic {place[0]}", f"Describe on group {settings.name(LOG_GROUP)}"
                     raise BusError(f"reading {action}", error, *rights)
-        consumer.unassign()  # nothing is being fetched any more when it closes
+        consumer.unassign()  # no fetch is under way when the consumer closes then
 
 
 def _start_offset(consumer: Consumer, place: NamedPlace, offset: int, on_wait: Callable[[], None]) -> int | None:
-    """Where to begin, asked for here: librdkafka takes half a second to find a beginning. None: nothing is there."""
+    """The offset at which to begin; None if the partition has no message from there on.
+
+    Queried here, because librdkafka takes half a second to find a beginning.
+    """
     low, high = watermarks_of(consumer, TopicPartition(*place), on_wait)
     begin = max(low, offset)
     return begin if begin < high else None
@@ -120,13 +123,14 @@ BATCH = 500
 """Records taken from librdkafka at once."""
 
 POLL_SECONDS = 0.5
-"""How long one look for records lasts."""
+"""Longest wait of one poll for records."""
 
 OPEN_TRANSACTION_SECONDS = 60.0
-"""How long a transaction may stay open; the broker aborts those of the dead well before (`transaction.timeout.ms`)."""
+"""How long a transaction may stay open. The broker aborts the transaction of a dead producer long before
+(`transaction.timeout.ms`)."""
 
 OPEN_TRANSACTION_POLL_SECONDS = 0.02
-"""Pause between two looks at a partition with an open transaction."""
+"""Pause between two checks of a partition with an open transaction."""
 
 
 def read_to_end(
@@ -137,10 +141,11 @@ def read_to_end(
     on_invalid: Callable[[InvalidMessage], None] = lambda found: None,
     on_wait: Callable[[], None] = lambda: None,
 ) -> Iterator[Envelope]:
-    """Every committed record from each place's offset to the end that it has when reading gets there.
+    """Every committed record from each place's offset to the end that the partition has when the reader arrives there.
 
-    `on_invalid` is told what does not decode. `on_wait` is called at least once a second: for who must not fall silent
-    elsewhere; what it raises ends the reading. Raises TopicMissing or BusError.
+    `on_invalid` is called with each message that does not decode. `on_wait` is called at least once a second, so the
+    caller can, for example, keep a membership alive; an exception of `on_wait` ends the reading. Raises TopicMissing or
+    BusError.
     """
     reader = Reader(settings.for_bounded_reads(), client_id, report_ends=True, on_wait=on_wait)
     open_places = set(offsets)
@@ -164,7 +169,7 @@ def read_to_end(
 def read_whole_topics(
     settings: BusSettings, topics: Sequence[Topic], *, client_id: str = "rose-log"
 ) -> Iterator[Envelope]:
-    """Every committed record that these topics still hold, all partitions."""
+    """Every committed record that these topics still hold, in all partitions. Raises TopicMissing or BusError."""
     reader = Reader(settings, client_id)
     try:
         begins = {(topic, part): OFFSET_BEGINNING for topic in topics for part in range(reader.partition_count(topic))}
@@ -181,11 +186,11 @@ def await_transactions(
     client_id: str = "rose-log",
     on_wait: Callable[[], None] = lambda: None,
 ) -> None:
-    """Wait until every transaction in these partitions has been committed or aborted.
+    """Wait until every transaction that is open now in these partitions has been committed or aborted.
 
-    A transaction counts as committed before each of its partitions says so: who takes over what another has written
-    waits for this before it reads back. `on_wait`: as in `read_to_end`. Raises BusError when one is still open after
-    the time given.
+    A transaction counts as committed before the commit marker is in each of its partitions, so a successor waits for
+    this before it reads the records of its predecessor. `on_wait`: as in `read_to_end`. Raises BusError if a
+    transaction is still open after `seconds`.
     """
     committed = Reader(settings, client_id, on_wait=on_wait)
     uncommitted: dict[str, Any] = {"isolation.level": "read_uncommitted"}

@@ -1,9 +1,9 @@
-"""What every role exports of its talk with the bus, and how a role comes to export more.
+"""Prometheus metrics of the bus, which every role exports, and the registration of a role's own metrics.
 
 Keeps true
-- A process exports what it is. Roles may be forked from one process that has imported all of them: so what a module
-  declares is in a registry of its own, from when whoever it tells of begins until it ends: what nobody looks at any
-  more is not told as if it were so.
+- A process exports only the metrics of its own role. Roles may be forked from one process that has imported all role
+  modules, so each module declares its metrics in a registry of its own. The registry is registered while the role runs,
+  so stale values are not exported.
 """
 
 from collections.abc import Iterable
@@ -16,10 +16,10 @@ from rose.topics import counts
 
 
 class BusCollector(Collector):
-    """What the process has counted of its talk with the bus."""
+    """Exports the counts of `topics/counts.py`."""
 
     def collect(self) -> Iterable[Metric]:
-        """Called by whoever serves the metrics, on a thread of its own."""
+        """Called at each scrape, on the thread of the metrics server."""
         counted = counts.WRITTEN, counts.READ, counts.DEAD_LETTERS
         for family, by_topic in zip(self.describe(), counted, strict=True):
             for topic, value in counts.values(by_topic):
@@ -28,7 +28,7 @@ class BusCollector(Collector):
 
     @staticmethod
     def describe() -> tuple[CounterMetricFamily, CounterMetricFamily, CounterMetricFamily]:
-        """What `collect` fills in."""
+        """Empty metric families, which `collect` fills."""
         topic = ["topic"]
         return (
             CounterMetricFamily(
@@ -47,14 +47,14 @@ _registered: set[Collector] = set()
 
 
 def register(collector: Collector) -> None:
-    """Have this process export these from here on."""
+    """Export these metrics from now on. Does nothing if they are registered already."""
     if collector not in _registered:
         REGISTRY.register(collector)
         _registered.add(collector)
 
 
 def unregister(collector: Collector) -> None:
-    """Have it export these no more, until somebody does again."""
+    """Stop exporting these metrics until they are registered again."""
     if collector in _registered:
         REGISTRY.unregister(collector)
         _registered.remove(collector)

@@ -1,4 +1,4 @@
-"""Child processes that do not outlive whoever started them, how one is asked to stop, and what it is called."""
+"""Child processes: their end with the parent, requests to stop, process names, and the end of all children."""
 
 import ctypes
 import os
@@ -13,35 +13,36 @@ from threading import Event, Thread
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
 
 REAP_SECONDS = 10.0
-"""A process that has not gone so long after SIGKILL waits for a device or is not ours: nobody waits for it."""
+"""How long to wait for a process after SIGKILL. A process that takes longer waits for a device or belongs to another
+user."""
 
 POLL_SECONDS = 0.005
-"""Between two looks at processes that end."""
+"""Time between two checks of ending processes."""
 
 
 def die_with_parent(parent: int, signal_number: signal.Signals) -> Callable[[], None]:
-    """What a child runs first (`preexec_fn`): the kernel sends it the signal `signal_number` the moment its parent is
-    gone.
+    """A `preexec_fn` for a child to which the kernel shall send `signal_number` when the parent ends.
 
-    Safe between fork and exec: the library is loaded before the fork, so the child makes two system calls and no more.
+    `parent`: process id of the caller. Safe between fork and exec: the library is loaded before the fork, so the child
+    makes only two system calls.
     """
     prctl = ctypes.CDLL(None).prctl
 
     def ask_kernel() -> None:
         prctl(_PR_SET_PDEATHSIG, signal_number)
         if os.getppid() != parent:
-            os._exit(1)  # the parent went before the kernel was asked
+            os._exit(1)  # the parent ended before the prctl call
 
     return ask_kernel
 
 
 def signal_safe_setter(event: Event) -> Callable[[], None]:
-    """Sets the event, soon, and may be called by a handler of signals.
+    """A function that sets the event soon afterwards and may be called in a signal handler.
 
-    `event.set` may not: it waits for a lock, and the thread that the handler broke in on may be the one that has it, as
-    at the beginning and end of every `event.wait`.
+    `event.set` may not be called there: it acquires a lock that the interrupted thread may hold, as at the beginning
+    and end of every `event.wait`.
     """
-    requested: SimpleQueue[None] = SimpleQueue()  # whose `put` may be called amid itself
+    requested: SimpleQueue[None] = SimpleQueue()  # its `put` is reentrant
 
     def pass_on() -> None:
         requested.get()
@@ -52,19 +53,20 @@ def signal_safe_setter(event: Event) -> Callable[[], None]:
 
 
 def set_process_name(name: str) -> None:
-    """What `top` and `ps -o comm` call this process; they show fifteen bytes of it."""
+    """Set the name of this process in `top` and `ps -o comm`, which show its first fifteen bytes."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
 
 
 def adopt_orphans() -> None:
-    """From now on a descendant that loses its parent becomes a child of this process, whatever session it is in."""
+    """Make this process the parent of descendants that lose their parent, in whatever session (child subreaper)."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_children(*, grace_seconds: float = 0.0, keep: Collection[int] = ()) -> None:
-    """End all children `keep` these, and after `adopt_orphans` every descendant of theirs, and reap them.
+    """End and reap all children except `keep`; after `adopt_orphans` also all their descendants.
 
-    They get SIGTERM first where there is a grace, and SIGKILL when it is over.
+    The children receive SIGTERM if `grace_seconds` is positive, and SIGKILL after that time. Returns at the latest
+    REAP_SECONDS after SIGKILL.
     """
     kill_at = time.monotonic() + grace_seconds
     has_asked: set[int] = set()
@@ -85,10 +87,10 @@ def end_children(*, grace_seconds: float = 0.0, keep: Collection[int] = ()) -> N
 
 
 def _children() -> list[int]:
-    """Of this process, those among them that have ended and are not reaped."""
+    """Process ids of the children of this process, including children that have ended and are not reaped."""
     own, found = str(os.getpid()), []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the process has just ended
             if stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1] == own:
                 found.append(int(stat.parent.name))
     return found

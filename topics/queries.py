@@ -1,7 +1,8 @@
-"""Questions to a broker: where a partition begins and ends, how many a topic has.
+"""Queries to a broker: watermarks of partitions, metadata, and the number of a topic's partitions.
 
-Keeps true: while leaders, coordinators and topics come up or move, a broker is asked again, for a stated time. Between
-two questions, which last twice ENDS_TURN_SECONDS at most, whoever asks may do what it must not leave undone for long.
+Keeps true: while leaders, coordinators and topics start or move, a query is repeated for a bounded time. `on_wait` is
+called between two attempts, which last at most twice WATERMARKS_ATTEMPT_SECONDS, so that the caller can do work that
+must not wait longer.
 """
 
 import time
@@ -16,7 +17,7 @@ from confluent_kafka.admin import AdminClient, ClusterMetadata, ListOffsetsResul
 from rose.topics.errors import UNAVAILABLE_CODES, BusError, PartitionMissing, TopicMissing
 
 UNKNOWN_PARTITION_CODES = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
-"""What client and broker say of a topic or partition that is not there."""
+"""Errors of client and broker for a topic or partition that does not exist."""
 
 Answer = TypeVar("Answer")
 
@@ -29,38 +30,38 @@ TRANSIENT_CODES = (
     KafkaError.OFFSET_NOT_AVAILABLE,
     *UNAVAILABLE_CODES,
 )
-"""What is said of a group in its first seconds, and while a coordinator or a leader moves to another broker."""
+"""Errors in the first seconds of a group, and while a coordinator or a leader moves to another broker."""
 
 RETRY_SECONDS = 0.1
-"""Between two questions to a broker that tells nobody when it has come up."""
+"""Pause between two attempts."""
 
 COORDINATOR_SECONDS = 30.0
-"""How long a group's coordinator may take to come up before it is an error."""
+"""How long a group's coordinator may take to start before that is an error."""
 
 WATERMARKS_SECONDS = 30.0
-"""How long a partition's leader may take to say where it begins and ends; a new leader takes some seconds."""
+"""How long a partition's leader may take to answer; the election of a new leader takes some seconds."""
 
 WATERMARKS_ATTEMPT_SECONDS = 3.0
-"""How long one question to a leader may take before the leaders are looked up again."""
+"""How long one query to a leader may take before the leaders are looked up again."""
 
 BATCH_QUERY_SECONDS = 1.0
-"""How long all leaders may take that are asked at once; then each is asked by itself."""
+"""How long a query for many partitions may take before each partition is queried by itself."""
 
 LATEST, EARLIEST = -1, -2
-"""What a broker takes for the end and the beginning of a partition where it is asked by time."""
+"""Special timestamps of a query by time: the end and the beginning of a partition."""
 
 PROPAGATION_SECONDS = 1.0
-"""How long a broker may take to hear of a topic that was made through another, or made anew."""
+"""How long a broker may take to learn of a topic that was just created through another broker."""
 
 
 def noop() -> None:
-    """What is done between two questions by whom nobody waits for."""
+    """The default of `on_wait`: does nothing."""
 
 
 def watermarks_of(consumer: Consumer, partition: TopicPartition, on_wait: Callable[[], None] = noop) -> tuple[int, int]:
-    """The first offset kept and the next one to be written. Raises TopicMissing or BusError.
+    """The first offset that is kept and the next offset to be written. Raises TopicMissing or BusError.
 
-    librdkafka goes on asking a leader that is gone, so it is asked again in short turns, with the leaders looked up.
+    librdkafka keeps querying a leader that is gone, so attempts are short, and leaders are looked up between them.
     """
     known_at = time.monotonic() + PROPAGATION_SECONDS
     has_asked = False
@@ -92,8 +93,10 @@ def watermarks_of(consumer: Consumer, partition: TopicPartition, on_wait: Callab
 def all_watermarks_of(
     consumer: Consumer, partitions: Sequence[TopicPartition], on_wait: Callable[[], None] = noop
 ) -> list[tuple[int, int]]:
-    """`watermarks_of` each, in their order. Of several, each leader is asked once for all that it has; where one of
-    them does not answer, partition by partition. Raises TopicMissing or BusError.
+    """`watermarks_of` each partition, in their order. Raises TopicMissing or BusError.
+
+    Several partitions are queried together, with one request per leader. If a leader does not answer, each partition is
+    queried by itself.
     """
     if len(partitions) < 2:
         return [watermarks_of(consumer, each, on_wait) for each in partitions]
@@ -107,7 +110,10 @@ def all_watermarks_of(
 
 
 def offsets_at(consumer: Consumer, partitions: Sequence[TopicPartition], timestamp: int) -> list[int]:
-    """Of each, EARLIEST or LATEST. Raises KafkaException, also where one has no answer: it keeps its time, below 0."""
+    """The offset of each partition at `timestamp`: EARLIEST or LATEST.
+
+    Raises KafkaException, also if one partition has no answer: its offset then is the negative timestamp.
+    """
     requests = [TopicPartition(each.topic, each.partition, timestamp) for each in partitions]
     answers = consumer.offsets_for_times(requests, timeout=BATCH_QUERY_SECONDS)
     for each in answers:
@@ -117,9 +123,9 @@ def offsets_at(consumer: Consumer, partitions: Sequence[TopicPartition], timesta
 
 
 def metadata_of(client: AdminClient) -> ClusterMetadata:
-    """Brokers, and topics with their partitions, as a broker lists them. Raises BusError.
+    """The cluster's brokers, and topics with their partitions. Raises BusError.
 
-    Each question has half of the time that is left: of a broker that is slow, an answer to the first is waited for.
+    Each attempt has half of the remaining time, so the first attempt waits for a slow broker.
     """
     return retry_query("asking for the topics", lambda left: client.list_topics(timeout=left / 2), WATERMARKS_SECONDS)
 
@@ -127,7 +133,7 @@ def metadata_of(client: AdminClient) -> ClusterMetadata:
 def offset_in(answer: "Future[ListOffsetsResultInfo]") -> int:
     """The offset in an answer to `list_offsets`. Raises KafkaException.
 
-    Where nobody has answered in time confluent-kafka says so by an offset below 0 alone.
+    A timeout is visible only as a negative offset in confluent-kafka.
     """
     offset = int(answer.result().offset)
     if offset < 0:
@@ -136,7 +142,7 @@ def offset_in(answer: "Future[ListOffsetsResultInfo]") -> int:
 
 
 def partition_count(client: Consumer | Producer, name: str, on_wait: Callable[[], None] = noop) -> int:
-    """How many partitions the topic of this name has. Raises TopicMissing or BusError."""
+    """Number of partitions of the topic of this name. Raises TopicMissing or BusError."""
     found = retry_query(
         f"asking for {name}",
         lambda left: client.list_topics(name, timeout=min(left, WATERMARKS_ATTEMPT_SECONDS)).topics[name],
@@ -151,16 +157,17 @@ def partition_count(client: Consumer | Producer, name: str, on_wait: Callable[[]
 
 
 def _is_listed(consumer: Consumer, partition: TopicPartition) -> bool:
-    """Whether the brokers' list has it: then its leader has yet to hear of it, as one does that was started again."""
+    """Whether the metadata lists the partition, so that only its leader does not know it yet, e.g. after a restart."""
     with suppress(KafkaException):
         metadata = consumer.list_topics(partition.topic, timeout=WATERMARKS_ATTEMPT_SECONDS).topics[partition.topic]
         return metadata.error is None and partition.partition in metadata.partitions
-    return True  # nobody says that it is gone
+    return True  # without an answer the partition is not known to be gone
 
 
 def missing_error(consumer: Consumer, name: str, partition: int = 0) -> TopicMissing | BusError:
-    """Why a partition cannot be seen: the topic is not there or has fewer, or this client has no right to the topic,
-    which a broker hides as well.
+    """The error for a partition that a broker does not know.
+
+    The topic is missing or has fewer partitions, or the client has no right to the topic, so the broker hides it.
     """
     with suppress(KafkaException):
         found = consumer.list_topics(name, timeout=WATERMARKS_ATTEMPT_SECONDS).topics[name]
@@ -179,18 +186,20 @@ def retry_query(
     transient: Sequence[int] = TRANSIENT_CODES,
     on_wait: Callable[[], None] = noop,
 ) -> Answer:
-    """What `query`, told how long it may take, returns; asked again while brokers move.
+    """The result of `query`, which is repeated while it raises KafkaException with one of the `transient` codes.
 
-    `on_wait` is called between two questions; what it raises ends them. Raises BusError.
+    `query` takes the seconds that it may last; `seconds` bounds all attempts. `rights`: rights that the error names.
+    `on_wait` is called between two attempts; an exception of `on_wait` ends them. Raises BusError.
     """
     deadline = time.monotonic() + seconds
     while True:
         left_seconds = deadline - time.monotonic()
         try:
-            return query(max(left_seconds, RETRY_SECONDS))  # a timeout below 0 would wait for ever
+            return query(max(left_seconds, RETRY_SECONDS))  # a negative timeout would wait forever
         except KafkaException as error:
             if error.args[0].code() not in transient or left_seconds < RETRY_SECONDS:
                 raise BusError(action, error.args[0], *rights) from error
-        # With nothing being handled: what the client raises amid that is never freed, nor its frames.
+        # Outside of any exception handler: an exception that the client raises in a handler is never freed, nor are its
+        # frames.
         on_wait()
         time.sleep(RETRY_SECONDS)

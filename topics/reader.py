@@ -1,10 +1,10 @@
-"""Typed records out of Kafka.
+"""Reads typed records from Kafka.
 
 Keeps true
-- What a Reader hands out as a record has been decoded and checked. What does not decode is handed out as it came: its
-  consumer decides what becomes of it.
-- What is assigned is read, unless it was paused since: no pause outlives an assignment.
-- Nothing is committed on its own, and nothing is written.
+- A Reader returns a record only after it was decoded and checked. A message that does not decode is returned as it
+  came, and its consumer decides what to do with it.
+- Assigned partitions are read unless they were paused after the assignment: an assignment ends every pause.
+- A Reader commits only when it is asked to, and it writes nothing.
 """
 
 import math
@@ -51,18 +51,19 @@ from rose.topics.records import EndOfPartition, Envelope, InvalidMessage, Item, 
 from rose.topics.settings import BusSettings
 
 REJOIN_SECONDS = 5.0
-"""The embedded broker waits 0.3 s for others once a group's first member has come. If the second comes just as that is
-over, it answers neither, nor whoever comes after them, until one of them comes again by its name: after so long."""
+"""Time after which a member of a group on the embedded broker joins again. The broker waits 0.3 s for other members
+after the first member has joined. If the second member joins at the end of that wait, the broker answers no member of
+the group until one of them joins again under its name."""
 
 COORDINATOR_ANSWER_SECONDS = 3.0
-"""How long a coordinator may take to answer a client that has to look for it first; else it counts as away."""
+"""How long a coordinator may take to answer a client that has to look it up first. Otherwise it counts as away."""
 
 CLOSE_SECONDS = 10.0
 """How long a reader may take to leave its group: as long as a session of its members."""
 
 
 class Reader:
-    """Reads typed records, either of partitions assigned by hand or as a member of a consumer group."""
+    """Reads typed records, either from partitions that are assigned by hand or as a member of a consumer group."""
 
     def __init__(
         self,
@@ -77,8 +78,8 @@ class Reader:
     ) -> None:
         """`member_id`: its name in the group, by which it is known again on a broker that never evicts a member.
 
-        `report_ends` makes `read` report EndOfPartition too. `on_wait` is called every few seconds while a question to
-        the broker has no answer; what it raises ends the question.
+        `report_ends` makes `read` return EndOfPartition, too. `on_wait` is called every few seconds while a query has
+        no answer from the broker; an exception of `on_wait` ends the query. `overrides`: librdkafka settings.
         """
         config = {**settings.consumer(client_id, group), "enable.partition.eof": report_ends, **overrides}
         self.right_to_group = f"{'Describe' if group == LOG_GROUP else 'Read'} on group {settings.name(group)}"
@@ -89,16 +90,16 @@ class Reader:
         self._on_wait = on_wait
         self._consumer = self._new_consumer()
         self._join: Callable[[], None] | None = None
-        """Ask the group to be taken in."""
+        """Subscribes again, with the present consumer; None for a reader without a subscription."""
         self._leaves_on_close = False
         self._joins_again_at = math.inf
         self._topics: dict[str, Topic] = {}
         self._assigned: set[Place] = set()
         self._membership: object = None
-        """As of the assignment that is worked on. A member that the group has given up, and that does not know it yet,
-        may have forgotten its generation: then the broker would take its commit for that of no member at all. It is
-        asked for once, where the reader is used: a call of another thread waits until nobody polls, which may be never.
-        """
+        """Consumer group metadata of the present assignment. A member that the group has evicted, and that does not
+        know it yet, may have forgotten its generation; the broker would then accept its commit as a commit of no
+        member. So the metadata is read once per assignment, on the thread that uses the reader: a call on another
+        thread waits until no thread polls, which may be forever."""
 
     def assign(self, places: Mapping[Place, int]) -> None:
         """Read these partitions from these offsets (or confluent_kafka's OFFSET_BEGINNING, OFFSET_END).
@@ -116,16 +117,16 @@ class Reader:
         on_assigned: Callable[[list[Place]], Mapping[Place, int]],
         on_revoked: Callable[[list[Place]], None],
     ) -> None:
-        """Join the group. `on_assigned` says where to begin in each partition that comes; both run inside `read`.
+        """Join the group. `on_assigned` returns the offset at which to begin in each newly assigned partition.
 
-        Nothing is said any more once `close` has begun.
+        Both callbacks run inside `read`, and neither runs after `close` has begun.
         """
         self._register_topics(topics)
 
         def on_assign(consumer: Consumer, partitions: list[TopicPartition]) -> None:
             if self._leaves_on_close or consumer is not self._consumer:
-                # It leaves, on a thread of its own: what is told now was decided before. Its client may have ended by
-                # now, and what that raises in here Python 3.11 cannot have back.
+                # This consumer is leaving on its own thread, so this assignment is out of date. Its client may have
+                # been closed, and Python 3.11 cannot recover from an exception that the client raises in here.
                 return
             self._joins_again_at = math.inf
             self._membership = consumer.consumer_group_metadata()
@@ -133,7 +134,7 @@ class Reader:
 
         def on_revoke(consumer: Consumer, partitions: list[TopicPartition]) -> None:
             if self._leaves_on_close or consumer is not self._consumer:
-                return  # as above
+                return  # the consumer is leaving, as in on_assign
             on_revoked([self._place(partition) for partition in partitions])
             self._assigned = set()
             consumer.unassign()
@@ -148,7 +149,7 @@ class Reader:
         join()
 
     def read(self, limit: int, timeout_seconds: float) -> list[Item]:
-        """Up to `limit` records; returns as soon as any are there, or empty after the timeout.
+        """Up to `limit` items; returns as soon as there are any, or an empty list after the timeout.
 
         Raises TopicMissing or BusError.
         """
@@ -158,7 +159,10 @@ class Reader:
     def read_selected(
         self, limit: int, timeout_seconds: float, selected: Mapping[Place, Container[int]]
     ) -> list[Item | SkippedMessage]:
-        """`read` that decodes what lies at these offsets alone, which saves most of the time that the rest takes."""
+        """`read` that decodes only the messages at the `selected` offsets, which saves most of the time of the others.
+
+        Other messages are returned as SkippedMessage. Raises TopicMissing or BusError.
+        """
         picked = (self._selected_item(message, selected) for message in self._messages(limit, timeout_seconds))
         return [item for item in picked if item is not None]
 
@@ -171,9 +175,9 @@ class Reader:
         return [first, *self._consumer.consume(limit - 1, 0)] if limit > 1 else [first]
 
     def committed(self, places: Sequence[Place], *, seconds: float = COORDINATOR_SECONDS) -> dict[Place, int | None]:
-        """The group's committed offsets; None where there is none.
+        """The group's committed offsets; None for a place without a committed offset.
 
-        Waits so long for a coordinator that is coming up. Raises BusError.
+        `seconds`: how long to wait for a coordinator that is starting. Raises BusError.
         """
         answers = self._committed_offsets(self._consumer, places, seconds)
         return {
@@ -181,18 +185,18 @@ class Reader:
         }
 
     def commit_metadata(self, places: Sequence[Place]) -> dict[Place, str]:
-        """What was said with the offsets that were committed last, whatever is open: empty where nothing was.
+        """The metadata of the last committed offsets, also while a transaction with offsets is open; empty without any.
 
-        Waits for a coordinator that is coming up. Raises BusError.
+        Waits for a coordinator that is starting. Raises BusError.
         """
         with closing(self._observer()) as asking:
             answers = self._committed_offsets(asking, places, COORDINATOR_SECONDS)
         return {place: answer.metadata or "" for place, answer in zip(places, answers, strict=True)}
 
     def reach_coordinator(self, place: Place) -> None:
-        """See that the group's coordinator answers who asks for what is committed of `place`, whatever is open.
+        """Check that the group's coordinator answers a query for the committed offset of `place`.
 
-        Asks with a client of its own, on any thread. Raises BusError within REACH_SECONDS or so.
+        Uses a client of its own, so any thread may call this. Raises BusError within about COORDINATOR_ANSWER_SECONDS.
         """
         try:
             with closing(self._observer()) as asking:
@@ -201,10 +205,10 @@ class Reader:
             raise BusError("reaching the coordinator of a group", error.args[0], self.right_to_group) from error
 
     def commit(self, offsets: Mapping[Place, int]) -> None:
-        """Have the next offset to read of each partition committed, by the time of `close` at the latest.
+        """Commit the next offset to read of each partition asynchronously, before the end of `close` at the latest.
 
-        Waits for nothing: a commit that the broker refuses is a warning in the log, the group's offsets are the older
-        ones then.
+        Does not wait. If the broker refuses the commit, a warning is logged and the group keeps its older offsets.
+        Raises BusError if the client refuses it.
         """
         try:
             self._consumer.commit(offsets=[self._partition(place, offset) for place, offset in offsets.items()])
@@ -212,8 +216,11 @@ class Reader:
             raise BusError("committing offsets", error.args[0]) from error
 
     def offsets_at(self, places: Sequence[Place], timestamp_seconds: float) -> dict[Place, int]:
-        """Of each partition the first offset stamped at or after the time; its end if there is none."""
-        milliseconds = max(0, int(timestamp_seconds * 1000))  # those below 0 mean something else to a broker
+        """The first offset with a timestamp at or after the time, for each partition; its end if there is none.
+
+        `timestamp_seconds`: unix seconds. Raises TopicMissing or BusError.
+        """
+        milliseconds = max(0, int(timestamp_seconds * 1000))  # negative timestamps have special meanings for a broker
         requests = [self._partition(place, milliseconds) for place in places]
         found = retry_query(
             "looking offsets up by time",
@@ -234,7 +241,7 @@ class Reader:
     def all_watermarks(
         self, places: Sequence[Place], *, on_wait: Callable[[], None] | None = None
     ) -> dict[Place, tuple[int, int]]:
-        """`watermarks` of each, asked for at once. `on_wait`: if not the reader's own.
+        """`watermarks` of all places, queried together. `on_wait` replaces the reader's own.
 
         Raises TopicMissing or BusError.
         """
@@ -242,9 +249,9 @@ class Reader:
         return dict(zip(places, all_watermarks_of(self._consumer, partitions, on_wait or self._on_wait), strict=True))
 
     def refresh_positions(self, places: Sequence[Place]) -> None:
-        """Have what was assigned looked for now: librdkafka does so once a second, or when it is asked.
+        """Make librdkafka look up the leaders of assigned partitions now; otherwise it does so once a second.
 
-        What is missing, or does not answer, is told by reading.
+        Errors are ignored here: `read` raises them.
         """
         with suppress(KafkaException):
             offsets_at(self._consumer, [self._partition(place, 0) for place in places], EARLIEST)
@@ -254,16 +261,16 @@ class Reader:
         return partition_count(self._consumer, self._settings.topic(topic), self._on_wait)
 
     def pause(self, places: Iterable[Place]) -> None:
-        """Hand nothing of these out until they are resumed or assigned anew; what is not assigned stays as it is."""
+        """Return no records of these partitions until they are resumed or assigned again. Ignores unassigned ones."""
         self._consumer.pause([self._partition(place, 0) for place in places if place in self._assigned])
 
     def resume(self, places: Iterable[Place]) -> None:
         self._consumer.resume([self._partition(place, 0) for place in places if place in self._assigned])
 
     def group_metadata(self) -> object:
-        """What a transaction of any thread needs in order to commit offsets of what this reader was assigned.
+        """The metadata with which a transaction, on any thread, commits offsets of this reader's assignment.
 
-        The commit fails once the group has moved on.
+        The commit fails once the group has a newer generation.
         """
         if self._membership is None:
             self._membership = self._consumer.consumer_group_metadata()
@@ -271,17 +278,17 @@ class Reader:
 
     @property
     def member_id(self) -> str:
-        """As whom the group knows this reader; another name once it had given it up."""
+        """The member id in the group. It changes if the group has evicted this reader and the reader joins again."""
         return str(self._consumer.memberid())
 
     def close(self) -> None:
-        """Leave the group: its partitions go to the others at once, unless the broker knows its members by name.
+        """Leave the group: its partitions go to the other members at once, unless it is a static member.
 
-        Takes CLOSE_SECONDS at most: in the middle of a rebalance librdkafka may wait for a word that never comes. The
-        others then wait for the end of this member's session.
+        Takes CLOSE_SECONDS at most: during a rebalance librdkafka may wait for an answer that never comes. The other
+        members then wait for the end of this member's session.
         """
         if self._leaves_on_close:
-            return  # a client that is closed twice at once may wait for ever
+            return  # a client that two threads close at once may wait forever
         self._leaves_on_close = True
         leaving = Thread(target=self._consumer.close, name="leaves", daemon=True)
         leaving.start()
@@ -290,7 +297,7 @@ class Reader:
             structlog.get_logger("bus").warning("not left in time", seconds=CLOSE_SECONDS)
 
     def _committed_offsets(self, consumer: Consumer, places: Sequence[Place], seconds: float) -> list[TopicPartition]:
-        """What a client of the group is told of its committed offsets. Raises BusError."""
+        """The coordinator's answer about committed offsets, for a client of the group. Raises BusError."""
         partitions = [self._partition(place, 0) for place in places]
         reads = consumer is self._consumer and (self._join is not None or bool(self._assigned))
 
@@ -311,11 +318,11 @@ class Reader:
         return answers
 
     def _new_consumer(self) -> Consumer:
-        # With nothing held at the broker a waiting consumer would ask without end: this one rests.
+        # The embedded broker answers an empty fetch at once, so a waiting consumer has to pause between fetches.
         return new_client(IdleConsumer if self._settings.embedded else Consumer, self._config)
 
     def _observer(self) -> Consumer:
-        """A client that is no member of the group, and is told also of offsets whose transaction is open."""
+        """A client that is no member of the group and is told committed offsets also while a transaction is open."""
         alike = {name: value for name, value in self._config.items() if name != "group.instance.id"}
         return new_client(Consumer, {**alike, "isolation.level": "read_uncommitted"})
 
@@ -329,11 +336,11 @@ class Reader:
     def _register_topics(self, topics: Iterable[Topic]) -> None:
         known = {self._settings.topic(topic): topic for topic in topics}
         for topic in known.values():
-            counts.dead_letters(topic)  # at 0: the first one is to be seen as an increase
+            counts.dead_letters(topic)  # exported as 0 from the start, so the first dead letter shows as an increase
         self._topics.update(known)
 
     def _assign_places(self, places: Mapping[Place, int]) -> None:
-        """Assign, and resume: librdkafka keeps an application's pause of a partition over any assignment."""
+        """Assign and resume: librdkafka would keep an application's pause of a partition over an assignment."""
         partitions = [self._partition(place, at) for place, at in self._resolved_offsets(places).items()]
         try:
             self._consumer.assign(partitions)
@@ -347,7 +354,7 @@ class Reader:
         return TopicPartition(self._settings.topic(topic), partition, offset)
 
     def _resolved_offsets(self, places: Mapping[Place, int]) -> dict[Place, int]:
-        """The offsets as numbers, asked for here: librdkafka takes half a second to find the beginning or the end."""
+        """The offsets as numbers, queried here: librdkafka takes half a second to find a beginning or an end."""
         ends = self.all_watermarks([place for place, at in places.items() if at in (OFFSET_BEGINNING, OFFSET_END)])
         return {place: ends[place][at == OFFSET_END] if place in ends else at for place, at in places.items()}
 
@@ -390,7 +397,10 @@ class Reader:
 
 
 def _raise_refusal(consumer: Consumer) -> None:
-    """That the group may not be looked for is said where messages come: who reads nothing yet never hears of it."""
+    """Raise the client's authorization error, which librdkafka returns only from `poll`, as KafkaException.
+
+    For a reader that has no partitions yet and is therefore not polled.
+    """
     if (message := consumer.poll(0)) is not None:
         error = message.error()
         if error is not None and error.code() in AUTHORIZATION_CODES:
@@ -398,7 +408,7 @@ def _raise_refusal(consumer: Consumer) -> None:
 
 
 def _raise_partition_errors(answers: Iterable[TopicPartition], action: str) -> None:
-    """An answer for all may carry an error for one, and no offset: it is no answer. Raises BusError."""
+    """Raise BusError if the answer for one of the partitions is an error: the answer as a whole does not show that."""
     for answer in answers:
         if answer.error is not None:
             where = f"{answer.topic} [{answer.partition}]"

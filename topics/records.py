@@ -1,4 +1,4 @@
-"""What reading hands out: records with their places in the log, and what lies there and is no record."""
+"""The items that a reader returns: records with their places in the log, invalid messages, ends of partitions."""
 
 import math
 from operator import methodcaller
@@ -15,11 +15,11 @@ Place = tuple[Topic, int]
 
 
 RECORD_FRAMING_BYTES = 36
-"""What Kafka writes of a record beside its key, value and headers, at most: their lengths, its number and its time."""
+"""Most bytes that Kafka writes for a record in addition to its key, value and headers: lengths, offset and time."""
 
 
 class RawMessage(NamedTuple):
-    """A message as it came."""
+    """A message as it came, not decoded."""
 
     key: bytes | None
     value: bytes | None
@@ -27,12 +27,12 @@ class RawMessage(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes that it takes on the wire uncompressed, at most: each header has lengths of its own there."""
+        """Upper bound of the message's bytes on the wire without compression, with the lengths of its headers."""
         headers = sum(_framed_bytes(len(name.encode())) + _framed_bytes(len(value)) for name, value in self.headers)
         return RECORD_FRAMING_BYTES + len(self.key or b"") + len(self.value or b"") + headers
 
     def header(self, name: str) -> bytes:
-        """The last header of this name, as the newest hand that touched the message wrote it; empty without one."""
+        """The value of the last header of this name, which the last writer of the message wrote; empty if none."""
         return next((value for key, value in reversed(self.headers) if key == name), b"")
 
 
@@ -40,16 +40,16 @@ class Envelope(msgspec.Struct, frozen=True, gc=False):
     """A record with its place in the log."""
 
     record: Record | None
-    """None is a tombstone: the key has ended."""
+    """None is a tombstone: the key was deleted."""
     topic: Topic
     partition: int
     offset: int
     key: str
     timestamp_seconds: float
-    """When the broker or the producer stamped it, unix seconds."""
+    """Timestamp of the broker or the producer, unix seconds."""
     raw: RawMessage
     stamped_by_broker: bool = False
-    """Whether that was the broker, when it appended the record."""
+    """Whether the timestamp is the time at which the broker appended the record."""
 
 
 class InvalidMessage(msgspec.Struct, frozen=True, gc=False):
@@ -63,19 +63,19 @@ class InvalidMessage(msgspec.Struct, frozen=True, gc=False):
 
 
 class EndOfPartition(msgspec.Struct, frozen=True, gc=False):
-    """The reader has reached the end of what is committed in this partition."""
+    """The reader has reached the end of the committed records in this partition."""
 
     topic: Topic
     partition: int
     offset: int
-    """The next one to be written; what ends a transaction counts, and is no record."""
+    """The next offset to be written. Transaction markers have offsets, too, although they are no records."""
 
 
 Item = Envelope | InvalidMessage | EndOfPartition
 
 
 class SkippedMessage(msgspec.Struct, frozen=True, gc=False):
-    """A message that was passed over, unread."""
+    """A message that was not selected and therefore not decoded."""
 
     topic: Topic
     partition: int
@@ -84,19 +84,19 @@ class SkippedMessage(msgspec.Struct, frozen=True, gc=False):
 
 
 _headers_of = methodcaller("headers")
-"""Not `message.headers()`: for that call Python takes a short cut in which an error that comes with a list is lost."""
+"""Used in place of `message.headers()`: Python's fast path for that call loses an error that comes with a list."""
 
 
 def raw_of(message: Message) -> RawMessage:
-    """The message's bytes; a header without a value is an empty one.
+    """The message's bytes. A header without a value has an empty value.
 
-    Where the name of a header is no text, or there are more than 100,000, there are none: the client cannot hand out a
-    single one then.
+    If the name of a header is not valid text, or if there are more than 100,000 headers, the result has no headers: the
+    client cannot return any of them.
     """
     key, value = message.key(), message.value()
     try:
         found = _headers_of(message) or ()
-    except SystemError:  # not to be asked again: the list that it leaves behind is not whole
+    except SystemError:  # a second call would return an incomplete list
         found = ()
     headers = tuple((name, _as_bytes(stored)) for name, stored in found)
     return RawMessage(None if key is None else _as_bytes(key), None if value is None else _as_bytes(value), headers)
@@ -107,5 +107,5 @@ def _as_bytes(stored: bytes | str | None) -> bytes:
 
 
 def _framed_bytes(length: int) -> int:
-    """So many bytes with their length before them, a zigzag varint."""
+    """Size of `length` bytes with their length before them, as a zigzag varint."""
     return length + max(1, math.ceil((2 * length).bit_length() / 7))

@@ -1,7 +1,7 @@
-"""Settings of librdkafka that ROSE relies on, which no user may set to something else.
+"""librdkafka settings that ROSE relies on, which a user must not change.
 
-Keeps true: what would lose records, read uncommitted ones, stand still or end in a traceback is refused in a sentence
-before a client is made. Any other setting passes through and wins.
+Keeps true: a setting that would lose records, read uncommitted records, stop progress or end in a traceback is refused
+with a sentence before a client is made. Any other setting is passed to librdkafka and overrides ROSE's own.
 
 Pure.
 """
@@ -13,29 +13,29 @@ from rose.schemas.errors import UsageError
 from rose.topics.catalog import MAX_DEAD_LETTER_BYTES
 
 MAX_IN_FLIGHT = 5
-"""Requests that an idempotent producer may have under way, by librdkafka."""
+"""Most requests in flight that librdkafka allows for an idempotent producer."""
 
 
 MAX_TRANSACTION_MILLISECONDS = 60_000
-"""As long as a reader waits for a transaction to be decided."""
+"""Longest transaction timeout: as long as a reader waits for the end of a transaction."""
 
 MIN_DELIVERY_MILLISECONDS = 1_000
-"""Of what a broker may take to store a record that is at work."""
+"""Least delivery timeout: a running broker may take this long to store a record."""
 
 ADDRESS = ("bootstrap.servers", "metadata.broker.list")
-"""What librdkafka calls the address of a broker."""
+"""librdkafka's names for the address of a broker."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequiredSetting:
-    """What a setting must be."""
+    """The values that a setting may have."""
 
     names: tuple[str, ...]
-    """All that librdkafka has for it."""
+    """All of librdkafka's names for the setting."""
     fits: Callable[[str], bool]
-    """Of a value in lower case."""
+    """Whether a value, in lower case, is allowed."""
     requirement: str
-    """For people, with the reason."""
+    """The requirement with its reason, for the message."""
 
 
 def _one_of(*values: str) -> Callable[[str], bool]:
@@ -98,14 +98,14 @@ REQUIRED_SETTINGS = (
         "cannot be said in text",
     ),
 )
-"""By what is relied on."""
+"""The requirements, one for each setting."""
 
 CALLBACK_SUFFIX = "_cb"
-"""Ends the names of functions that a client calls."""
+"""Suffix of librdkafka's callback settings."""
 
 
 def check_required_settings(properties: Mapping[str, str], address: str) -> None:
-    """Raise UsageError for the first of these settings with which ROSE would not work, or not at this address."""
+    """Raise UsageError for the first setting that is not allowed, or that names a broker other than `address`."""
     for name, value in properties.items():
         if name in ADDRESS and value != address:
             raise UsageError(f"broker.properties: {name} names a broker: do that by --bootstrap-server alone")

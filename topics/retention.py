@@ -1,7 +1,7 @@
-"""Deleting what nobody needs any more: the other half of topics that time alone does not delete from.
+"""Deletes records that are not needed any more, from topics whose records time alone does not delete.
 
-Keeps true: what is needed stays, and so does what is younger than the age given. The age is told by the stamps of the
-records, against the newest of them: a clock of this machine that is ahead deletes nothing too soon.
+Keeps true: needed records stay, and so do records younger than a given age. The age is the difference of a record's
+timestamp to the newest timestamp, so a clock of this machine that is ahead deletes nothing too soon.
 """
 
 import time
@@ -22,11 +22,11 @@ from rose.topics.settings import BusSettings
 def lowest_committed(
     settings: BusSettings, groups: str, places: Sequence[Place], *, client_id: str
 ) -> dict[Place, int]:
-    """How far every consumer group has read whose name begins like this: the lowest offset of each partition.
+    """The lowest committed offset of each partition, over all consumer groups whose names begin with `groups`.
 
-    Partitions of which none has committed an offset are left out. Raises BrokerUnreachable, TopicMissing or BusError.
+    Partitions without a committed offset are left out. Raises BrokerUnreachable, TopicMissing or BusError.
     """
-    admin = connect(settings)  # to be held while it is asked
+    admin = connect(settings)  # kept in a variable, because the client must live until its request is answered
     try:
         listed = admin.list_consumer_groups(request_timeout=ADMIN_SECONDS).result(ADMIN_SECONDS)
     except KafkaException as error:
@@ -47,10 +47,10 @@ def lowest_committed(
 def delete_before(
     settings: BusSettings, needed: Mapping[Place, int], *, keep_seconds: float = RETENTION_SECONDS, client_id: str
 ) -> dict[Place, int]:
-    """Delete what lies before the offset that is needed of each partition and is older than `keep_seconds`.
+    """Delete the records that are before the needed offset of their partition and older than `keep_seconds`.
 
-    Returns the offset at which each partition begins now, where something was deleted. Raises BrokerUnreachable,
-    TopicMissing or BusError.
+    `needed`: the first offset that is still needed, by partition. Returns the new first offset of each partition from
+    which records were deleted. Raises BrokerUnreachable, TopicMissing or BusError.
     """
     places = list(needed)
     admin = connect(settings)
@@ -72,10 +72,10 @@ def delete_before(
 
 
 def _latest_timestamps(admin: AdminClient, settings: BusSettings, places: Sequence[Place]) -> list[float]:
-    """A moment after the newest stamp in these partitions, unix seconds; none where no broker tells of one."""
+    """A time just after the newest timestamp in these partitions, unix seconds; empty if no broker reports one."""
     requests = {TopicPartition(settings.topic(topic), part): OffsetSpec.max_timestamp() for topic, part in places}
     stamps = []
     for answer in admin.list_offsets(requests, request_timeout=ADMIN_SECONDS).values():
-        with suppress(KafkaException):  # one that does not know the question
+        with suppress(KafkaException):  # the broker does not support this query
             stamps.append(answer.result().timestamp / 1000)
     return [max(stamps) + 1.0] if stamps and max(stamps) > 0 else []

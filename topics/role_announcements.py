@@ -1,10 +1,10 @@
-"""A process tells on the log that it begins, and each time that it begins anew, so that a look at the run can count it.
+"""Role starts: a process writes a record when it starts, and each time that its loop restarts, so they can be counted.
 
 Keeps true
-- It is told on a thread of its own: nobody waits for it, and trouble with it is a line in the log.
-- A process that is well has no connection for it.
-- Namesakes that run at once are told apart by their places: the host, and the lowest number there that no living
-  process of the name has. The system gives a number back when its process ends, however it ends.
+- The records are written on a thread of their own: the role does not wait for it, and an error is only logged.
+- The thread has a connection only while it writes a record.
+- Processes of the same name are told apart by their places: the host, and the lowest number on the host that no running
+  process of the name has. The kernel frees the number when its process ends, however it ends.
 """
 
 import socket
@@ -23,10 +23,10 @@ from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 
 MIN_PAUSE_SECONDS = 2.0
-"""Between two records: what happened meanwhile is told in one."""
+"""Least time between two records. Restarts in between are written as one record."""
 
 STOP_SECONDS = 2.0
-"""How long the end of a process waits for what is being told."""
+"""How long the end of a process waits for a record that is being written."""
 
 
 MAX_NAMESAKES = 64
@@ -35,7 +35,10 @@ MAX_NAMESAKES = 64
 
 @contextmanager
 def announce_starts(settings: BusSettings, role: str, health: Health = HEALTH) -> Iterator[None]:
-    """Tell that the process of this name begins, and each beginning anew until the end of the block."""
+    """Write a record of this process's start, and of each restart of its loop until the end of the context.
+
+    `role`: name of the process. `health`: reports the restarts.
+    """
     stop = Event()
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as instance_socket:
         place = f"{socket.gethostname()}/{_take_instance_number(instance_socket, settings.name(role))}"
@@ -50,10 +53,10 @@ def announce_starts(settings: BusSettings, role: str, health: Health = HEALTH) -
 
 
 def _take_instance_number(instance_socket: socket.socket, name: str) -> int:
-    """Take the lowest number that no process of this name has on this host, for as long as the socket is open."""
+    """Take the lowest number that no process of this name has on this host, until the socket is closed."""
     for number in range(MAX_NAMESAKES):
         with suppress(OSError):
-            instance_socket.bind(f"\0{name}/{number}")  # a name without a file
+            instance_socket.bind(f"\0{name}/{number}")  # a name in the abstract namespace, without a file
             return number
     return MAX_NAMESAKES
 

@@ -1,6 +1,7 @@
-"""How to reach the broker. Keeps true: what the user gives librdkafka passes through verbatim and wins.
+"""Broker settings: the address, the namespace, and the librdkafka configuration of each kind of client.
 
-What ROSE relies on is refused before (`rose.topics.required_settings`).
+Keeps true: the user's librdkafka settings are passed on verbatim and override ROSE's own. Settings that ROSE relies on
+are refused before (`rose.topics.required_settings`).
 """
 
 import math
@@ -17,50 +18,51 @@ from rose.schemas.errors import UsageError
 from rose.topics.catalog import MAX_DEAD_LETTER_BYTES, MAX_MESSAGE_BYTES, Topic
 
 PREFIX = "rose."
-"""What every topic, consumer group and transactional id begins with, after the namespace: one prefix for an ACL."""
+"""Prefix of every topic, consumer group and transactional id, after the namespace, so one prefix serves an ACL."""
 
 WARNING_SECONDS = 30.0
-"""Between two warnings of the same trouble with the broker."""
+"""Least time between two warnings about the same kind of broker error."""
 
 STARTUP_SECONDS = 10.0
-"""A client younger than this may not know of all brokers yet."""
+"""A client younger than this may not know all brokers yet."""
 
 TRANSACTION_MILLISECONDS = 10_000
-"""The broker aborts a transaction that is open for so long. Until then that of a dead producer holds up its readers."""
+"""The broker aborts a transaction that is open for longer. Until then the open transaction of a dead producer delays
+readers of its partitions."""
 
 FETCH_MILLISECONDS = 100
-"""An idle reader asks the broker again after so long. A new record wakes the fetch under way; a partition that is
-assigned or resumed meanwhile waits for its end."""
+"""Longest fetch of an idle reader. A new record ends the fetch under way, but a partition that is assigned or resumed
+during a fetch waits for the end of the fetch."""
 
 BOUNDED_FETCH_MILLISECONDS = 10
-"""The same for a reader that stops at an end: of that it is told by a fetch that finds nothing, and what it asks the
-broker next waits for the end of a fetch under way."""
+"""Longest fetch of a reader that stops at the end of its partitions. The reader learns of an end by an empty fetch, and
+its next query waits for the end of the fetch under way."""
 
 FULL_QUEUE_MILLISECONDS = 10
-"""A reader that has fetched ahead as much as it may looks again after so long; librdkafka would after a second, with
-nothing left to read."""
+"""How soon a reader with a full fetch queue fetches again. librdkafka's default is a second, in which the queue may run
+empty."""
 
 CLIENT_CERTIFICATES = ("ssl.certificate.location", "ssl.certificate.pem", "ssl.keystore.location")
-"""Where librdkafka is told of a client's own certificate."""
+"""librdkafka settings that name a client's own certificate."""
 
 
 @dataclass(frozen=True, slots=True)
 class BusSettings:
-    """How to reach a broker, and under which names: what every client of it is made of."""
+    """Address of a broker, namespace, and librdkafka settings: the input of every client."""
 
     bootstrap: str
     """`host:port[,host:port]`."""
     namespace: str = ""
-    """Put before every topic, group and transactional id, to share a cluster."""
+    """Prefix of every topic, group and transactional id, so that several runs can share a cluster."""
     properties: Mapping[str, str] = field(default_factory=dict)
-    """librdkafka settings, verbatim."""
+    """The user's librdkafka settings, verbatim."""
     embedded: bool = False
-    """The broker answers an empty fetch at once, so readers rest; and never evicts a member of a group, so members are
-    known by name and a new one takes its own former place."""
+    """Whether the broker is the embedded one. It answers an empty fetch at once, so readers pause between fetches. It
+    never evicts a member of a group, so members have static names, and a restarted member takes its former place."""
 
     @property
     def authenticated(self) -> bool:
-        """Whether clients prove who they are: what each may do is a matter of rights then."""
+        """Whether clients authenticate, so that the broker can check their rights."""
         protocol = self.properties.get("security.protocol", "").lower()
         certified = any(name in self.properties for name in CLIENT_CERTIFICATES)
         return protocol.startswith("sasl_") or (protocol == "ssl" and certified)
@@ -70,19 +72,19 @@ class BusSettings:
         return f"{self.namespace}{topic.name}"
 
     def with_defaults(self, properties: Mapping[str, str]) -> "BusSettings":
-        """The same with these properties, where the user gave none of the name."""
+        """These settings with default properties, which the user's own properties override."""
         return replace(self, properties={**properties, **self.properties})
 
     def for_bounded_reads(self) -> "BusSettings":
-        """For readers that stop at an end."""
+        """Settings for readers that stop at the end of their partitions."""
         return self if self.embedded else self.with_defaults({"fetch.wait.max.ms": str(BOUNDED_FETCH_MILLISECONDS)})
 
     def name(self, name: str) -> str:
-        """A consumer group or transactional id on this broker."""
+        """The name of a consumer group or transactional id on this broker."""
         return f"{self.namespace}{PREFIX}{name}"
 
     def client(self, client_id: str) -> dict[str, object]:
-        """What every client has in common."""
+        """Configuration that all clients have in common."""
         return self._with_overrides(
             {
                 "bootstrap.servers": self.bootstrap,
@@ -95,22 +97,25 @@ class BusSettings:
         )
 
     def producer(self, client_id: str) -> dict[str, object]:
-        """An idempotent producer that sends at once and packs what waits."""
+        """Configuration of an idempotent producer that sends at once and batches the records that wait."""
         return self._with_overrides(
             {
                 **self.client(client_id),
                 "enable.idempotence": True,
                 "linger.ms": 0,
                 "compression.type": "lz4",
-                "message.max.bytes": MAX_DEAD_LETTER_BYTES,  # what else is too large its topic refuses
-                "batch.size": MAX_MESSAGE_BYTES,  # of records that do not compress, a batch is what its topic must take
+                "message.max.bytes": MAX_DEAD_LETTER_BYTES,  # a topic of records itself refuses a larger record
+                "batch.size": MAX_MESSAGE_BYTES,  # without compression, a topic has to accept the whole batch
                 "queue.buffering.max.kbytes": 256 * 1024,
-                "message.timeout.ms": 0,  # a slow link is no failure: whoever flushes decides
+                "message.timeout.ms": 0,  # a slow link is no error; `Writer.flush` decides when to give up
             }
         )
 
     def transactional(self, client_id: str, transactional_id: str) -> dict[str, object]:
-        """A transactional producer. Back-to-back transactions meet CONCURRENT_TRANSACTIONS: retry at once."""
+        """Configuration of a transactional producer.
+
+        Transactions that follow each other directly meet CONCURRENT_TRANSACTIONS, so retries are fast.
+        """
         return self._with_overrides(
             {
                 **self.producer(client_id),
@@ -123,7 +128,7 @@ class BusSettings:
         )
 
     def consumer(self, client_id: str, group: str) -> dict[str, object]:
-        """A consumer that sees committed records only and commits nothing by itself."""
+        """Configuration of a consumer that reads only committed records and commits no offsets by itself."""
         return self._with_overrides(
             {
                 **self.client(client_id),
@@ -141,24 +146,25 @@ class BusSettings:
         )
 
     def _with_overrides(self, config: Mapping[str, object]) -> dict[str, object]:
-        """With what the user gave in the end: of a setting with two names librdkafka heeds the one that comes last."""
+        """Add the user's settings at the end: if a setting has two names, librdkafka uses the last one."""
         own = {name: value for name, value in config.items() if name not in self.properties}
         return {**own, **self.properties}
 
 
 _warned_at: dict[int, float] = {}
-"""By kind of trouble, when it was last told."""
+"""Monotonic time of the last warning, by error code."""
 
 
 _FIRST_DOWN = "1/1 brokers are down"
 
 
 def _report_error(servers: int, created_at: float, error: KafkaError) -> None:
-    """For whoever wonders why nothing moves. librdkafka reconnects and retries by itself.
+    """Log a client's error as a warning. librdkafka reconnects and retries by itself.
 
-    One broker of several that is away is no trouble: the others answer. When it is the first of the `servers` that a
-    client begins to know, librdkafka says that all are. Later it counts those that the cluster has: a node that has
-    long been away is not among them, nor is a second name of the same one.
+    One unreachable broker of several is not logged, because the others answer. If it is the first of the `servers`
+    (number of bootstrap addresses) that a new client tries, librdkafka reports that all brokers are down. Later
+    librdkafka counts the brokers of the cluster, without brokers that are away for long and without second names of a
+    broker.
     """
     if error.code() in (KafkaError._TRANSPORT, KafkaError._RESOLVE, KafkaError._TIMED_OUT) and not error.fatal():
         return
@@ -176,9 +182,9 @@ def _report_commit(error: KafkaError | None, _partitions: object) -> None:
 
 
 def parse_properties(pairs: list[str], command_config: Path | None) -> dict[str, str]:
-    """librdkafka settings from `--command-config FILE` (key=value lines, `#` comments) and `-X key=value`, which wins.
+    """librdkafka settings from `--command-config FILE` (key=value lines, `#` comments), overridden by `-X key=value`.
 
-    Raises UsageError for a file that cannot be read or a line that is no `key=value`.
+    `pairs`: the arguments of -X. Raises UsageError for a file that cannot be read or a line that is not `key=value`.
     """
     properties: dict[str, str] = {}
     if command_config is not None:
@@ -196,6 +202,6 @@ def parse_properties(pairs: list[str], command_config: Path | None) -> dict[str,
 def _pair(text: str, where: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        # It is not shown: it may be a password without its name.
+        # The message does not show the text, because it may be a password without its key.
         raise UsageError(f"{where}: that is no key=value (for example security.protocol=SASL_SSL)")
     return key.strip(), value.strip()

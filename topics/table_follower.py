@@ -1,9 +1,10 @@
-"""A topic of one partition of which the newest record of a key counts, followed on a thread.
+"""A follower: a thread that keeps up with a compacted topic of one partition.
 
 Keeps true
-- It is read from its beginning, and again after trouble with the bus: what was said before this began counts like what
-  is said now. Which of both it was is told with each record.
-- A broker that is away changes nothing: of what is read anew the newest of each key is told, once all is read.
+- The topic is read from its beginning, and again from the beginning after an error of the bus. Each record is reported
+  with whether it came after the end was reached.
+- Of the records before the end only the newest record of each key is reported, once the reader has reached the end. So
+  a broker that was away changes nothing.
 """
 
 from collections.abc import Callable
@@ -21,29 +22,31 @@ from rose.topics.records import EndOfPartition, Envelope
 from rose.topics.settings import BusSettings
 
 READ_SECONDS = 0.2
-"""Longest wait for a record between two looks at whether to stop."""
+"""Longest wait for a record between two checks whether to stop."""
 
 RETRY_SECONDS = 1.0
-"""Before it is read anew after trouble."""
+"""Pause before the topic is read again after an error."""
 
 BATCH = 1_000
 """Records taken at once."""
 
 FOLLOWER_SETTINGS = {"fetch.wait.max.ms": "500"}
-"""Whoever follows waits for records that are seldom: a broker wakes it for each, and is asked less often meanwhile."""
+"""Longer fetches, because records are rare. A new record ends a fetch at once."""
 
 
 class TableFollower:
-    """It begins at once; stop it."""
+    """Follows a topic from construction to `stop`."""
 
     def __init__(
         self, settings: BusSettings, topic: Topic, name: str, on_record: Callable[[Envelope, bool], None]
     ) -> None:
-        """`on_record` is called on the thread, with each record and whether it came since the end was met."""
+        """`on_record` is called on the follower's thread, with each record and whether it came after the end was
+        reached.
+        """
         self.is_caught_up = Event()
-        """What was there has been read."""
+        """Set once the end of the topic was reached."""
         self.failure: RoseError | None = None
-        """What time does not mend, while it is so."""
+        """The permanent error that keeps the follower from reading; None if there is none."""
         self._settings = settings if settings.embedded else settings.with_defaults(FOLLOWER_SETTINGS)
         self._topic = topic
         self._name = name
@@ -71,7 +74,7 @@ class TableFollower:
     def _follow(self) -> None:
         reader = Reader(self._settings, self._name, report_ends=True)
         newest: dict[str, Envelope] = {}
-        """By key, the newest of what was there."""
+        """The newest record by key, until the end is reached."""
         seen = False
         try:
             reader.assign({(self._topic, 0): OFFSET_BEGINNING})

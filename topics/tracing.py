@@ -1,11 +1,11 @@
-"""Traces of trajectories, exported by OpenTelemetry's protocol where a collector is configured.
+"""Traces of trajectories, exported over OTLP if a collector is configured.
 
-Every record that is written, and every result that is applied, ends one or more spans of its trajectory's trace.
+A record that is written, or a result that is applied, ends spans in the trace of its trajectory.
 
 Keeps true
-- Nothing of OpenTelemetry is imported unless traces are exported.
-- No process waits for a collector: spans are sent by a thread of their own, and dropped when its queue is full. A
-  process that ends waits for them for CLOSE_SECONDS.
+- OpenTelemetry is imported only if traces are exported.
+- No process waits for a collector: a thread of its own sends spans, and drops spans when its queue is full. A process
+  that ends waits for the thread for CLOSE_SECONDS at most.
 - Every process samples the same trajectories.
 - Names and attributes follow OpenTelemetry's conventions for messaging and generative AI; other names begin with
   `rose.`.
@@ -52,7 +52,7 @@ AttributeValue = str | int | float | tuple[str, ...]
 
 
 class SpanKind(Enum):
-    """By OpenTelemetry's names."""
+    """Kinds of spans, by OpenTelemetry's names."""
 
     INTERNAL = "INTERNAL"
     PRODUCER = "PRODUCER"
@@ -61,23 +61,26 @@ class SpanKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSpan:
-    """One span."""
+    """One span of a trajectory's trace. Times are unix seconds."""
 
     trajectory_id: str
     span: str
     parent: str
-    """The span that this one is under; empty for the trajectory's own."""
+    """The parent span; empty for the span of the trajectory."""
     name: str
     kind: SpanKind = SpanKind.INTERNAL
     begins: float
     ends: float
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
     failure: str = ""
-    """Why it is one; empty when it is none."""
+    """Reason of the failure; empty if the span has not failed."""
 
 
 def spans_of_written(record: Record, topic: str, now: float) -> Iterator[TraceSpan]:
-    """The hops that end with this record's being written into the topic; of most records none."""
+    """The spans that end when this record is written to the topic; none for most records.
+
+    `topic`: name on the broker. `now`: unix seconds.
+    """
     match record:
         case TurnRequest():
             yield _producer_span(
@@ -101,7 +104,10 @@ def spans_of_written(record: Record, topic: str, now: float) -> Iterator[TraceSp
 
 
 def span_of_applied(result: TurnResult, topic: str, *, began: float, now: float) -> TraceSpan:
-    """The environment worker's: it took a completed turn from the topic, and its environment has stepped."""
+    """The span in which an environment worker applies a completed turn: from its read to the end of the step.
+
+    `topic`: name on the broker. `began`, `now`: begin and end in unix seconds.
+    """
     return TraceSpan(
         trajectory_id=result.trajectory_id,
         span=result_span(result.turn, result.attempt),
@@ -145,7 +151,7 @@ def _messaging_attributes(
 
 
 def _execution_span(result: TurnResult, now: float) -> TraceSpan:
-    """What an executor made of a dispatch; of a turn that the router gave up, that it did."""
+    """The span of an execution, or of a turn that the router failed."""
     times = result.times
     ends = min(times.finished_at or now, now)
     begins = min(times.received_at or ends, ends)
@@ -211,23 +217,26 @@ def _trajectory_span(sample: Sample, now: float) -> TraceSpan:
 
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-"""Of the environment: where OpenTelemetry's own variables name a collector."""
+"""OpenTelemetry's environment variables that name a collector."""
 
 TRACES_PATH = "/v1/traces"
 
 MISSING = "OpenTelemetry is not installed: pip install 'rose-rollouts[otel]'"
 
 CLOSE_SECONDS = 5.0
-"""For what is left at the end: OpenTelemetry's own 30 s are more than a role may take to leave."""
+"""How long the end of a process waits for its last spans. OpenTelemetry's default of 30 s is longer than a role may
+take to end."""
 
 NANOSECONDS = 1_000_000_000
 
 
 class Exporter:
-    """Sends hops to a collector."""
+    """Sends spans to a collector."""
 
     def __init__(self, endpoint: str, ratio: float, *, service: str, instance: str) -> None:
-        """`endpoint`: the collector's base URL; empty leaves it to OpenTelemetry's variables. Raises ImportError."""
+        """`endpoint`: the collector's base URL; if empty, OpenTelemetry's variables name it. `ratio`: fraction of the
+        trajectories that are traced. Raises ImportError if OpenTelemetry is not installed.
+        """
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -243,16 +252,16 @@ class Exporter:
         self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=url))
 
     def on_written(self, record: Record, topic: str) -> None:
-        """A record was handed to the broker."""
+        """Export the spans that end because a record was given to the producer."""
         for hop in spans_of_written(record, topic, time.time()):
             self._export(hop)
 
     def on_applied(self, result: TurnResult, topic: str, *, began: float) -> None:
-        """A completed turn was applied."""
+        """Export the span of a completed turn that was applied. `began`: unix seconds."""
         self._export(span_of_applied(result, topic, began=began, now=time.time()))
 
     def close(self) -> None:
-        """Send what is left, for CLOSE_SECONDS at most; the rest is dropped."""
+        """Send the remaining spans for CLOSE_SECONDS at most, and drop the others."""
         closing = Thread(target=self._processor.shutdown, name="last-spans", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
@@ -289,15 +298,15 @@ class Exporter:
 
 
 exporter: Exporter | None = None
-"""This process's; None while nothing is traced."""
+"""The exporter of this process; None while traces are not exported."""
 
 
 @contextmanager
 def export_traces(endpoint: str, ratio: float, *, role: str) -> Iterator[None]:
-    """Export this process's hops for as long as this runs, where a collector is named.
+    """Export this process's spans for the duration of the context, if a collector is named.
 
-    `endpoint` is the configuration's. Raises UsageError where it is set and OpenTelemetry is not installed, or for
-    variables that OpenTelemetry does not take.
+    `endpoint`: the configured collector, or empty. `ratio`: fraction of the trajectories that are traced. Raises
+    UsageError if `endpoint` is set and OpenTelemetry is not installed, or for variables that OpenTelemetry refuses.
     """
     global exporter
     if not endpoint and not any(map(os.environ.get, ENDPOINTS)):

@@ -35,23 +35,24 @@ from rose.topics.queries import noop
 from rose.topics.settings import TRANSACTION_MILLISECONDS
 
 WATCHDOG_SECONDS = 1.0
-"""Between two looks."""
+"""Time between two checks."""
 
 HUNG_CALL_SECONDS = 1.2 * TRANSACTION_MILLISECONDS / 1000
-"""A transaction that lasts longer than TRANSACTION_MILLISECONDS is aborted by the broker, when it looks for such next.
-A commit of offsets also waits, as long as a broker's session lasts, for a copy of the coordinator's log on one that
-died: 6 s where ROSE starts the brokers, 9 s with Kafka's own settings."""
+"""How long a call may take although the broker answers other clients. The broker aborts a transaction that lasts longer
+than TRANSACTION_MILLISECONDS at its next check. A commit of offsets may also wait for a replica of the coordinator's
+log on a broker that died, for as long as a broker's session: 6 s for brokers that ROSE starts, 9 s by Kafka's default.
+"""
 
 HUNG_CALL_LEAVING_SECONDS = 5.0
-"""The same for whoever is asked to leave, of what the next owner does again."""
+"""The same bound for a process that is asked to stop, for calls whose work the next owner repeats."""
 
 
 class HungCall(RoseError):
-    """It has not returned though the broker answers, or does not answer whoever wants to leave."""
+    """A call has not returned although the broker answers, or the broker is away and the process wants to stop."""
 
 
 class CallWatchdog:
-    """For one call, which is looked at every so often."""
+    """Decides when one call is given up; `check` is called at regular intervals while the call runs."""
 
     def __init__(
         self,
@@ -63,12 +64,12 @@ class CallWatchdog:
         seconds: float = HUNG_CALL_SECONDS,
         leaving_seconds: float | None = None,
     ) -> None:
-        """`ask_broker` raises RoseError while the broker is away, `on_broker_away` is called at looks at which that is
-        so.
+        """`ask_broker` raises RoseError while the broker is away; `on_broker_away` is called at each check then.
 
-        `still_needed`: whether the call is waited for even then. `seconds`: how long it is though the broker answers
-        others, which is asked for in the second half of that; three looks or more. `leaving_seconds`: the same once it
-        is not wanted, if that differs.
+        `still_needed`: whether the call is waited for while the broker is away. `check_seconds`: time between two
+        checks. `seconds`: how long the call is waited for although the broker answers other clients, which is checked
+        in the second half of that time; at least three checks. `leaving_seconds`: the same once the call is not
+        needed, if it differs.
         """
         self.check_seconds = check_seconds
         self._ask_broker, self._on_broker_away, self._still_needed = ask_broker, on_broker_away, still_needed
@@ -77,12 +78,12 @@ class CallWatchdog:
         self._checks, self._answered, self._has_warned = 0, 0, False
 
     def check(self) -> None:
-        """It has not returned for a look's time more. Raises HungCall."""
+        """Called once per `check_seconds` while the call has not returned. Raises HungCall to give the call up."""
         self._checks += 1
         half = (self._seconds if self._still_needed() else self._leaving_seconds) / self.check_seconds / 2
         if self._checks <= half:
             return
-        if self._answered >= half - 1:  # and the call had a look's time since: it may have returned amid that one
+        if self._answered >= half - 1:  # the last answer was one check ago, so the call had time to return after it
             seconds = self._checks * self.check_seconds
             raise HungCall(f"it has not returned for {seconds:.0f} s, though the broker answers others")
         if self._broker_answers():
@@ -104,29 +105,31 @@ class CallWatchdog:
 
 
 def run_guarded(call: Callable[[], object], watchdog: CallWatchdog) -> None:
-    """Make the call, on a thread of its own, and wait for it. Raises HungCall, and what the call raises."""
-    ended: Queue[BaseException | None] = Queue()  # no SimpleQueue: a signal amid its wait can make that endless
+    """Run the call on a thread of its own and wait for it. Raises HungCall, or the exception of the call."""
+    ended: Queue[BaseException | None] = Queue()  # a signal during the wait of a SimpleQueue can make the wait endless
     Thread(target=_run_call, args=(call, ended), name="call", daemon=True).start()
     while True:
         raised, has_ended = None, False
         with suppress(Empty):
             raised, has_ended = ended.get(timeout=watchdog.check_seconds), True
         if not has_ended:
-            # With nothing being handled: what the client raises amid that is never freed, nor its frames.
+            # Outside of any exception handler: an exception that the client raises in a handler is never freed, nor are
+            # its frames.
             watchdog.check()
             continue
         if raised is not None:
             try:
                 raise raised
             finally:
-                del raised  # its traceback has this frame, and so all that the call has
+                del raised  # its traceback refers to this frame, and so to all objects of the call
         return
 
 
 def poll_until_done(call: Callable[[float], bool], watchdog: CallWatchdog, on_wait: Callable[[], None] = noop) -> None:
-    """Make a call that says within so many seconds whether it is done, and goes on when it is made again, until it is.
+    """Repeat a call until it returns True. The call takes the seconds that it may last and continues when repeated.
 
-    `on_wait` is called after each look; what it raises ends the wait. Raises HungCall, and what the call raises.
+    `on_wait` is called after each check; an exception of `on_wait` ends the wait. Raises HungCall, or the exception of
+    the call.
     """
     while not call(watchdog.check_seconds):
         watchdog.check()
@@ -137,7 +140,7 @@ def _run_call(call: Callable[[], object], ended: "Queue[BaseException | None]") 
     try:
         call()
     except BaseException as error:  # noqa: BLE001
-        ended.put(error)  # for the thread that waits
+        ended.put(error)  # raised again on the thread that waits
     else:
         ended.put(None)
 
@@ -146,10 +149,10 @@ TRANSACTION_SECONDS = 60.0
 """How long beginning, committing or aborting a transaction may take before it is an error."""
 
 RETRY_SECONDS = 0.2
-"""Before a call is made again that was refused for the moment, and a transaction for the first time."""
+"""Pause before a refused call is repeated, and before the first repetition of a transaction."""
 
 MAX_RETRY_SECONDS = 5.0
-"""Before a transaction is made again: each pause is twice the one before."""
+"""Longest pause before a transaction is repeated. Each pause is twice the pause before."""
 
 PERMANENT_REJECTIONS = (
     KafkaError.MSG_SIZE_TOO_LARGE,
@@ -157,11 +160,15 @@ PERMANENT_REJECTIONS = (
     KafkaError.INVALID_RECORD,
     KafkaError.POLICY_VIOLATION,
 )
-"""What a broker says of a record that it will refuse again."""
+"""Errors for a record that the broker would refuse again."""
 
 
 def in_time_slices(call: Callable[[float], object]) -> Callable[[float], bool]:
-    """Goes on with a call of a transaction for so many seconds; whether it is done. Raises KafkaException."""
+    """Make a transaction call resumable: the returned function runs it for some seconds and returns whether it is done.
+
+    The returned function raises KafkaException for an error that is not transient, and for any error after
+    TRANSACTION_SECONDS.
+    """
     deadline = time.monotonic() + TRANSACTION_SECONDS
 
     def continue_call(seconds: float) -> bool:
@@ -176,7 +183,7 @@ def in_time_slices(call: Callable[[float], object]) -> Callable[[float], bool]:
                 raise
             time.sleep(
                 max(0.0, started_at + seconds - now)
-            )  # refused at once: who counts turns takes each for its time
+            )  # after a refusal at once, because the caller counts calls as time
             return False
         return True
 
@@ -184,10 +191,10 @@ def in_time_slices(call: Callable[[float], object]) -> Callable[[float], bool]:
 
 
 def retry_until_accepted(call: Callable[[float], object]) -> None:
-    """Make a call that cannot be gone on with, again while it is refused for the moment: librdkafka has no producer id
-    then, or has not heard yet what its coordinator can do.
+    """Repeat a call that cannot be resumed while it is refused with a retriable error.
 
-    `call` takes the seconds that it has. Raises KafkaException.
+    librdkafka refuses such a call while it has no producer id, or does not know the features of its coordinator yet.
+    `call` takes the seconds that it may last. Raises KafkaException.
     """
     deadline = time.monotonic() + TRANSACTION_SECONDS
     while True:
@@ -203,8 +210,9 @@ def retry_until_accepted(call: Callable[[float], object]) -> None:
 
 
 def retry_until_committed(transaction: Callable[[], None], was_aborted: Callable[[BusError], bool]) -> None:
-    """Make a transaction, again while `was_aborted` says that the one that failed so is not on the log. Raises
-    BusError.
+    """Repeat a transaction while it fails and `was_aborted` returns that the failed one is not on the log.
+
+    Raises BusError: the last failure, if it may be on the log or TRANSACTION_SECONDS are over.
     """
     deadline, pause = time.monotonic() + TRANSACTION_SECONDS, RETRY_SECONDS
     while True:
@@ -216,5 +224,5 @@ def retry_until_committed(transaction: Callable[[], None], was_aborted: Callable
             structlog.get_logger("bus").warning("a transaction is made again", reason=str(error), seconds=pause)
         else:
             return
-        time.sleep(pause)  # for leaders and coordinators to settle: who undid it does not tell when
+        time.sleep(pause)  # until leaders and coordinators have settled, which the broker does not report
         pause = min(2 * pause, MAX_RETRY_SECONDS)

@@ -1,14 +1,16 @@
-"""Typed records into Kafka.
+"""Writes typed records to Kafka.
 
 Keeps true
-- What a Writer was given is on the broker once `flush` or `commit` has returned; a delivery that failed raises there.
-- Nothing is written that its readers would refuse.
-- The next owner of a transactional id fences the last, and what it commits is seen. The embedded broker hides what an
-  id commits after an abort: there every owner writes under a new one, and ends what the last left open.
-- What `transact` makes again was undone by an abort that its broker has acknowledged: nothing of it is on the log. The
-  embedded broker would hide what comes after an abort, so there it is not made again.
-- A commit ends, or is given up: see `topics/transactions.py`. So is the client of a writer that was closed: librdkafka
-  ends a client only once all its brokers' threads have, and its owner does not wait for that.
+- The records that a Writer was given are on the broker once `flush` or `commit` has returned. A failed delivery raises
+  BusError there.
+- A record that its readers would refuse is not written.
+- The next owner of a transactional id fences the last owner. The embedded broker hides what a transactional id commits
+  after an abort. So on the embedded broker every owner writes under a new id, and aborts the last owner's open
+  transaction.
+- `transact` repeats a transaction only after an abort that the broker has acknowledged, so no record of the failed
+  transaction is on the log. On the embedded broker it does not repeat, because the broker would hide the repetition.
+- A commit ends or is given up (`topics/transactions.py`). The client of a closed writer is freed on another thread:
+  librdkafka ends a client only after the threads of all its brokers, and its owner does not wait for them.
 """
 
 import sys
@@ -46,29 +48,29 @@ from rose.topics.transactions import (
 )
 
 STALL_SECONDS = 60.0
-"""A flush gives up when nothing at all was stored for so long. A slow link is none: it takes what it takes."""
+"""A flush fails when no record was stored for this time. A flush over a slow link may take longer in total."""
 
 FLUSH_POLL_SECONDS = 1.0
-"""How often a flush looks whether anything was stored."""
+"""Time between two checks of a flush whether a record was stored."""
 
 CLOSE_SECONDS = 1.0
-"""How long a writer that is closed waits for the reports of what it gives up; they are there at once."""
+"""How long `close` waits for the delivery reports of the records that it drops; they arrive at once."""
 
 CLOSE_POLL_SECONDS = 0.01
 
 FREE_POLL_SECONDS = 0.1
 
 SOLE_REFERENCES = 2
-"""References to a client that only one list has: the list's, and that of whoever asks."""
+"""Reference count of a client that only one list holds: the list's reference and the argument of `getrefcount`."""
 
 OWNERS: Place = (PROMPTS, 0)
-"""Where the number of owners of a transactional id is kept, in a group of its own."""
+"""The place whose committed offset, in a group of its own, is the number of owners of a transactional id."""
 
 
 class Writer:
     """Writes records. With a `transactional_id` it writes only between `begin` and `commit`.
 
-    Raises BusError when the broker refuses; a transactional writer that raised is to be thrown away.
+    Its methods raise BusError when the broker refuses. Discard a transactional writer that raised.
     """
 
     def __init__(
@@ -80,25 +82,27 @@ class Writer:
         still_needed: Callable[[], bool] = lambda: True,
         on_wait: Callable[[], None] = noop,
     ) -> None:
-        """`still_needed`: whether this one, and a commit or an abort, still wait for a broker that is away. `on_wait`
-        is called every second or so while it takes the place of the last owner of the `transactional_id`, and while a
-        transaction that has all its offsets is committed on Apache Kafka; what that raises ends it.
+        """`still_needed`: whether the constructor, a commit and an abort still wait for a broker that is away.
+
+        `on_wait` is called about once a second while the writer fences the last owner of the `transactional_id`, and
+        while a transaction with offsets is committed on Apache Kafka; an exception of `on_wait` ends the wait. Raises
+        BusError.
         """
         self._settings = settings
         self._still_needed = still_needed
         self._on_wait = on_wait
         self._transactional = transactional_id is not None
         self._failure: tuple[KafkaError, str] | None = None
-        """Of a delivery, and the topic."""
+        """The error of a failed delivery, and its topic; None if there is none."""
         self._stored = 0
         self._closed = False
         self._touched_topics: set[str] = set()
-        """Topics that were written to since the transaction began."""
+        """Names of the topics that were written to since the transaction began."""
         self._rights: tuple[str, ...] = (
             f"Write on transactional id {settings.name(transactional_id or '')}",
             "IdempotentWrite on cluster kafka-cluster, or Write on any topic",
         )
-        """That it takes, beside those to topics and to its reader's group."""
+        """Rights that the writer needs in addition to rights to topics and to its reader's group."""
         if transactional_id is None:
             self._producer = new_client(Producer, settings.producer(client_id))
         else:
@@ -116,9 +120,10 @@ class Writer:
         headers: Mapping[str, bytes] | None = None,
         on_delivery: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Hand a record over. `on_delivery(partition, offset)` is called from `poll` or `flush` once it is stored.
+        """Write a record. `on_delivery(partition, offset)` is called from `poll` or `flush` once it is stored.
 
-        Raises RecordError for one that its readers would refuse.
+        `partition`: the client's partitioner chooses it if None. `headers` are written in addition to the record's own.
+        Raises RecordError if readers would refuse the record, or BusError.
         """
         self.write_encoded(
             topic,
@@ -143,7 +148,7 @@ class Writer:
         headers: Mapping[str, bytes] | None = None,
         on_delivery: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`write` of a record whose bytes are known: what was signed or sized is what travels."""
+        """`write` a record that is encoded already, so exactly the bytes that were signed or measured are sent."""
         name, message_headers = (
             self._settings.topic(topic),
             [*headers_of(record, trajectory_id), *(headers or {}).items()],
@@ -155,13 +160,13 @@ class Writer:
     def tombstone(
         self, topic: Topic, *, key: str, partition: int, on_delivery: Callable[[int, int], None] | None = None
     ) -> None:
-        """Say that the key has ended."""
+        """Write a tombstone, which deletes the key."""
         self._produce(
             self._settings.topic(topic), key.encode(), None, partition, [], on_delivery, counts.written(topic)
         )
 
     def forward(self, topic: Topic, raw: RawMessage, *, partition: int, key: bytes | None) -> None:
-        """Write a message as it came, to another place and under this key."""
+        """Write a message unchanged to another partition, under this key."""
         headers, counted = list(raw.headers), counts.written(topic)
         self._produce(self._settings.topic(topic), key, raw.value, partition, headers, None, counted)
 
@@ -173,8 +178,9 @@ class Writer:
         sent_back: bool = False,
         on_delivery: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Store a message that could not be used, as it came, with why and where it lay; see
-        `topics/dead_letter_headers.py`.
+        """Write an unusable message to its topic's dead letter queue, with reason and origin in headers.
+
+        `sent_back`: whether to note that the message was sent back. See `topics/dead_letter_headers.py`.
         """
         letter = to_dead_letter(message, reason, topic=self._settings.topic(message.topic), sent_back=sent_back)
         name, counted = f"{self._settings.namespace}{message.topic.dead_letters}", counts.dead_letters(message.topic)
@@ -185,13 +191,13 @@ class Writer:
         return partition_count(self._producer, self._settings.topic(topic))
 
     def poll(self, seconds: float = 0.0) -> None:
-        """Take delivery reports in, waiting so long for the first. Raises BusError if a delivery failed."""
+        """Handle delivery reports, waiting up to `seconds` for the first. Raises BusError if a delivery failed."""
         self._guarded("writing", self._producer.poll, seconds)
         self._raise_failure()
 
     def flush(self) -> None:
-        """Wait until all that was written is stored, for as long as anything is. Raises BusError if it is not."""
-        seen, looks = self._stored, 0  # of which none lasts longer for a process that is frozen amid it
+        """Wait until all written records are stored. Raises BusError if none is stored for STALL_SECONDS."""
+        seen, looks = self._stored, 0  # polls are counted, not seconds, so a process that was frozen does not time out
         while left_count := self._producer.flush(FLUSH_POLL_SECONDS):
             self._raise_failure()
             seen, looks = self._stored, looks + 1 if self._stored == seen else 0
@@ -209,9 +215,7 @@ class Writer:
     def commit(
         self, offsets: Mapping[Place, int] | None = None, reader: Reader | None = None, *, metadata: str = ""
     ) -> None:
-        """Commit what was written since `begin` together with the `reader`'s next `offsets`, and a `metadata` at
-        each.
-        """
+        """Commit the records since `begin` together with the `reader`'s next `offsets`, each with this `metadata`."""
         self._commit(self._producer, offsets or {}, reader, metadata)
         self._raise_failure()
 
@@ -227,10 +231,10 @@ class Writer:
         *,
         metadata: str = "",
     ) -> None:
-        """Begin, `write`, and `commit`; all of it again where a broker has undone it.
+        """Begin, call `write`, and `commit`; repeat all of it if the broker has aborted the transaction.
 
-        One does so whose leaders or coordinators move amid it. Raises BusError for what is no such trouble, or lasts
-        longer than TRANSACTION_SECONDS.
+        A broker aborts a transaction, for example, when leaders or coordinators move during it. Raises BusError for any
+        other error, or when the repetitions take longer than TRANSACTION_SECONDS.
         """
 
         def transaction() -> None:
@@ -241,40 +245,41 @@ class Writer:
         retry_until_committed(transaction, self._was_aborted)
 
     def _was_aborted(self, error: BusError) -> bool:
-        """Whether the transaction that failed so is certainly not on the log, and this writer may make it again."""
+        """Abort the transaction that failed with this error; return whether it is certainly not on the log."""
         if error.is_fenced or error.is_permanent or error.code in PERMANENT_REJECTIONS or error.outcome_unknown:
-            return False  # if unknown, a call of it may still be under way as well
+            return False  # with an unknown outcome, a call of the transaction may still be running
         if self._settings.embedded or not self._still_needed():
             return False
         try:
             self.abort()
-        except BusError:  # it may be on the log, or another owner has come
+        except BusError:  # the transaction may be on the log, or another owner has fenced this writer
             return False
-        self._failure = None  # that what was aborted was not stored, as all reports of it have said by now
+        self._failure = None  # a failed delivery of the aborted transaction; all its reports have arrived by now
         return True
 
     def abort_open_transaction(self, places: Iterable[Place], reader: Reader) -> None:
-        """Abort a transaction that would commit the `reader`'s offsets of these, and with it all that is open there of
-        this transactional id, whoever wrote it and whatever its own end was.
+        """Begin a transaction that includes offsets of the `reader`'s group, and abort it.
+
+        This also ends any earlier transaction of this transactional id that the group's coordinator takes for open.
         """
         self.begin()
         self._send(self._producer, dict.fromkeys(places, 0), reader)
         self.abort()
 
     def close(self) -> None:
-        """Give up what is not stored by now. A writer that is dropped without it goes on, and is never freed."""
-        if self._closed:  # a client that is let go twice is never alone
+        """Drop the records that are not stored yet, and free the client. A writer that is not closed is never freed."""
+        if self._closed:  # with two `_free_later` threads, the reference count would never fall to SOLE_REFERENCES
             return
         self._closed = True
-        self._producer.purge()  # confluent-kafka turns its `blocking` round: False waits, and with it all threads
+        self._producer.purge()  # without `blocking=False`: confluent-kafka inverts it, and would block all threads
         deadline = time.monotonic() + CLOSE_SECONDS
         while len(self._producer) and time.monotonic() < deadline:
-            with suppress(KafkaException):  # one that was fenced says so again
+            with suppress(KafkaException):  # a fenced producer raises its error again
                 self._producer.poll(CLOSE_POLL_SECONDS)
         _free_later(self._producer)
 
     def _fenced_producer(self, client_id: str, transactional_id: str) -> Producer:
-        """A producer of this id; what an earlier one had open is over."""
+        """A producer of this transactional id that has fenced earlier ones. Raises BusError."""
         producer = new_client(Producer, self._settings.transactional(client_id, transactional_id))
         with ExitStack() as undo:
             undo.callback(_free_later, producer)
@@ -288,17 +293,17 @@ class Writer:
             self._wait_while_needed()
 
     def _wait_while_needed(self) -> None:
-        """Between two looks for an answer of whom it succeeds. Raises BusError once nobody waits for it any more."""
+        """Called between two polls while older transactions are fenced. Raises BusError once not `still_needed`."""
         if not self._still_needed():
             action = "fencing older transactions (it has no answer yet, and nobody waits for it any more)"
             raise BusError(action, KafkaError(KafkaError._TIMED_OUT))
         self._on_wait()
 
     def _successor_producer(self, client_id: str, transactional_id: str) -> Producer:
-        """`_fenced_producer` with a producer under whose own id nothing was ever aborted.
+        """A fenced producer under a numbered id of which no transaction was ever aborted, for the embedded broker.
 
-        The number in it is kept as the offset of a group. It is counted up by whoever holds the id itself, once the
-        last owner is fenced and the next one is there: of two who do this at once one succeeds the other, or fails.
+        The number is the committed offset of a group. The producer of the plain id increments it after the last owner
+        is fenced and the next owner exists. If two writers do this at once, one succeeds the other, or fails.
         """
         counting = self._fenced_producer(client_id, transactional_id)
         _free_later(counting)
@@ -316,7 +321,7 @@ class Writer:
     ) -> None:
         if offsets and reader is not None:
             self._send(producer, offsets, reader, metadata)
-        # The embedded broker tells open offsets to whoever takes the partitions over meanwhile.
+        # The embedded broker returns uncommitted offsets to a reader that takes the partitions over meanwhile.
         on_wait = self._on_wait if offsets and not self._settings.embedded else noop
         commit = in_time_slices(producer.commit_transaction)
         self._guarded("committing a transaction", poll_until_done, commit, self._watchdog(), on_wait)
@@ -372,7 +377,7 @@ class Writer:
             self._raise_failure()
 
     def _cause(self, error: KafkaError) -> KafkaError:
-        """Why this producer takes nothing any more: all of its calls but `produce` tell whether it was fenced."""
+        """The cause of a fatal error of `produce`: the producer's other calls say whether it was fenced."""
         if error.code() == KafkaError._FATAL and self._transactional:
             try:
                 self._producer.begin_transaction()
@@ -398,14 +403,14 @@ class Writer:
 
 
 def _free_later(client: Producer) -> None:
-    """Free the client on a thread of its own, once nothing else has it: its writer, an error or a report may have."""
+    """Free the client on a thread of its own once no writer, exception or delivery report refers to it."""
     Thread(target=_free, args=([client],), name="free", daemon=True).start()
 
 
 def _free(last: list[Producer]) -> None:
     while sys.getrefcount(last[0]) > SOLE_REFERENCES:
-        time.sleep(FREE_POLL_SECONDS)  # nobody tells that a reference is gone
-        if len(last[0]):  # reports that are late hold the writer until they are taken in
+        time.sleep(FREE_POLL_SECONDS)  # Python does not report that a reference is gone
+        if len(last[0]):  # late delivery reports refer to the writer until they are handled
             with suppress(KafkaException):
                 last[0].poll(0)
     last.clear()

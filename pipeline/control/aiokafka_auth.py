@@ -1,7 +1,7 @@
-"""How Faust's Kafka client signs in: librdkafka's settings in its words.
+"""Authentication of Faust's Kafka client (aiokafka), translated from librdkafka's settings.
 
-Keeps true: a setting of security that it has no word for is refused by its name, so nobody who asked for encryption or
-for a check goes without. What is not about security is librdkafka's own, and stays with the clients that it has.
+Keeps true: a security setting without an equivalent in Faust is refused by name, so encryption or a check that was
+asked for is never left out. Settings that do not concern security apply to librdkafka's clients only.
 """
 
 import ssl
@@ -33,7 +33,10 @@ KNOWN = (
 
 
 def credentials(properties: Mapping[str, str]) -> Credentials | None:
-    """None where nothing is encrypted and nobody signs in. Raises UsageError."""
+    """Faust's credentials for these librdkafka settings; None for plaintext without authentication.
+
+    Raises UsageError for a setting or value that Faust's client does not support.
+    """
     unknown = [name for name in properties if name.startswith(ABOUT_SECURITY) and name not in KNOWN]
     if unknown:
         raise UsageError(

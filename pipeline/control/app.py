@@ -1,13 +1,14 @@
-"""The control app around its core: a Faust app that reads summaries, looks at the time every second, and shows a page.
+"""The control app: a Faust app that passes cell summaries to the elasticity core every second and serves a page.
 
 Keeps true
-- It is off the hot path: it reads one small record per cell and second, and no turn waits for it.
-- It keeps nothing: all that it knows comes again in seconds. So it has no table, no topic of its own, and it creates
-  none; what it grants goes through the bus's own writer, checked as every record is.
-- Of several one decides: the one that the consumer group gives the summaries to. One that hears none renews nothing.
-- Old news is none: after a start or a pause the summaries before the newest ones are passed over.
+- The app is off the hot path: it reads one small record per cell and second, and no turn waits for it.
+- The app stores no state: all state returns within seconds from summaries and grants. So it has no table and no topic
+  of its own, and it creates no topics. It writes grants with the bus's own writer, which checks every record.
+- Of several control apps one decides: the app to which the consumer group assigns the summaries. An app without
+  summaries renews no grants.
+- Old summaries are skipped: after a start or a pause only the newest summaries of each cell are used.
 
-It decides nothing: the core does.
+The core decides; the app decides nothing.
 """
 
 from collections import deque
@@ -38,20 +39,20 @@ from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 
 TICK_SECONDS = 1.0
-"""Between two decisions."""
+"""Time between two decisions."""
 
 SESSION_SECONDS = 10.0
-"""After so long without a word of it another instance takes its place."""
+"""Session timeout of the consumer group: another control app then takes the place of a silent one."""
 
 MAX_BACKLOG_SUMMARIES = 2
-"""Summaries of each cell that may lie behind one that is not passed over."""
+"""A summary is used only if fewer newer summaries than this, for each cell, are on the log."""
 
 SHOWN_DECISIONS = 50
 """Decisions on the page."""
 
 
 class _Boot(BootStrategy):
-    enable_kafka_producer = False  # what is written goes through the bus's own
+    enable_kafka_producer = False  # records are written with the bus's own writer
 
 
 class _Faust(faust.App):
@@ -59,33 +60,33 @@ class _Faust(faust.App):
 
 
 class ControlApp:
-    """One life of the app; the core outlives it."""
+    """One start of the Faust app. The core outlives it."""
 
     def __init__(
         self, settings: BusSettings, core: ElasticityCore, grants: GrantLog, clock: Callable[[], float], name: str
     ) -> None:
-        """Raises TopicMissing, or UsageError for settings of security that Faust's client has no word for."""
+        """Raises TopicMissing, or UsageError for security settings that Faust's client does not have."""
         self.failure: Exception | None = None
         self._core = core
         self._grants = grants
         self._clock = clock
         self._log = structlog.get_logger("control").bind(control=name)
         self._writer = Writer(settings, name)
-        self._writer.partition_count(SUMMARIES)  # Faust waits for a topic that is not there, and tells nobody
-        self._folder = TemporaryDirectory(prefix="rose-control-")  # Faust wants one, and keeps nothing there
+        self._writer.partition_count(SUMMARIES)  # Faust would wait for a missing topic without a message
+        self._folder = TemporaryDirectory(prefix="rose-control-")  # Faust needs a folder and stores nothing in it
         self._decisions: deque[CapacityGrant] = deque(maxlen=SHOWN_DECISIONS)
         self._lending: dict[str, bool] = {}
-        """By worker, what was written last."""
+        """Whether the last leased grant tells the worker to lend, by worker."""
         self.faust = self._build_app(settings, name)
 
     def close(self) -> None:
-        """Leave the broker as it is."""
+        """Close the writer and remove the temporary folder."""
         self._writer.close()
         self._folder.cleanup()
 
     @property
     def error(self) -> Exception | None:
-        """Why it cannot go on; None while it does."""
+        """The error that stops the app; None while there is none."""
         crashed = self.faust.crash_reason if self.faust.crashed else None
         return self.failure or self._grants.failure or (crashed if isinstance(crashed, Exception) else None)
 
@@ -111,7 +112,7 @@ class ControlApp:
             web_bind=config.page_host,
             web_port=config.page_port or 6066,
         )
-        app.web.blueprints = BlueprintManager()  # Faust's own pages are not for everybody
+        app.web.blueprints = BlueprintManager()  # without Faust's own pages, which should not be public
         topic = app.topic(settings.topic(SUMMARIES), value_type=bytes, key_type=bytes)
         app.agent(topic, name="summaries")(self._read)
         app.timer(TICK_SECONDS)(self._on_timer)
@@ -133,14 +134,14 @@ class ControlApp:
         async for event in stream.events():
             try:
                 self._on_message(event)
-            except Exception as error:  # noqa: BLE001  whoever runs this tells it, and begins anew
+            except Exception as error:  # noqa: BLE001  the service logs the failure and starts another app
                 self.failure = error
 
     def _on_message(self, event: EventT[bytes]) -> None:
         message = event.message
         raw_headers = cast(
             Iterable[tuple[str, bytes | None]], message.headers or ()
-        )  # Kafka's client has no other kind
+        )  # Faust's Kafka client returns headers in no other form
         headers = tuple((name, value or b"") for name, value in raw_headers)
         try:
             summary = decode(CellSummary, message.value or b"", headers)
@@ -158,7 +159,7 @@ class ControlApp:
     async def _on_timer(self, *_: Any) -> None:
         try:
             self._decide()
-        except Exception as error:  # noqa: BLE001  whoever runs this tells it, and begins anew
+        except Exception as error:  # noqa: BLE001  the service logs the failure and starts another app
             self.failure = error
 
     def _decide(self) -> None:

@@ -1,4 +1,4 @@
-"""What a user may set of the control app."""
+"""Configuration of the control app."""
 
 from dataclasses import dataclass
 

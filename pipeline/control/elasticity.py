@@ -1,33 +1,36 @@
-"""Elasticity: which serving workers lend to this RL job, and where workers are, from one summary per cell and second.
+"""The elasticity core: which serving workers lend to this RL job, and in which cell each worker is.
+
+The input is one summary per cell and second, and the grants on the log.
 
 Keeps true
-- At most `most_lenders` have a grant to lend that has not run out, and each grant says why: by what is known when it is
-  written, also where it renews another.
-- A worker lends to one RL job: who has a grant of another one that has not run out is left alone, and so is who was
-  told by hand, or is drained.
-- A lender is woken when it would be at work for more than the margin before what waits is done, its wake and the
-  catching up of its weights counted; the one whose users ask least first. Where nobody else would ever do what waits,
-  one is woken however little that is. It is parked once, for a while, the others had room for what it holds and would
-  have been done with that, and with what waits, within half of the margin. Of several who runs nothing goes first, and
-  who runs turns stays until no such one is of no use; then whose users ask most.
-- A place goes to who takes it: a lender that does not come, or that closes for long and runs nothing, is parked for a
-  while, longer each time that it does not come.
-- It settles: once somebody was parked for being of no use, nobody is worth waking before more waits. So under a
-  constant load wakes and parkings both end. Who was woken or parked stays so for the dwell.
-- Which cell a worker is to be in, `rebalancing` decides, of those who are neither drained, told by hand nor another
-  job's. It holds without a lease: with nobody to decide they stay where they are.
-- Grants are leases, renewed while the summaries of their cell come. Silence means no: of a cell that is not heard of
-  nothing is renewed, and its lenders park by themselves.
-- What was once granted to a worker that is gone is deleted, whichever job it was for, so neither the log nor this grows
-  with every name there ever was. Nobody counts as gone before all cells were heard for as long, without a gap, and none
-  named it.
+- At most `most_lenders` workers have a valid grant to lend. Each grant has a reason, computed when the grant is
+  written, also when it renews another grant.
+- A worker lends to one RL job. A worker with a valid grant of another job is not managed, and neither is a worker with
+  a manual grant or a drained worker.
+- A lender is woken if it would work for more than `margin_seconds` before the waiting turns are done, after its wake
+  and the staging of its weights. The lender with the fewest user requests is woken first. If no open executor would
+  ever do the waiting turns, one lender is woken however few turns wait.
+- A lender is parked if for some time the other executors had room for the turns that it holds, and would have finished
+  these turns and the waiting turns within `margin_seconds / 2`. Lenders without turns are parked before lenders with
+  turns, and then the lender with the most user requests first.
+- A lender that does not open after a wake, or that is closed for long and runs no turns, is parked for some time, and
+  for longer after each further failure.
+- Hysteresis: after a lender was parked as idle, no lender is worth waking before more turns wait. So under a constant
+  load wakes and parks end. A lender that was woken or parked stays so for `dwell_seconds`.
+- `rebalancing` decides the cell of each worker that is neither drained, nor under a manual grant, nor granted to
+  another job. Cell grants have no lease: if no control app decides, workers stay in their cells.
+- Grants to lend are leases, renewed while the summaries of the lender's cell arrive. If a cell sends no summaries, its
+  leases are not renewed, and its lenders park when their leases end.
+- Grants of a worker that is gone are deleted, for whichever job, so the log and this state do not grow with every name
+  that was ever used. A worker is gone only if all cells were heard without a gap for FORGET_SECONDS and no summary
+  named the worker.
 
 Pure: `now` is unix seconds that never jump; no other clock is compared with it.
 
 Example, margin 2 s
-    40 turns wait, done in 30 s by w1 alone; w2 would need 9 s to come  -> w2 is to lend: done in 20 s instead of 30 s
-    nothing waits, w2 holds nothing                                     -> 10 s later w2 is to park
-    no summary for 5 s                                                  -> no grant is renewed
+    40 turns wait, done in 30 s by w1 alone; w2 would open after 9 s  -> w2 is woken: done in 20 s instead of 30 s
+    no turns wait, w2 holds no turns                                  -> w2 is parked 10 s later
+    no summary for 5 s                                                -> no grant is renewed
 """
 
 import math
@@ -50,27 +53,27 @@ from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import ExecutorState
 
 GRACE_SECONDS = 2.0
-"""By which a lease may end later with its lender: a grant is on its way for some time."""
+"""How much later than here a lease may end at its lender, because a grant takes time to arrive."""
 
 HOLD_SECONDS = 60.0
-"""One that was given up is left parked for so long, and twice as long each further time."""
+"""How long a lender stays parked after its first failure. Each further failure doubles the time."""
 
 MAX_FAILURES = 6
-"""Of them the hold grows no more."""
+"""Failures after which the hold time does not grow any more."""
 
 USER_REQUESTS_WEIGHT = 0.1
-"""Of the newest summary in how much a worker's own users ask of it."""
+"""Weight of the newest summary in a worker's mean number of user requests."""
 
 
 class LeasedGrant(NamedTuple):
-    """A leased grant on the log."""
+    """A grant with a lease on the log."""
 
     grant: CapacityGrant
     written_at: float
-    """When it was written here, or read."""
+    """When the grant was written by this control app, or read from the log."""
 
     def expires_at(self) -> float:
-        """When its lender surely counts it no more."""
+        """Time from which the lender certainly treats the grant as ended."""
         return self.written_at + self.grant.lease_seconds + GRACE_SECONDS
 
 
@@ -79,42 +82,48 @@ class Lender:
     """One serving worker that follows grants."""
 
     line: ExecutorLine
-    """The newest."""
+    """Its line in the newest summary."""
     cell: int
     heard_at: float
+    """Time of the newest summary that names it."""
     lends: bool | None = None
-    """Whether it is to; None before that was decided."""
+    """Whether it shall lend; None while that is not decided."""
     reason: str = ""
-    """Of one that lends, by the newest summary of its cell; of any other, when that was decided."""
+    """Reason of the decision. Updated at each tick while the worker lends."""
     since: float = 0.0
-    """When that was decided."""
+    """Time of the decision."""
     renewed_at: float | None = None
-    """When a grant to lend was written last; None before, and once it is parked."""
+    """When a grant to lend was last written; None if there was none since the decision."""
     woken_at: float | None = None
-    """When it was woken, until it is open."""
+    """When it was woken; None once it is open."""
     guest_built_at: float | None = None
-    """When its guest was there after that, its weights not yet."""
+    """When its guest was first seen after the wake."""
     closed_since: float | None = None
-    """Of one that is to lend: since when it has been closed and has held nothing, as each summary said."""
+    """Since when a worker that shall lend is closed and holds no turns in every summary."""
     idle_since: float | None = None
+    """Since when a worker that lends is not needed."""
     failures: int = 0
-    """Times on end that it was given up; none any more once it was woken and came."""
+    """Failures in a row. A wake after which the worker opens resets them."""
     parked_until: float = 0.0
+    """Time before which it is not woken after a failure."""
     user_requests: float = 0.0
-    """Requests of its own users, in the mean."""
+    """Running mean of the requests of its own users, running and waiting."""
 
     @property
     def park_priority(self) -> tuple[bool, float]:
-        """Its place among those that may be parked: who runs nothing first, then whose users ask most."""
+        """Sort key for parking: lenders without turns first, then lenders with the most user requests."""
         return self.line.held_turns > 0, -self.user_requests
 
     @property
     def absent_since(self) -> float | None:
-        """Since when it is to lend and does not: it did not come, or it closed. One that runs turns may be full."""
+        """Since when it shall lend and does not, because it did not open or has closed; None if it lends.
+
+        A closed lender that runs turns counts as lending: it may be full.
+        """
         return self.closed_since if self.woken_at is None else self.woken_at
 
     def on_line(self, line: ExecutorLine, cell: int, now: float, *, after_gap: bool) -> None:
-        """Its newest line. `after_gap`: of the time since the one before nobody knows."""
+        """Update from a line of a summary. `after_gap`: whether summaries were missing since the previous line."""
         self.line, self.cell, self.heard_at = line, cell, now
         self.user_requests += USER_REQUESTS_WEIGHT * (line.serving_running + line.serving_waiting - self.user_requests)
         if not self.lends or line.open or line.held_turns:
@@ -123,60 +132,60 @@ class Lender:
             self.closed_since = now
 
     def give_up(self, now: float) -> None:
-        """It is left parked for a while, longer each time."""
+        """Count a failure and set `parked_until`. Parks nothing by itself."""
         self.failures = min(self.failures + 1, MAX_FAILURES)
         self.parked_until = now + HOLD_SECONDS * 2 ** (self.failures - 1)
 
     def decide(self, lends: bool, reason: str, now: float) -> None:
-        """Change it."""
+        """Set whether the worker shall lend, and reset what was measured under the previous decision."""
         self.lends, self.reason, self.since = lends, reason, now
         self.woken_at = now if lends and not self.line.open else None
         self.guest_built_at = self.closed_since = self.idle_since = self.renewed_at = None
 
 
 STALE_SECONDS = 5.0
-"""A cell that was not heard of for so long is decided nothing about; its router speaks every second."""
+"""Nothing is decided about a cell without a summary for this time. A router writes a summary every second."""
 
 SETTLE_SECONDS = 3.0
-"""Before the first decision: by then every cell has spoken."""
+"""Time from the first summary to the first decision. By then every live cell has sent a summary."""
 
 RENEWALS_PER_LEASE = 3
-"""Of a lease, in its time."""
+"""Renewals of a grant within one lease."""
 
 MIN_PATIENCE_SECONDS = 60.0
-"""With a lender that was woken, or that has closed; at least four times what a wake is expected to take."""
+"""Least wait for a lender that was woken or has closed. The wait is at least four times the expected time of a wake."""
 
 
 class CellView(NamedTuple):
-    """One cell, as it was heard of last."""
+    """The newest summary of one cell."""
 
     summary: CellSummary
     heard_at: float
     continuous_since: float
-    """From when on it was heard without a gap."""
+    """Since when summaries arrive without a gap of STALE_SECONDS."""
 
 
 class ElasticityCore:
-    """All that the control app knows; the app hands it records and writes what it decides."""
+    """State and decisions of the control app. The app passes records in and writes the grants that are returned."""
 
     def __init__(self, config: ControlConfig, job: str) -> None:
-        """`job`: the RL job that is lent to, `namespace:run`."""
+        """`job`: the RL job that workers lend to, `namespace:run`."""
         self.config = config
         self.job = job
         self.cells: dict[int, CellView] = {}
         self.lenders: dict[str, Lender] = {}
         self.estimates = WorkerEstimates()
         self.leases: dict[str, LeasedGrant] = {}
-        """By worker, the newest leased grant on the log."""
+        """The newest leased grant on the log, by worker."""
         self.manual_grants: dict[str, CapacityGrant] = {}
         self.drains: dict[str, CapacityGrant] = {}
         self.rebalancer = Rebalancer(config)
         self.woken = self.parked = 0
-        """Times that one was, since the start."""
+        """Number of wakes and of parks since the start."""
         self._started_at: float | None = None
 
     def on_summary(self, summary: CellSummary, now: float) -> None:
-        """A cell's newest summary. One of a cell that there is not tells nothing."""
+        """Take a cell's newest summary. A summary of a cell number that does not exist is ignored."""
         if summary.cell >= summary.cells:
             return
         self._started_at = now if self._started_at is None else self._started_at
@@ -197,7 +206,10 @@ class ElasticityCore:
     def on_grant(
         self, worker: str, grant: CapacityGrant | None, now: float, *, source: GrantSource = GrantSource.LEASED
     ) -> None:
-        """The newest grant of a worker on the log; None once it was deleted. One without a lease is by hand."""
+        """Take a worker's newest grant on the log; None if it was deleted.
+
+        `source`: the source in the key. A LEASED grant without a lease counts as a manual grant.
+        """
         if source is GrantSource.CELL:
             self.rebalancer.on_target_read(worker, None if grant is None else grant.cell, now)
         elif source is not GrantSource.LEASED or (grant is not None and not grant.lease_seconds):
@@ -207,11 +219,11 @@ class ElasticityCore:
                 grants[worker] = grant
         elif grant is None:
             self.leases.pop(worker, None)
-        elif worker not in self.leases or self.leases[worker].grant != grant:  # what was written here is known
+        elif worker not in self.leases or self.leases[worker].grant != grant:  # grants that this app wrote are known
             self.leases[worker] = LeasedGrant(grant, now)
 
     def tick(self, now: float) -> list[CapacityGrant]:
-        """Time has passed: what is granted now."""
+        """Decide; return the grants that are to be written now. Call this about once a second."""
         if self._started_at is None or now < self._started_at + SETTLE_SECONDS:
             return []
         self._forget(now)
@@ -227,12 +239,12 @@ class ElasticityCore:
         return leases + self._rebalance(now)
 
     def expired_grants(self, now: float) -> list[tuple[str, GrantSource]]:
-        """Whose grants, by which voice, are to be deleted: nobody has named the worker for long. They are told once."""
+        """Worker and source of each grant that is to be deleted, because no summary names the worker; returned once."""
         live = self.live_summaries(now)
         if not live or len(live) < max(summary.cells for summary in live):
             return []
         if now - max(self.cells[summary.cell].continuous_since for summary in live) < FORGET_SECONDS:
-            return []  # a router that has just begun has not heard its workers yet
+            return []  # a router that has just started has not received the heartbeats of its executors yet
         old = (name for name, lease in self.leases.items() if now >= lease.expires_at() + FORGET_SECONDS)
         gone = [name for name in old if name not in self.lenders]
         for name in gone:
@@ -241,13 +253,15 @@ class ElasticityCore:
         return [*((name, GrantSource.LEASED) for name in gone), *expired_cells]
 
     def live_summaries(self, now: float) -> list[CellSummary]:
-        """Of the cells that are heard, by their number."""
+        """The newest summaries of the cells that are not stale, in order of cell number."""
         cells = sorted(self.cells.items())
         return [cell.summary for _, cell in cells if now - cell.heard_at < STALE_SECONDS]
 
     def is_managed(self, name: str, now: float) -> bool:
-        """Whether this decides about a worker now: it is heard of, not drained, and has no grant by hand or of another
-        job.
+        """Whether this core decides about a worker now.
+
+        It does if a recent summary names the worker, and the worker is not drained and has no manual grant and no valid
+        grant of another job.
         """
         lender, lease = self.lenders.get(name), self.leases.get(name)
         if (
@@ -260,7 +274,9 @@ class ElasticityCore:
         return lease is None or lease.grant.job == self.job or not lease.grant.lend or now >= lease.expires_at()
 
     def lending_workers(self, now: float) -> list[str]:
-        """Those that count for the cap: told to lend by this or by hand, and heard of, or their lease still holds."""
+        """Workers that count for `most_lenders`: known workers that shall lend by a decision or a manual grant, and
+        workers whose lease of this job is still valid.
+        """
         return [name for name in dict.fromkeys((*self.lenders, *self.leases)) if self._counts_as_lending(name, now)]
 
     def _counts_as_lending(self, name: str, now: float) -> bool:
@@ -298,7 +314,7 @@ class ElasticityCore:
             self.estimates.forget(name)
 
     def _review(self, name: str, lender: Lender, now: float) -> None:
-        """What follows for one worker alone."""
+        """Decide what depends on one worker alone: adopt a new worker, or give up a worker that does not lend."""
         if not self.is_managed(name, now):
             lease_over = (
                 lender.renewed_at is None or now >= lender.renewed_at + self.config.lease_seconds + GRACE_SECONDS
@@ -315,7 +331,7 @@ class ElasticityCore:
                 self._park(lender, f"it {cause} {patience:.0f} s; it is {lender.line.state.value}", now)
 
     def _adopt(self, name: str, lender: Lender, now: float) -> None:
-        """A worker is met: it goes on as it is."""
+        """Decide about a new worker: it goes on as it is."""
         lease = self.leases.get(name)
         if lease is not None and lease.grant.lend and lease.grant.job == self.job:
             lender.decide(True, "it was to lend before", now)
@@ -323,14 +339,14 @@ class ElasticityCore:
             lender.decide(True, "it lent already", now)
         else:
             lender.decide(False, "no work has waited for it", now)
-            lender.since = now - self.config.dwell_seconds  # nobody has parked it: it may be woken at once
+            lender.since = now - self.config.dwell_seconds  # no decision parked it, so it may be woken at once
 
     def _park(self, lender: Lender, reason: str, now: float) -> None:
         self.parked += 1
         lender.decide(False, reason, now)
 
     def _park_idle(self, number: int, now: float) -> None:
-        """Note which lenders of a cell are of no use, and park those that were not for long enough."""
+        """Find the lenders of a cell that are not needed, and park those that were not needed for `idle_seconds`."""
         summary, shares = self.cells[number].summary, self._shares(number, now)
         free = [(each.free_turns, each.free_tokens) for each in summary.executors if each.worker in shares]
         turns, tokens = (sum(column) for column in zip(*free, strict=True)) if free else (0, 0)
@@ -361,13 +377,15 @@ class ElasticityCore:
                 self._park(lender, f"of no use for {idle_for:.0f} s", now)
 
     def _spare_lenders(self, now: float) -> float:
-        """How many more may lend."""
+        """How many more workers may lend; infinite without a bound, negative if too many lend."""
         max_lenders = self.config.most_lenders
         return max_lenders - len(self.lending_workers(now)) if max_lenders else math.inf
 
     def _enforce_cap(self, now: float) -> None:
-        """Park those over the cap. Who was not heard since the start does not put them there: whoever granted it kept
-        the cap, and its lease may have run out long ago.
+        """Park lenders in excess of `most_lenders`.
+
+        A worker that no summary has named since the start does not count here: its grant was written within the bound,
+        and its lease may have ended long ago.
         """
         lending, max_lenders = (
             [name for name in self.lending_workers(now) if name in self.lenders],
@@ -379,7 +397,7 @@ class ElasticityCore:
             self._park(self.lenders[name], f"more than {max_lenders} would lend", now)
 
     def _wake(self, number: int, now: float) -> None:
-        """Wake those of a cell that are worth it, whose users ask least first."""
+        """Wake the lenders of a cell that are worth waking, in order of their user requests."""
         turns, shares = self.cells[number].summary.waiting_turns, self._shares(number, now)
         spare = self._spare_lenders(now)
         if not turns or spare <= 0:
@@ -407,7 +425,7 @@ class ElasticityCore:
         self.woken += len(woken)
 
     def _rebalance(self, now: float) -> list[CapacityGrant]:
-        """What is said of a worker's cell, if anything."""
+        """The cell grant that is due, if there is one."""
         live = self.live_summaries(now)
         if all(each.cells == 1 for each in live):
             return []
@@ -435,7 +453,10 @@ class ElasticityCore:
         return [grant]
 
     def _may_move(self, line: ExecutorLine, shares: Container[str], now: float, *, may_wake: bool) -> bool:
-        """Whether one may be told of another cell. `room`: one lender more may lend."""
+        """Whether a worker may be moved to another cell.
+
+        `shares`: the workers that take part in the work of its cell. `may_wake`: whether one more worker may lend.
+        """
         if line.worker in self.drains or line.worker in self.manual_grants:
             return False
         lender = self.lenders.get(line.worker) if line.serving and line.by_grant else None
@@ -445,7 +466,7 @@ class ElasticityCore:
         return lender.lends is False and may_be_woken and self.is_managed(line.worker, now)
 
     def _lenders_of(self, number: int, now: float) -> Iterable[tuple[str, Lender]]:
-        """The lenders in a cell's newest summary that this decides about."""
+        """The managed lenders in a cell's newest summary."""
         heard_at = self.cells[number].heard_at
         return [
             (name, lender)
@@ -454,7 +475,7 @@ class ElasticityCore:
         ]
 
     def _shares(self, number: int, now: float) -> dict[str, WorkShare]:
-        """Who takes part in a cell's work: who is open and is not to park, and who was woken."""
+        """Work shares of a cell: of the open executors that shall not park, and of the lenders that were woken."""
         shares: dict[str, WorkShare] = {}
         for line in self.cells[number].summary.executors:
             lender = self.lenders.get(line.worker) if line.serving and line.by_grant else None
@@ -469,12 +490,14 @@ class ElasticityCore:
         return shares
 
     def _opening_delay(self, name: str, lender: Lender, now: float) -> float:
-        """Seconds from now until a worker is open, if it is woken now or was before."""
+        """Expected seconds until a worker is open: from its wake, or from now if it was not woken yet."""
         total = self.estimates.wake.expected(name) + self.estimates.catch_up.expected(name)
         return total if lender.woken_at is None else max(0.0, total - (now - lender.woken_at))
 
     def _due_grant(self, name: str, now: float) -> CapacityGrant | None:
-        """The grant that is due, if any; it counts as on the log."""
+        """The grant of a lender that is due, if there is one. The grant is entered in `leases` as if it were on the
+        log.
+        """
         lender, lease = self.lenders[name], self.leases.get(name)
         if lender.lends is None or not self.is_managed(name, now):
             return None
@@ -502,8 +525,10 @@ class ElasticityCore:
 
 
 def _lending_reason(line: ExecutorLine, waiting: int, done_seconds: float, target: float) -> str:
-    """Why one goes on lending. `done_seconds`: seconds until all that waits is; `target`: those in which all should
-    be.
+    """The reason why a lender is not parked.
+
+    `waiting`: turns that wait in its cell. `done_seconds`: expected seconds until they are done. `target`: seconds
+    within which all turns would have to be done without the lender.
     """
     if waiting:
         return f"{waiting} turns wait: done {_when(done_seconds)} with all that lend"

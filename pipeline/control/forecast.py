@@ -1,14 +1,14 @@
-"""When the work that waits is done, and what was learned to say so.
+"""Forecasts: when the waiting turns of a cell are done, from estimates of each worker's rate and delays.
 
 Keeps true
-- One more worker never makes it later.
-- What was never seen is assumed, and what was seen counts from the first time on.
+- One more worker never makes the finish later.
+- A quantity that was never measured has an assumed value, and the first measurement replaces it.
 
-Work flows: each worker takes part from the moment at which it is free, at its own rate. Pure.
+Each worker does work from the time at which it is free, at its own rate. Pure.
 
 Example
-    finish_seconds([Share(0, 2)], 10)               -> 5.0
-    finish_seconds([Share(0, 2), Share(4, 8)], 10)  -> 4.2: the second one comes for the last 2
+    finish_seconds([WorkShare(0, 2)], 10)                   -> 5.0
+    finish_seconds([WorkShare(0, 2), WorkShare(4, 8)], 10)  -> 4.2: the second worker helps with the last 2 turns
 """
 
 import math
@@ -21,24 +21,24 @@ from typing import NamedTuple
 from rose.schemas.cells import ExecutorLine
 
 WEIGHT = 0.2
-"""Of the newest in a running mean, once there were five."""
+"""Weight of the newest value in a running mean, from the fifth value on."""
 
 
 class WorkShare(NamedTuple):
-    """One worker's part in the work."""
+    """One worker's part in the work of a cell."""
 
     free_at: float
-    """Seconds from now."""
+    """Seconds from now until the worker is free."""
     rate: float
     """Turns a second from then on."""
 
 
 IDLE = WorkShare(0.0, 0.0)
-"""Of one that takes no part."""
+"""The share of a worker that takes no part."""
 
 
 def finish_seconds(shares: Iterable[WorkShare], turns: float) -> float:
-    """Seconds until so many turns are done; infinite where nobody does any."""
+    """Seconds from now until `turns` turns are done; infinite if no worker takes part."""
     if turns <= 0:
         return 0.0
     rate = turns_done = at = 0.0
@@ -51,7 +51,7 @@ def finish_seconds(shares: Iterable[WorkShare], turns: float) -> float:
 
 
 class CompletionForecast:
-    """Who takes part in the work: how much is done by when. To ask costs the logarithm of how many there were first."""
+    """How many turns a set of workers has done by a time. A query costs O(log n) in the number of initial shares."""
 
     def __init__(self, shares: Iterable[WorkShare]) -> None:
         begins = sorted(shares)
@@ -61,11 +61,11 @@ class CompletionForecast:
         self._added: list[WorkShare] = []
 
     def add(self, share: WorkShare) -> None:
-        """One more takes part."""
+        """Add a share; a negative rate takes a share away."""
         self._added.append(share)
 
     def turns_done_by(self, seconds: float) -> float:
-        """Turns, by so many seconds from now."""
+        """Turns that are done `seconds` seconds from now."""
         index = bisect(self._times, seconds)
         more = sum(each.rate * (seconds - each.free_at) for each in self._added if each.free_at < seconds)
         return self._rates[index] * seconds - self._done_before[index] + more
@@ -73,26 +73,26 @@ class CompletionForecast:
 
 @dataclass(slots=True)
 class RemainingCapacity:
-    """What a cell has without those of its lenders that were found of no use."""
+    """Work and capacity of a cell without the lenders that were found to be not needed."""
 
     shares: dict[str, WorkShare]
     forecast: CompletionForecast
     turns: float
-    """That wait, or were held by who was of no use."""
+    """Turns that wait, or are held by removed lenders."""
     free_turns: int
     free_tokens: int
 
     def is_needed(self, name: str, line: ExecutorLine, seconds: float) -> bool:
-        """Whether without one of them there is no room for what it holds, or not all is done in so many seconds."""
+        """Whether the other workers have no room for a lender's turns, or do not finish all turns within `seconds`."""
         share, turns = self._part(name, line)
         has_room = self.free_turns - line.free_turns >= line.held_turns
         has_room = has_room and self.free_tokens - line.free_tokens >= line.held_tokens
         others_free = self.forecast.turns_done_by(seconds) - share.rate * max(0.0, seconds - share.free_at)
-        others_free = max(0.0, others_free)  # of the last one the difference is 0, or by rounding a little less
+        others_free = max(0.0, others_free)  # for the last worker, rounding may make the difference less than 0
         return not has_room or others_free < self.turns + turns
 
     def remove(self, name: str, line: ExecutorLine) -> None:
-        """One was: others do what it held."""
+        """Remove a lender that is not needed; its turns count as waiting."""
         share, turns = self._part(name, line)
         self.shares.pop(name, None)
         self.forecast.add(WorkShare(share.free_at, -share.rate))
@@ -101,14 +101,17 @@ class RemainingCapacity:
         self.free_tokens -= line.free_tokens + line.held_tokens
 
     def _part(self, name: str, line: ExecutorLine) -> tuple[WorkShare, float]:
-        """Of one, and the turns that others would have to do: one that is sent none may hold some all the same."""
+        """The share of a lender, and the turns that the others would have to do in its place.
+
+        A lender without a share is sent no turns but may still hold turns.
+        """
         share = self.shares.get(name)
         return (IDLE, line.held_turns) if share is None else (share, line.load_seconds * share.rate)
 
 
 @dataclass(slots=True)
 class RunningMean:
-    """A running mean that begins with what is assumed."""
+    """A running mean that begins with an assumed value, which the first measurement replaces."""
 
     value: float
     count: int = 0
@@ -119,26 +122,27 @@ class RunningMean:
 
 
 class Rates(NamedTuple):
-    """How fast a worker is."""
+    """Speed of a worker."""
 
     prefill: float
     """Tokens a second."""
     decode: float
-    """Tokens a second, of all turns that it runs at once."""
+    """Tokens a second, the sum over all turns that run at once."""
 
 
 FIRST_RATES = Rates(1000.0, 100.0)
-"""Assumed while no worker was seen at work."""
+"""Assumed until a worker was open."""
 
 
 @dataclass(slots=True)
 class DelayEstimate:
-    """How long something takes: of each worker, and of one that was not seen to do it, as of all."""
+    """Mean duration of an operation by worker; a worker without measurements has the mean of the fleet."""
 
     fleet: RunningMean
     workers: dict[str, RunningMean] = field(default_factory=dict)
 
     def expected(self, worker: str) -> float:
+        """Expected seconds for this worker."""
         return self.workers.get(worker, self.fleet).value
 
     def add(self, worker: str, seconds: float) -> None:
@@ -147,28 +151,30 @@ class DelayEstimate:
 
 
 class WorkerEstimates:
-    """Online, from what was seen."""
+    """Online estimates of the delays and rates of workers, and of the length of waiting turns."""
 
     def __init__(self) -> None:
         self.wake = DelayEstimate(RunningMean(15.0))
-        """From the grant until there is a guest."""
+        """Seconds from the wake until the lender has a guest."""
         self.catch_up = DelayEstimate(RunningMean(5.0))
-        """From there until it has the weights and may be sent turns."""
+        """Seconds from then until the guest has the weights and may be sent turns."""
         self._rates: dict[str, tuple[bool, Rates]] = {}
-        """By worker, with whether it serves: as it was when it was last open."""
+        """By worker: whether it serves, and its rates when it was last open."""
         self._fleet_rates: Rates | None = None
-        """Of a lender that was never seen at work, until others were seen anew."""
+        """Cached result of `_typical_rates`; None after a change."""
         self._prefill_tokens = RunningMean(1000.0)
-        """Of a turn that waits."""
+        """Prefill tokens of a waiting turn."""
         self._new_tokens = RunningMean(100.0)
+        """Expected new tokens of a waiting turn."""
 
     def on_open(self, line: ExecutorLine) -> None:
-        """Rates that a worker says of itself while it is parked are of no engine."""
+        """Take the rates of an open worker. Rates in the lines of a parked worker do not come from an engine."""
         decode = line.decode_tokens_per_second * line.lanes
         self._rates[line.worker] = line.serving, Rates(line.prefill_tokens_per_second, decode)
         self._fleet_rates = None
 
     def on_waiting(self, turns: int, prefill_tokens: int, new_tokens: int) -> None:
+        """Take the sums over the waiting turns of a summary; `turns` is more than 0."""
         self._prefill_tokens.add(prefill_tokens / turns)
         self._new_tokens.add(new_tokens / turns)
 
@@ -179,12 +185,12 @@ class WorkerEstimates:
         self.catch_up.workers.pop(worker, None)
 
     def turns_per_second(self, worker: str) -> float:
-        """Of turns as they come, with nothing of them cached."""
+        """Turns of mean length that a worker does a second, without cached prefixes."""
         rates = self._rates[worker][1] if worker in self._rates else self._typical_rates()
         return 1.0 / (self._prefill_tokens.value / rates.prefill + max(1.0, self._new_tokens.value) / rates.decode)
 
     def _typical_rates(self) -> Rates:
-        """Of others that serve; of any, where none does."""
+        """Mean rates of the known serving workers; of all known workers if no serving worker is known."""
         if self._fleet_rates is None:
             known = [rates for serving, rates in self._rates.values() if serving]
             known = known or [rates for _, rates in self._rates.values()] or [FIRST_RATES]

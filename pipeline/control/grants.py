@@ -1,6 +1,6 @@
-"""All grants on the log, followed on a thread: what was granted before this began, by whom, and what is now.
+"""The grants on the log, followed on a thread: earlier grants and new ones, with their sources.
 
-Keeps true: everybody who asks sees the whole topic, from its beginning; no consumer group has a part in it.
+Keeps true: every `GrantLog` reads the whole topic from its beginning, without a consumer group.
 """
 
 import queue
@@ -15,7 +15,7 @@ from rose.topics.table_follower import TableFollower
 
 
 class GrantUpdate(NamedTuple):
-    """The newest of a worker, under one of its keys."""
+    """The newest grant of a worker from one source; None if it was deleted."""
 
     worker: str
     grant: CapacityGrant | None
@@ -23,7 +23,7 @@ class GrantUpdate(NamedTuple):
 
 
 class GrantLog:
-    """Take what came, stop it."""
+    """Follows the grants topic from construction to `stop`; `take_updates` returns the changes."""
 
     def __init__(self, settings: BusSettings, name: str) -> None:
         self._updates: queue.SimpleQueue[GrantUpdate] = queue.SimpleQueue()
@@ -31,16 +31,16 @@ class GrantLog:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether what was there has been read."""
+        """Whether all grants from before the start have been read."""
         return self._follower.is_caught_up.is_set()
 
     @property
     def failure(self) -> RoseError | None:
-        """What time does not mend."""
+        """The permanent error that keeps the thread from reading; None if there is none."""
         return self._follower.failure
 
     def take_updates(self) -> list[GrantUpdate]:
-        """What came since this was last asked, in order."""
+        """The updates since the last call, in order."""
         return [self._updates.get() for _ in range(self._updates.qsize())]
 
     def stop(self) -> None:

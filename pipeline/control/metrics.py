@@ -1,4 +1,4 @@
-"""What the control app exports to Prometheus, read from its core when it is asked for."""
+"""Prometheus metrics of the control app, read from its core at each scrape."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from rose.pipeline.control.elasticity import ElasticityCore
 
 
 class ControlCollector(Collector):
-    """Reads the core at the moment of a scrape."""
+    """Reads the core at each scrape."""
 
     def __init__(self, core: ElasticityCore, clock: Callable[[], float]) -> None:
         self._core = core
@@ -48,7 +48,7 @@ class ControlCollector(Collector):
         GaugeMetricFamily,
         GaugeMetricFamily,
     ]:
-        """What `collect` fills in."""
+        """Empty metric families, in the order in which `collect` fills them."""
         return (
             GaugeMetricFamily("rose_control_decides", "Whether this control app hears a cell; of several one does."),
             GaugeMetricFamily("rose_control_cells", "Cells whose routers are heard."),
@@ -67,7 +67,7 @@ class ControlCollector(Collector):
 
 @contextmanager
 def export_metrics(core: ElasticityCore, clock: Callable[[], float]) -> Iterator[None]:
-    """Export the core's figures for as long as this runs."""
+    """Export the metrics of the core for the duration of the context."""
     collector = ControlCollector(core, clock)
     REGISTRY.register(collector)
     try:

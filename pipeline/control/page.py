@@ -1,6 +1,6 @@
-"""What the control app shows: the cells that it hears, who goes to another, each lender, what was decided, and why.
+"""The page of the control app: cells, workers that move to another cell, lenders, and decisions with their reasons.
 
-Pure: the same state as JSON for programs and as a page for people. What others wrote is escaped.
+Pure: the same state as JSON for programs and as a page for people. Text from records is escaped.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ STYLE = (
 
 
 def state_of(core: ElasticityCore, decisions: Iterable[CapacityGrant], now: float) -> State:
-    """All that is shown. `decisions`: the newest changes, newest first."""
+    """The content of the page. `decisions`: the newest grants that changed something, newest first."""
     return {
         "job": core.job,
         "most_lenders": core.config.most_lenders,
@@ -93,7 +93,7 @@ def _lender(core: ElasticityCore, name: str, lender: Lender, now: float) -> Stat
 
 
 def page_of(state: State) -> str:
-    """The same for people."""
+    """The state as an HTML page."""
     cap = state["most_lenders"] or "as many as are worth it"
     head = f"{state['lending']} lend to {state['job']}, at most {cap}; a lease is {state['lease_seconds']:g} s"
     return (

@@ -1,24 +1,25 @@
-"""Which executor is to be in another cell: from where it is needed least to where it is needed most.
+"""The rebalancer: which executor moves to another cell, from the cell that needs it least to the cell in most need.
 
 Keeps true
-- A move is worth it: in the cell that it goes to turns wait, and all is done there FACTOR times later than it will be
-  in the cell that it leaves, and later by more than the margin; or nobody there does anything, which comes first. That
-  has been so for a while.
-- Nobody leaves a cell that has work and no other open executor. One that was told to go is told to stay where it would.
-- Of a cell that is not heard nothing is decided. The core says who may be told at all.
-- It settles. A move leaves both cells better off than the worse one was, so under a constant load moves end. A worker
-  that was told stays for the dwell; for as long a cell that got one gives none, and one that gave one gets none.
-- What was said is on the log: a word that is not read back from there is said again as it was, until it is. What is
-  read counts, whoever wrote it.
-- To each cell one is on its way at a time. It counts there, and not where it comes from: it goes once it holds nothing,
-  or with its next policy version.
+- A move is worthwhile: turns wait in the target cell, and its work would be done MIN_GAIN_FACTOR times later than the
+  work of the source cell after the move, and later by more than `margin_seconds`. An unserved cell counts as infinitely
+  late, so it comes first. The condition has held for some time before the move.
+- No executor leaves a cell that has work and no other open executor. A worker on its way is ordered to stay if its
+  cell would be left so.
+- Nothing is decided about a cell without summaries. The elasticity core selects the workers that may move.
+- Hysteresis: a move leaves both cells better off than the worse of them was, so under a constant load moves end. After
+  a move, the worker stays for `dwell_seconds`, its new cell gives no worker away, and its old cell receives none.
+- A move that is not read back from the log is written again unchanged until it is read. The cell on the log counts,
+  whichever control app wrote it.
+- One worker at a time is on its way to each cell. The worker counts in its target cell. It moves once it holds no
+  turns, or with its next policy version.
 
-Pure; `now` as in the core.
+Pure: `now` is the time of the elasticity core.
 
 Example
-    cell 0: w1 and w2 are open, 3 s of work; cell 1: nobody, 5 turns wait   -> 3 s later w2 is to be in cell 1
-    cell 0: w1 is open, 3 s of work; cell 1: nobody, 5 turns wait           -> nobody moves before cell 0 has no work
-    cell 0: 4 are open, 10 s of work; cell 1: w5 is open, 90 s of work      -> one moves: 13 s here, 45 s there
+    cell 0: w1 and w2 are open, 3 s of work; cell 1: unserved, 5 turns wait  -> after 3 s w2 is moved to cell 1
+    cell 0: w1 is open, 3 s of work; cell 1: unserved, 5 turns wait          -> no move before cell 0 has no work
+    cell 0: 4 are open, 10 s of work; cell 1: w5 is open, 90 s of work       -> one move: 13 s here, 45 s there
 """
 
 import math
@@ -32,61 +33,65 @@ from rose.schemas.cells import CellSummary, ExecutorLine
 from rose.schemas.heartbeats import ExecutorState
 
 MIN_GAIN_FACTOR = 2.0
-"""So many times later all is done in a cell that is given a worker than in the one that it leaves."""
+"""Least ratio of the target cell's finish time to the source cell's finish time after the move."""
 
 UNSERVED_SECONDS = 3.0
-"""For which turns wait where nobody is at work, nor about to be, before a worker is told; else for the dwell."""
+"""How long a move to an unserved cell without arrivals must be worthwhile; for other cells it is `dwell_seconds`."""
 
 UNNAMED_SECONDS = 10.0
-"""A worker that no summary names for so long is on its way no more."""
+"""A worker that no summary names for this time does not count as on its way any more."""
 
 AMBIGUOUS_SECONDS = 3.0
-"""Within which each cell that has a worker names it."""
+"""Within this time every cell that has a worker names it in a summary."""
 
 MAX_MOVE_SECONDS = 900.0
-"""One that has not gone after so long is told to stay: it neither ends its turns nor gets a policy version."""
+"""A worker that has not moved after this time is ordered to stay: it neither finishes its turns nor gets a policy
+version."""
 
 REPEAT_SECONDS = 10.0
-"""A word that was not read back for so long is said again: it may have been lost on its way to the log."""
+"""A move that was not read back for this time is written again: its record may be lost."""
 
 FORGET_SECONDS = 600.0
-"""What was seen of a worker is forgotten so long after it was named last."""
+"""A worker that no summary has named for this time is forgotten."""
 
 NO_RATE = 1e-9
-"""Turns a second that are none: what is left of a sum once all that was added is taken away."""
+"""Turns a second that count as none: the rounding error of a sum from which all its terms were subtracted."""
 
 
 class Move(NamedTuple):
-    """What is decided."""
+    """A decision about the cell of one worker."""
 
     worker: str
     cell: int
-    """That it is to be in."""
+    """The cell that the worker shall be in."""
     reason: str
 
 
 @dataclass(slots=True)
 class CellCrew:
-    """A cell that is heard, and who is at work there."""
+    """A cell with summaries, and the workers that take part in its work."""
 
     summary: CellSummary
     shares: dict[str, WorkShare]
-    """By worker, of those who take part in its work."""
+    """Work shares by worker."""
     movable: dict[str, ExecutorLine]
-    """Those who may be told to go: open ones, and lenders that are parked and might be woken."""
+    """Workers that may move: open executors, and parked lenders that may be woken."""
 
     @property
     def has_work(self) -> bool:
-        """Whether it has work."""
+        """Whether turns wait or run in the cell."""
         return self.summary.waiting_turns + self.summary.outstanding_turns > 0
 
     @property
     def is_unserved(self) -> bool:
-        """Whether nobody is at work there."""
+        """Whether no worker takes part in the cell's work."""
         return not self.shares
 
     def finish_seconds(self, without: str = "") -> float:
-        """Until all that waits and runs is done, by the others where one is left out."""
+        """Seconds until all waiting and running turns are done; infinite if no worker does them.
+
+        `without`: a worker whose part the others would do.
+        """
         if not self.has_work:
             return 0.0
         work = self.summary.waiting_turns + sum(each.rate * each.free_at for each in self.shares.values())
@@ -94,55 +99,57 @@ class CellCrew:
         return work / rate if rate > NO_RATE else math.inf
 
     def can_do_without(self, worker: str) -> bool:
-        """Whether somebody else is open there, or nobody has to be."""
+        """Whether the cell has no work, or another open executor takes part in its work."""
         others = (each for each in self.summary.executors if each.open and each.worker != worker)
         return not self.has_work or any(each.worker in self.shares for each in others)
 
     @property
     def has_arrivals(self) -> bool:
-        """Whether somebody there starts, or catches up."""
+        """Whether an executor in the cell is starting or ready, so it may soon take part."""
         coming = (ExecutorState.STARTING, ExecutorState.READY)
         return any(each.state in coming for each in self.summary.executors)
 
 
 @dataclass(slots=True)
 class TrackedWorker:
-    """One, as it was seen and told."""
+    """A worker's cell, and the cell that it was ordered to be in."""
 
     cell: int
-    """Whose summary named it last."""
+    """The cell whose summary named the worker last."""
     named_at: float
+    """When a summary named it last."""
     ambiguous_at: float = -math.inf
-    """When two cells' summaries named it, one soon after the other: where it is nobody knows, for a while."""
+    """When the summaries of two cells last named the worker within AMBIGUOUS_SECONDS: its cell is then unknown for some
+    time."""
     target_cell: int | None = None
-    """The cell on the log, or that will be there."""
+    """The worker's cell on the log, or in the move that is being written."""
     target_since: float = -math.inf
-    """When it was told."""
+    """When the target cell was decided, or read."""
     unread_move: Move | None = None
-    """What was decided of it, until anything of it is read back from the log."""
+    """The decided move, until a cell grant of the worker is read back from the log."""
     announced_at: float = -math.inf
-    """When that was said last."""
+    """When the move was last returned for writing."""
 
 
 class Rebalancer:
-    """Who was told of which cell, and who is to be."""
+    """Tracks the cells of workers and decides moves."""
 
     def __init__(self, config: ControlConfig) -> None:
         self.moves = 0
-        """Times that one was told to go."""
+        """Number of moves decided, without orders to stay and repetitions."""
         self._config = config
         self._workers: dict[str, TrackedWorker] = {}
         self._targets_read: dict[str, tuple[int, float]] = {}
-        """By worker that was not named yet: the cell on the log, and when it was read."""
+        """By worker that no summary has named yet: the cell on the log, and when it was read."""
         self._last_gave: dict[int, float] = {}
-        """By cell, when one was told to leave it."""
+        """When a worker was last ordered to leave, by cell."""
         self._last_received: dict[int, float] = {}
-        """By cell, when one was told to come."""
+        """When a worker was last ordered to come, by cell."""
         self._worth_since: dict[int, float] = {}
-        """By cell, since when a worker should come."""
+        """Since when a move to the cell is worthwhile, by cell."""
 
     def on_worker_named(self, worker: str, cell: int, now: float) -> None:
-        """A cell's summary names it."""
+        """Record that a cell's summary names a worker."""
         known = self._workers.get(worker)
         if known is None:
             known = self._workers[worker] = TrackedWorker(cell, now)
@@ -152,11 +159,11 @@ class Rebalancer:
         known.cell, known.named_at = cell, now
 
     def on_target_read(self, worker: str, cell: int | None, now: float) -> None:
-        """What the log says of its cell; None where that says nothing any more."""
+        """Record a worker's cell on the log; None if the cell grant was deleted."""
         known = self._workers.get(worker)
         if known is not None:
             known.unread_move = None
-        if known is not None and known.target_cell == cell:  # as what was decided here
+        if known is not None and known.target_cell == cell:  # the move that was decided here
             return
         if cell is not None:
             self._last_received[cell] = now
@@ -168,7 +175,9 @@ class Rebalancer:
             self._targets_read.pop(worker, None)
 
     def forget(self, now: float) -> list[str]:
-        """Let go of what was seen of those that no summary has named for long; their names."""
+        """Forget the workers that no summary has named for FORGET_SECONDS, except their cell on the log; return their
+        names.
+        """
         gone = [name for name, each in self._workers.items() if now - each.named_at >= FORGET_SECONDS]
         for name in gone:
             target = self._workers.pop(name).target_cell
@@ -177,24 +186,28 @@ class Rebalancer:
         return gone
 
     def expired_targets(self, now: float) -> list[str]:
-        """Let go of what the log says of those that nobody has named for long after it was read; their names."""
+        """Forget the cells on the log of workers that no summary has named for FORGET_SECONDS; return their names."""
         gone = [name for name, (_, at) in self._targets_read.items() if now - at >= FORGET_SECONDS]
         for name in gone:
             del self._targets_read[name]
         return gone
 
     def moving_workers(self, now: float) -> dict[str, TrackedWorker]:
-        """Those who are on their way, from their cell to the one that they were told of."""
+        """Workers that are on their way from their cell to their target cell, by name."""
         return {
             name: each
-            for name, each in list(self._workers.items())  # others ask too
+            for name, each in list(self._workers.items())  # a copy: the metrics thread calls this, too
             if each.target_cell not in (None, each.cell)
             and now - each.named_at < UNNAMED_SECONDS
             and now - each.ambiguous_at >= UNNAMED_SECONDS
         }
 
     def decide(self, crews: Mapping[int, CellCrew], now: float) -> Move | None:
-        """The move that is due, of the cells that are heard."""
+        """The move, order to stay or repetition that is due now, if there is one.
+
+        `crews`: the cells with summaries, by number. Their shares are changed: workers on their way count at their
+        target.
+        """
         moving = self.moving_workers(now)
         _count_at_target(moving, crews)
         for name, worker in sorted(moving.items()):
@@ -225,7 +238,7 @@ class Rebalancer:
         return move
 
     def _repeat_unread(self, crews: Mapping[int, CellCrew], now: float) -> Move | None:
-        """A word that is not on the log yet, of one that may still be told."""
+        """A move to write again, because it was not read back from the log and its worker may still move."""
         for name, worker in self._workers.items():
             if worker.unread_move is None or now - worker.announced_at < REPEAT_SECONDS:
                 continue
@@ -235,14 +248,14 @@ class Rebalancer:
         return None
 
     def _return_reason(self, name: str, worker: TrackedWorker, crews: Mapping[int, CellCrew], now: float) -> str:
-        """Why one that is on its way is to stay; empty where it is not."""
+        """The reason why a worker on its way has to stay; empty if it may go on."""
         crew = crews.get(worker.cell)
         if crew is not None and name in crew.movable and crew.movable[name].open and not crew.can_do_without(name):
             return f"cell {worker.cell} has work and nobody else by now"
         return f"it has not gone for {MAX_MOVE_SECONDS:.0f} s" if now - worker.target_since >= MAX_MOVE_SECONDS else ""
 
     def _needed_move(self, number: int, crews: Mapping[int, CellCrew], now: float) -> Move | None:
-        """Who should come to a cell, from where it is needed least."""
+        """The worthwhile move to a cell, from the cell that needs the worker least; None if there is none."""
         crew, dwell = crews[number], self._config.dwell_seconds
         if not crew.summary.waiting_turns or now - self._last_gave.get(number, -math.inf) < dwell:
             return None
@@ -272,23 +285,23 @@ class Rebalancer:
         )
 
     def _next_to_move(self, crew: CellCrew, now: float) -> ExecutorLine | None:
-        """Who would go: an open one before one that is parked, who holds least first."""
+        """The worker that would leave a cell: open executors before parked ones, then the one with the fewest turns."""
         settled = [line for line in crew.movable.values() if self._is_settled(self._workers[line.worker], now)]
         return min(
             settled, key=lambda line: (not line.open, line.held_turns, line.load_seconds, line.worker), default=None
         )
 
     def _is_settled(self, worker: TrackedWorker, now: float) -> bool:
-        """Whether it is where it was told to be, for long enough."""
+        """Whether a worker is in its target cell and was not moved for `dwell_seconds`."""
         return worker.target_cell in (None, worker.cell) and now - worker.target_since >= self._config.dwell_seconds
 
     def _patience_seconds(self, crew: CellCrew) -> float:
-        """Seconds for which a move has to be worth it."""
+        """How long a move to the cell has to be worthwhile, in seconds."""
         return UNSERVED_SECONDS if crew.is_unserved and not crew.has_arrivals else self._config.dwell_seconds
 
 
 def _count_at_target(moving: Mapping[str, TrackedWorker], crews: Mapping[int, CellCrew]) -> None:
-    """Have those who are on their way take part where they go to, and not where they are."""
+    """Move the shares of workers on their way from their present cell to their target cell."""
     for name, worker in moving.items():
         source, target = crews.get(worker.cell), crews.get(-1 if worker.target_cell is None else worker.target_cell)
         share = None if source is None else source.shares.pop(name, None)

@@ -1,4 +1,4 @@
-"""The control app as a program: one Faust app after another, until it is told to stop."""
+"""The control app as a program: runs one Faust app after another until it is asked to stop."""
 
 import asyncio
 import errno
@@ -27,22 +27,23 @@ if TYPE_CHECKING:
     from rose.pipeline.control.app import ControlApp
 
 POLL_SECONDS = 0.1
-"""Between two looks at whether to stop."""
+"""Time between two checks whether to stop."""
 
 START_SECONDS = 60.0
-"""How long Faust may take to begin."""
+"""How long Faust may take to start."""
 
 STOP_SECONDS = 10.0
-"""How long it may take to end."""
+"""How long Faust may take to stop."""
 
 RESTART_SECONDS = 1.0
-"""Before it begins anew after a failure."""
+"""Pause before a new app is started after a failure."""
 
 
 def run_control(settings: BusSettings, config: ControlConfig, job: str, stop: Event, name: str = "control-0") -> None:
-    """Grant capacity to this RL job (`namespace:run`) until `stop` is set. Of several of these one decides.
+    """Grant capacity to an RL job until `stop` is set. Of several control apps one decides.
 
-    What it granted runs out by itself then. Raises RoseError for what only a person can mend.
+    `job`: `namespace:run`. The leases of its grants end by themselves after the end of the control app. Raises
+    RoseError for permanent errors.
     """
     control, clock = ElasticityCore(config, job), steady_clock()
     grants = GrantLog(settings, name)
@@ -66,7 +67,7 @@ async def _run(
         check_group_rights(settings, CONTROL, CONTROL_GROUP)
         with closing(ControlApp(settings, core, grants, clock, name)) as app:
             failure = await _run_app(app, stop)
-            with suppress(TimeoutError):  # Faust may wait for ever for a broker that does not answer it
+            with suppress(TimeoutError):  # Faust may wait forever for a broker that does not answer
                 await asyncio.wait_for(app.faust.stop(), STOP_SECONDS)
         if isinstance(failure, OSError) and failure.errno == errno.EADDRINUSE:
             address = f"{core.config.page_host}:{core.config.page_port}"
@@ -80,7 +81,7 @@ async def _run(
 
 
 async def _run_app(app: "ControlApp", stop: Event) -> Exception | None:
-    """One life of the app, until `stop` is set, or until it cannot go on: returns why."""
+    """Run one app until `stop` is set or the app fails; return the failure."""
     started_at, starting = time.monotonic(), asyncio.create_task(app.faust.start())
     while not stop.is_set() and app.error is None:
         if not starting.done():

@@ -1,1 +1,1 @@
-"""The router: which executor runs which turn. Pure cores, composed in `router`, and the loop that feeds them."""
+"""The router: assigns turns to executors. Pure cores, composed in `router`, and the loop that feeds them."""

@@ -1,20 +1,22 @@
-"""Custody: which executor has which turn, by the router's books and by the executors' own word.
+"""Assignments: which executor has which turn, by the router's state and by the executors' heartbeats.
 
 Keeps true
-- A turn is in the books of one executor, or it waits.
-- What was taken from an executor without a word of it stays there as a ghost: it fills room, and the turn comes back to
-  it if it still waits once the executor is heard to hold it. If it was dispatched elsewhere it runs twice, and the
-  first COMPLETED result wins.
-- An execution that a living executor does not list for LEASE_SECONDS is lost. Only time in which somebody was heard
-  counts, by the router's clock alone.
-- A ghost goes once it was listed and is no more, or was not for LEASE_SECONDS in which its executor was heard itself:
-  that one may beat before it has read what was sent to it, also when it comes back.
+- A turn is assigned to one executor, or it is in the queue.
+- A turn that was taken from an executor without a result leaves a ghost there. The ghost fills room. If the executor
+  lists the execution while the turn is still queued, the turn is assigned to the executor again. If the turn was
+  dispatched elsewhere, it runs twice, and the first COMPLETED result wins.
+- An execution that a LIVE or STALE executor does not list for LISTING_SECONDS is lost. These seconds are measured on
+  the liveness clock.
+- A ghost is dropped once it was listed and is not listed any more, or once its executor's heartbeats have not listed it
+  for LISTING_SECONDS of `Executor.observed_seconds`. An executor may send heartbeats before it has read a dispatch,
+  also after a silence.
 
 Example
-    t's attempt 0 is dispatched to w1; w1 falls silent   -> a ghost at w1, t waits as attempt 1
-    w1 is heard again and lists attempt 0, t waits on    -> t is w1's again, as attempt 0, and nothing was lost
-    w1 lists it after attempt 1 went to w2               -> both run it; w1's room is as much less
-    w1 lists it no more, or not within the lease         -> the ghost is gone
+    t's attempt 0 is dispatched to w1; w1 falls silent   -> a ghost at w1, t is queued as attempt 1
+    w1 returns and lists attempt 0, t is still queued    -> t is assigned to w1 as attempt 0; nothing is lost
+    w1 lists attempt 0 after attempt 1 went to w2        -> both run t; the ghost takes room at w1
+    w1 does not list attempt 0 any more                  -> the ghost is dropped
+    w1 has not listed attempt 0 for LISTING_SECONDS      -> the ghost is dropped
 """
 
 from collections.abc import Iterable
@@ -27,17 +29,17 @@ from rose.schemas.heartbeats import ExecutorState
 from rose.schemas.turns import TurnDispatch, TurnKey, TurnResult, held_hash
 
 LISTING_SECONDS = 5.0
-"""How long an executor may beat without listing a turn that was sent to it. It lists what it takes within one step, and
-until the answer is on the log."""
+"""How long an executor may send heartbeats without listing a turn that was dispatched to it. An executor lists a turn
+within one step after it took the turn, and until the result is on the log."""
 
 
 def execution_key(key: TurnKey) -> bytes:
-    """What stands for an execution in a heartbeat's `holds`."""
+    """The 8 bytes that stand for an execution in a heartbeat's `holds`."""
     return held_hash(key).to_bytes(8, "little")
 
 
 class Assignments:
-    """The books, in the turns' `worker` and the executors' `holds` and `ghosts`; and the room that they take."""
+    """Maintains the turns' `worker`, the executors' `holds` and `ghosts`, and the room that executions take."""
 
     def __init__(self, turns: dict[str, Turn], liveness: Liveness, placement: Placement, queue: TurnQueue) -> None:
         self._turns = turns
@@ -46,7 +48,7 @@ class Assignments:
         self._queue = queue
 
     def assign(self, turn: Turn, worker: str, now: float) -> None:
-        """Enter a turn that does not wait any more and whose room is taken already."""
+        """Assign a turn that is not in the queue and whose room the placement has charged already."""
         turn.worker = worker
         turn.on_dispatched()
         turn.execution_key = execution_key(turn.key)
@@ -57,26 +59,29 @@ class Assignments:
         executor.holds[turn.execution_key] = turn
 
     def on_result(self, result: TurnResult) -> None:
-        """An execution that may have been a ghost has ended."""
+        """Drop the ghost whose execution this result ends, if there is one."""
         executor = self._liveness.executors.get(result.worker or "")
         if executor is not None and executor.ghosts and executor.incarnation == result.incarnation:
             self._drop_ghost(executor, execution_key(result.key))
 
     def last_progress_at(self, turn: Turn) -> float:
-        """Since when a turn waits, or when its executor last said that it has it."""
+        """Since when a turn is queued, or when its executor last listed it, on the router's clock."""
         if not turn.worker:
             return turn.queued_at
         executor = self._liveness.executors[turn.worker]
         return executor.heartbeat_at if turn.execution_key in executor.listed else turn.seen_at
 
     def complete(self, turn: Turn) -> None:
-        """The executor that has the turn has answered it, or it is not there any more."""
+        """Unassign a turn whose executor has answered or has ended: its room is free."""
         executor = self._unassign(turn)
         if executor is not None:
             self._placement.release(executor.worker, turn.room_tokens, turn.new_tokens)
 
     def revoke(self, turn: Turn, *, charged: bool) -> None:
-        """The turn is taken from an executor that has not answered it."""
+        """Take a turn from an executor that has not answered: a ghost stays.
+
+        `charged`: whether the turn's failure is taken back if the executor returns.
+        """
         execution = turn.execution_key
         executor = self._unassign(turn)
         if executor is not None:
@@ -84,12 +89,14 @@ class Assignments:
             executor.ghosts[execution] = Execution(*turn.key, *room, charged, turn.unlisted_since)
 
     def turns_of(self, executor: Executor) -> list[Turn]:
-        """The turns in its books."""
+        """The turns that are assigned to the executor, oldest dispatch first."""
         return list(executor.holds.values())
 
     def prefill_backlog_seconds(self, executor: Executor) -> float:
-        """Seconds of prefill that its newest heartbeat says lie before it at least: of the turns that wait in its
-        engine, which begins them in the order in which they came, and of those sent since.
+        """Lower bound of the seconds of prefill that an executor has not begun, by its newest heartbeat.
+
+        Counts the turns that wait in the engine, which begins turns in the order of their dispatches, and the turns
+        that the heartbeat does not list yet.
         """
         heartbeat, seconds = executor.heartbeat, 0.0
         waiting = 0 if heartbeat is None else heartbeat.rollout.waiting
@@ -102,12 +109,12 @@ class Assignments:
         return seconds
 
     def drop_ghosts(self, executor: Executor) -> None:
-        """Forget what a start that is no more may still have run."""
+        """Drop all ghosts of an incarnation that has ended, and release their room."""
         for execution in list(executor.ghosts):
             self._drop_ghost(executor, execution)
 
     def forgive(self, executor: Executor) -> None:
-        """It was only silent: what its silence was charged with is given back."""
+        """Take back the failures that were charged for a silence which has ended."""
         for execution, ghost in executor.ghosts.items():
             if ghost.charged:
                 executor.ghosts[execution] = ghost._replace(charged=False)
@@ -116,16 +123,17 @@ class Assignments:
                     turn.failures -= 1
 
     def reconcile(self, executor: Executor, now: float) -> list[Turn]:
-        """Compare the books with what its newest heartbeat lists; return the turns that it has lost.
+        """Compare the assignments with the executions that the newest heartbeat lists; return the lost turns.
 
-        Of one that stops these are all that it has not answered: what it lists is answered, and about to be read.
+        If the executor is stopping, all assigned turns that it does not list are returned: the turns that it lists are
+        answered, and their results are about to be read.
         """
         heartbeat, holds, previous = executor.heartbeat, executor.holds, executor.listed
         assert heartbeat is not None
         clock, previous_sight = self._liveness.clock, (executor.heartbeat_at, executor.heartbeat_clock)
         executor.observed_seconds += min(clock - executor.heartbeat_clock, MAX_CLOCK_STEP_SECONDS)
         executor.heartbeat_at, executor.heartbeat_clock = now, clock
-        if heartbeat.holds != previous.packed:  # most list what the one before did
+        if heartbeat.holds != previous.packed:  # most heartbeats list the same executions as the heartbeat before
             executor.listed = ListedExecutions(heartbeat.holds)
         if heartbeat.holds == b"".join(holds) and not executor.ghosts:
             return []
@@ -145,18 +153,19 @@ class Assignments:
         return [turn for turn in missing if clock - turn.seen_clock >= LISTING_SECONDS]
 
     def restore(self, dispatches: Iterable[TurnDispatch], now: float) -> list[Turn]:
-        """Enter what the log says was dispatched; return the turns whose executor has started anew since, which are its
-        own until the log's results are known: it may have answered them before.
+        """Restore assignments and ghosts from the dispatches on the log; return the turns whose executor has restarted.
 
-        Each turn goes where its newest dispatch sent it. Older ones are ghosts, as are those to other turns, and
-        fill room until heartbeats tell whether they run. No attempt is numbered twice, and no failure is forgotten.
+        Each turn is assigned to the executor of its newest dispatch. Older dispatches, and dispatches of turns that are
+        not unfinished, become ghosts and fill room until heartbeats show whether they run. Attempt numbers and
+        failures go on from the newest dispatch. The returned turns stay assigned until the results on the log are
+        known, because the earlier incarnation may have answered them.
         """
         dispatches_of: dict[str, dict[bytes, TurnDispatch]] = {}
         ghosts_of: dict[tuple[str, int, int], dict[bytes, Execution]] = {}
-        """By start: of turns that are not the present ones of their trajectories. Their dispatches are many, and large.
-        """
+        """By incarnation: ghosts of turns that are not unfinished. Their dispatches are many and large, so they are not
+        kept."""
         newest_of: dict[str, TurnDispatch] = {}
-        """By worker, the newest to its newest start."""
+        """By worker: the newest dispatch to its newest incarnation."""
         for dispatch in dispatches:
             if _is_newer(dispatch, newest_of.get(dispatch.worker)):
                 newest_of[dispatch.worker] = dispatch
@@ -179,7 +188,7 @@ class Assignments:
                 if dispatch is not newest and _incarnation_of(dispatch) == _incarnation_of(newest_of[dispatch.worker]):
                     executor = self._liveness.executors[dispatch.worker]
                     executor.ghosts[execution] = _ghost_of(dispatch, turn.room_tokens)
-            turn.failures = newest.failures  # of its request the log has the original: what is dispatched is a copy
+            turn.failures = newest.failures  # the request comes from its own topic: a dispatch holds only a copy
             turn.attempt = newest.attempt
             turn.prefill_seconds = newest.cost.prefill_seconds
             if newest.begun is not None:
@@ -188,11 +197,11 @@ class Assignments:
             self.assign(turn, newest.worker, now)
             if _incarnation_of(newest) != _incarnation_of(newest_of[newest.worker]):
                 orphans.append(turn)
-                turn.unlisted_since = -LISTING_SECONDS  # where it ran nothing runs any more
+                turn.unlisted_since = -LISTING_SECONDS  # the incarnation that ran the turn has ended
         return orphans
 
     def reservations(self, executor: Executor) -> list[tuple[int, float]]:
-        """Tokens of room, and expected new ones, of each execution that it may be running."""
+        """Tokens of room and expected new tokens, for each assigned turn and each ghost."""
         assigned = [(turn.room_tokens, turn.new_tokens) for turn in self.turns_of(executor)]
         return assigned + [(ghost.room_tokens, ghost.new_tokens) for ghost in executor.ghosts.values()]
 
@@ -220,17 +229,20 @@ class Assignments:
 
 
 def _incarnation_of(dispatch: TurnDispatch) -> tuple[str, int, int]:
-    """Which start of which worker it is meant for."""
+    """Worker, slot and incarnation that a dispatch is meant for."""
     return dispatch.worker, dispatch.slot, dispatch.incarnation
 
 
 def _ghost_of(dispatch: TurnDispatch, room_tokens: int) -> Execution:
-    """It was sent before the log was read back, and may still run."""
+    """The ghost of a dispatch that was read back from the log."""
     return Execution(*dispatch.key, room_tokens, 0.0, charged=False, unlisted_since=0.0)
 
 
 def _is_newer(dispatch: TurnDispatch, known: TurnDispatch | None) -> bool:
-    """Of two to one worker. Within an inbox incarnations grow; between two, routers' clocks are all that there is."""
+    """Whether `dispatch` is newer than `known`, a dispatch to the same worker.
+
+    Incarnations grow within an inbox. Dispatches in different inboxes are compared by the routers' clocks.
+    """
     if known is None:
         return True
     if dispatch.slot == known.slot:

@@ -5,24 +5,24 @@ A **candidate** is one executor. Candidates of the same cost class and turn buck
 at every executor.
 
 Keeps true
-- Of two candidates of one group, the one with the lesser wait is the cheaper for every turn.
-- A candidate stands in one group by one entry, whose key is never above the candidate's wait. A search corrects the
+- Of two candidates of one group, the candidate with the shorter wait is cheaper for every turn.
+- A candidate is in one group by one valid entry, whose key is never above the candidate's wait. A search corrects the
   first entry of a heap until its key is exact. So a key has to be lowered at once, and may be raised when its entry
-  comes up.
-- A group's `max_room` is never below the room of its candidates, and `max_free_room` never below the room of any that
-  stands in it, so a search passes over groups whose candidates are all too full.
+  is the first of its heap.
+- A group's `max_room` and `max_free_room` are never below the room of its candidates, so a search skips groups whose
+  candidates are all too full.
 - A search visits the groups by the cost of a context token. It ends at the group where the context alone, with the
   cheapest decode of any group, costs more than the second best candidate found.
-- An empty group holds nothing, and there are at most a few times as many groups as groups with candidates. So executors
-  that come, go or report other rates cost no memory.
+- An empty group has no entries, and there are at most a few times as many groups as groups with candidates. So
+  executors that come, go or report other rates cost no memory.
 
 A wait is the candidate's `load_seconds` plus the prefills before the turn, which end at `prefill_free_at`. Until then
 `prefill_free_at + load_seconds` orders the `busy` candidates; `load_seconds` orders the `idle` ones.
 
 Example, at 10 s
-    idle: w1 has a load of 0.3 s   busy: w2 has none, its prefill is free at 10.2 s  -> w2 is the first
-    w2 is sent a prefill of 1 s: its key stays 10.2, below its 11.2                  -> corrected when it comes up: w1
-    at 12 s w2 comes up among the busy                                               -> moved to the idle, and first
+    idle: w1 has a load of 0.3 s   busy: w2 has no load, its prefill is free at 10.2 s  -> w2 is the cheapest
+    w2 is sent a prefill of 1 s: its key stays 10.2, though 11.2 is exact               -> a search corrects it: w1
+    at 12 s a search finds w2 among the busy                                            -> w2 moves to the idle: w2
 """
 
 import math
@@ -38,124 +38,126 @@ from rose.pipeline.routing.rates import RateBucket
 from rose.schemas.heartbeats import SlackHeartbeat
 
 TIME_TOLERANCE_SECONDS = 1e-6
-"""What a sum of times in unix seconds may be off by."""
+"""Largest rounding error of a sum of times in unix seconds."""
 
 CLOSED = -1
-"""Room of an executor that may be sent nothing."""
+"""Room of an executor that may not be sent turns."""
 
 MIN_HEAP_ENTRIES = 64
-"""Entries that a heap may have before those that mean nothing are dropped; so it is with groups."""
+"""Entries that a heap may have before invalid entries are dropped, and groups before empty groups are dropped."""
 
 HeapEntry = tuple[float, int, "Candidate"]
-"""What the seat would wait at least (of the busy: until when), its number, and itself."""
+"""Lower bound of a candidate's wait (for a busy candidate, of the time until which it waits), its number, and the
+candidate."""
 
 
 class CostClass(NamedTuple):
-    """What peers have in common."""
+    """Rates and flags that the candidates of a group have in common."""
 
     prefill: RateBucket
     step: RateBucket
-    """Of a step, whatever it computes: `seconds` is what it takes beside those of its tokens."""
+    """Rate of steps without tokens: `token_seconds` is the fixed time of a step."""
     frozen: bool
     seeded: bool
 
 
 class PlacementQuery(msgspec.Struct, frozen=True, gc=False):
-    """A turn, as far as its place depends on it."""
+    """The properties of a turn that decide its placement."""
 
     context_tokens: int
     new_tokens: float
-    """Expected."""
+    """Expected number of new tokens."""
     room_tokens: int
-    """What it may come to hold: its context and the most that it may generate."""
+    """Tokens of the whole context and the most tokens that the turn may generate."""
     tie_key: str
-    """Equal costs are settled by a hash of this."""
+    """A hash of this key decides between equal costs."""
     cached: tuple[tuple[str, int], ...] = ()
-    """Executors that have a prefix of the context in cache, and how many tokens of it; each at most once."""
+    """Executors with a cached prefix of the context, and the length of the prefix in tokens; each at most once."""
     seeded: bool = False
-    """Whether it draws by a seed."""
+    """Whether the turn samples with a seed."""
 
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """One executor: what it offers, what it holds, and where it is found."""
+    """One executor in the placement index: its offer, the turns that it holds, its costs, and its group."""
 
     number: int
-    """No two seats ever have the same."""
+    """Unique: no number is used twice."""
     hash: int
     heartbeat: SlackHeartbeat
     cost_class: CostClass
     prefill_token_seconds: float = 0.0
-    """Seconds of a token of context that is not cached, and what that takes from others."""
+    """Cost of a context token that is not cached: its own time and the delay of other turns."""
     decode_token_seconds: float = 0.0
-    """Seconds of a new token, and what that takes from others."""
+    """Cost of a new token: its own time and the delay by other turns."""
     turn_bucket: float = 0.0
-    """Turns that it holds, as far as costs tell them apart."""
+    """Number of held turns, rounded (`rates.turn_bucket`)."""
     is_open: bool = False
     token_budget: int = CLOSED
-    """Tokens that it could hold if it held nothing; CLOSED where it may be sent nothing."""
+    """Tokens that the executor could hold if it held nothing; CLOSED if it may not be sent turns."""
     staleness_seconds: float = 0.0
     """Risk of its policy version."""
     risk_seconds: float = 0.0
-    """Of a turn there, whatever its length."""
+    """Risk of a turn on this executor that does not depend on the turn's length."""
     recomputed_tokens: float = 0.0
-    """Tokens that were computed again elsewhere because it took a turn back: the running mean over its turns."""
+    """Tokens that other executors computed again after preemptions by this executor: running mean over its turns."""
     held_turns: int = 0
     held_tokens: int = 0
     held_new_tokens: float = 0.0
-    """Expected of the turns that it holds."""
+    """Expected new tokens of the held turns."""
     room: int = CLOSED
-    """Tokens that one more turn may hold; CLOSED when there is room for no turn."""
+    """Tokens that one more turn may hold. Below 0 if there is no room for a turn; CLOSED if none may be sent."""
     load_seconds: float = 0.0
-    """Seconds: what any turn there takes from those that it holds, and what it risks."""
+    """Cost of any turn on this executor: the delay of the held turns, and `risk_seconds`."""
     prefill_free_at: float = 0.0
-    """When the prefills that it was sent are over."""
+    """When the dispatched prefills end, on the router's clock."""
     group: "CandidateGroup | None" = None
     entry: HeapEntry | None = None
-    """The one that counts; None where it would not be found."""
+    """The valid entry; None if no search would find the candidate."""
     is_busy: bool = False
-    """Whether that is among the busy."""
+    """Whether the valid entry is in the busy heap."""
     last_search: int = 0
-    """The newest that has looked at it by itself."""
+    """Number of the newest search that has considered this candidate individually."""
 
     @property
     def exact_key(self) -> float:
-        """Of an entry, among the busy or the idle, that is exact."""
+        """The exact key of the valid entry, in the heap that the entry is in."""
         return self.prefill_free_at + self.load_seconds if self.is_busy else self.load_seconds
 
     def wait_seconds(self, now: float) -> float:
-        """Seconds that a turn would wait, and what it risks there whatever its length."""
+        """Seconds that a turn waits for prefills, and `load_seconds`."""
         return self.load_seconds if self.prefill_free_at <= now else self.load_seconds + (self.prefill_free_at - now)
 
 
 @dataclass(slots=True, eq=False)
 class CandidateGroup:
-    """Seats that are alike, with room of about one size."""
+    """Candidates of one cost class and turn bucket, with room of about one size."""
 
     number: int
-    """No two groups ever have the same."""
+    """Unique: no number is used twice."""
     prefill_token_seconds: float
     decode_token_seconds: float
-    """Of each of its seats."""
+    """Cost of a new token on each candidate of the group."""
     seeded: bool
     min_room: int
-    """Room of the smallest that belongs here."""
+    """Least room of a candidate that belongs to the group."""
     max_room: int
-    """Room of the biggest."""
+    """Most room of a candidate that belongs to the group."""
     reinsert: Callable[[Candidate], None]
-    """Have a seat stand where it belongs now, which is not here."""
+    """Moves a candidate to the group that it belongs to now."""
     max_free_room: int = CLOSED
-    """What no seat that stands here has more room than; exact after a search that has looked at all of them."""
+    """Upper bound of the candidates' room; exact after a search that has looked at all candidates."""
     size: int = 0
-    """That stand here."""
+    """Number of candidates in the group."""
     max_entries: int = MIN_HEAP_ENTRIES
-    """That a heap may have: at least twice those that count."""
+    """Entries that a heap may have before `compact`: at least twice the valid entries."""
     idle: list[HeapEntry] = field(default_factory=list)
     busy: list[HeapEntry] = field(default_factory=list)
 
     def cheapest(self, room_tokens: int, now: float, search: int, max_wait_seconds: float) -> Candidate | None:
-        """Who waits least, of those with room that this search has not looked at yet; None if all wait for longer than
-        `max_wait_seconds`.
+        """The candidate with the shortest wait that has room and was not considered by this search yet.
+
+        `search`: number of the search. None if all candidates wait for `max_wait_seconds` or longer.
         """
         idle, busy, best, best_wait = self.idle, self.busy, None, max_wait_seconds
         while idle:
@@ -210,7 +212,10 @@ class CandidateGroup:
         return best
 
     def _search_heaps(self, room_tokens: int, now: float, search: int, max_wait_seconds: float) -> Candidate | None:
-        """As `cheapest`, where the first of a heap is of no use: down the heaps as far as keys allow."""
+        """`cheapest` for the case that the first entry of a heap is unusable: searches both heaps as far as keys allow.
+
+        Sets `max_free_room`.
+        """
         best, best_wait, roomiest = None, max_wait_seconds, CLOSED
         for heap, since, tolerance in ((self.idle, 0.0, 0.0), (self.busy, now, TIME_TOLERANCE_SECONDS)):
             pending = [0]
@@ -219,7 +224,7 @@ class CandidateGroup:
                 if position >= len(heap):
                     continue
                 if heap[position][0] - since >= best_wait + tolerance:
-                    roomiest = self.max_free_room  # it does not look at what is below
+                    roomiest = self.max_free_room  # the entries below this one are not examined
                     continue
                 entry = heap[position]
                 candidate = entry[2]
@@ -236,10 +241,9 @@ class CandidateGroup:
     def within(
         self, base_seconds: float, max_seconds: float, room_tokens: int, now: float, limit: int
     ) -> list[Candidate]:
-        """Those with room where what costs `base_seconds` seconds costs `max_seconds` with the wait; no more than
-        `limit` are named.
+        """At most `limit` candidates with room whose wait and `base_seconds` are together at most `max_seconds`.
 
-        What comes up is mended, so that what has changed since is looked at once and not by every search.
+        The entries that the search examines are corrected, so later searches need not correct them again.
         """
         found: list[Candidate] = []
         looked_at: list[HeapEntry] = []
@@ -256,9 +260,9 @@ class CandidateGroup:
         return found
 
     def _pop(self, room_tokens: int, now: float, max_wait_seconds: float) -> HeapEntry | None:
-        """Take off a heap the next exact entry of a seat that waits for no longer than `max_wait_seconds`.
+        """Pop the next exact entry of a candidate that waits for at most `max_wait_seconds`; None if there is none.
 
-        Who got too full both for `room_tokens` and to stand here goes where it belongs: there nobody looks for it now.
+        A candidate with less room than `room_tokens` and `min_room` moves to the group that it belongs to.
         """
         while True:
             if self.idle and self.idle[0][0] <= max_wait_seconds:
@@ -278,7 +282,7 @@ class CandidateGroup:
                 self.add(candidate, now)
 
     def add(self, candidate: Candidate, now: float) -> None:
-        """Have it found by what it would wait at `now`. What means nothing is dropped where it has become much."""
+        """Push an entry with the candidate's exact key at `now`. Compacts a heap with too many invalid entries."""
         candidate.is_busy = candidate.prefill_free_at > now
         candidate.entry = (candidate.exact_key, candidate.number, candidate)
         heap = self.busy if candidate.is_busy else self.idle
@@ -287,7 +291,7 @@ class CandidateGroup:
             self.compact()
 
     def compact(self) -> None:
-        """Drop the entries that mean nothing."""
+        """Drop the invalid entries."""
         for heap in (self.idle, self.busy):
             heap[:] = [entry for entry in heap if entry[2].entry is entry]
             heapify(heap)
@@ -296,7 +300,7 @@ class CandidateGroup:
 
 @dataclass(slots=True)
 class CheapestTwo:
-    """What a search has found: the cheapest seat, the next to it, and their costs."""
+    """Result of a search: the cheapest candidate, the second cheapest, and their costs in seconds."""
 
     best: Candidate | None = None
     best_cost: float = math.inf
@@ -304,7 +308,7 @@ class CheapestTwo:
     runner_up_cost: float = math.inf
 
     def consider(self, candidate: Candidate, cost: float) -> None:
-        """Look at one more."""
+        """Add a candidate with its cost in seconds."""
         if cost < self.best_cost:
             self.runner_up, self.runner_up_cost = self.best, self.best_cost
             self.best, self.best_cost = candidate, cost
@@ -313,22 +317,23 @@ class CheapestTwo:
 
 
 class CandidateIndex:
-    """All seats that may be sent turns, in groups of peers."""
+    """All candidates that may be sent turns, in groups."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        """Of the newest search."""
+        """Time of the newest search."""
         self._numbers = 0
         self._groups: list[tuple[float, int, CandidateGroup]] = []
-        """Those with seats, by price and number. Another list whenever that changes: a search may be looking at it."""
+        """Groups with candidates, by cost of a context token and number. Each change makes a new list, because a search
+        may iterate over the old list."""
         self._least_decode = 0.0
-        """Of theirs."""
+        """Least `decode_token_seconds` of these groups."""
         self._groups_by_class: dict[tuple[CostClass, float, int], CandidateGroup] = {}
         self._max_groups = MIN_HEAP_ENTRIES
-        """That there may be before those without a seat are forgotten: at least twice those that have one."""
+        """Groups that there may be before empty groups are dropped: at least twice the groups with candidates."""
 
     def add(self, candidate: Candidate) -> None:
-        """Let it stand where it belongs, and nowhere if it has no room."""
+        """Move a candidate to the group that it belongs to, or to no group if it has no room."""
         self.remove(candidate)
         if candidate.room < 0:
             return
@@ -349,7 +354,7 @@ class CandidateIndex:
         group.add(candidate, self.now)
 
     def remove(self, candidate: Candidate) -> None:
-        """Let it stand nowhere."""
+        """Remove a candidate from its group, if it is in a group."""
         group, candidate.group, candidate.entry = candidate.group, None, None
         if group is None:
             return
@@ -365,21 +370,24 @@ class CandidateIndex:
                 self._least_decode = min((last.decode_token_seconds for _, _, last in groups), default=0.0)
 
     def update(self, candidate: Candidate) -> None:
-        """Its wait or its room has changed: see to it that it is still found."""
+        """Keep the index valid after a change of a candidate's wait, room or costs."""
         group, entry = candidate.group, candidate.entry
         if group is None or entry is None or candidate.room > group.max_room:
             self.add(candidate)
         else:
             if candidate.room > group.max_free_room:
                 group.max_free_room = candidate.room
-            # Its key, without a call: this runs several times a turn.
+            # `exact_key` without the call: this runs several times a turn.
             if (
                 candidate.prefill_free_at + candidate.load_seconds if candidate.is_busy else candidate.load_seconds
             ) < entry[0]:
                 group.add(candidate, self.now)
 
     def search(self, query: PlacementQuery, now: float, search: int, found: CheapestTwo) -> None:
-        """Add the two cheapest without a cached prefix to what was found, of those not looked at by this search."""
+        """Add to `found` the two cheapest candidates without a cached prefix that this search has not considered yet.
+
+        `search`: number of the search, greater than all before.
+        """
         self.now = now
         room_tokens, context, new, seeded = query.room_tokens, query.context_tokens, query.new_tokens, query.seeded
         second, home, cheapest = found.runner_up_cost, None, new * self._least_decode
@@ -412,9 +420,7 @@ class CandidateIndex:
     def candidates_within(
         self, query: PlacementQuery, now: float, max_seconds: float, max_count: int
     ) -> list[Candidate]:
-        """Those where the turn costs `max_seconds` seconds at most without a cached prefix; no more than `max_count`
-        are named.
-        """
+        """Candidates where the turn costs at most `max_seconds` without a cached prefix; at most `max_count`."""
         found: list[Candidate] = []
         room_tokens, context, new = query.room_tokens, query.context_tokens, query.new_tokens
         for price, _, group in self._groups:

@@ -1,18 +1,20 @@
-"""A reign: from taking a cell's seat to losing it, the cell's records in and decisions out.
+"""A cell session: reads the records of one cell and writes the router's decisions during one cell ownership.
 
 Keeps true
-- Before it decides anything it has claimed every inbox of the cell, so that executors drop what one before it sends
-  yet, and has then read back every unfinished turn: from the low water on, requests, then dispatches, then results.
-- Of what was read together, heartbeats come first, then results, then requests: who is alive, the freed room and the
-  warm cache are known when it decides. The time is taken after the records are.
-- An inbox that takes no claim amid a reign, as its leader is away, holds up none of the others: whoever reads it counts
-  as silent until it does.
-- All records of an unfinished turn (its request, dispatches, results) lie at or after the low water, and the low water
+- Before the first decision the session has written a fencing token into every inbox of the cell, so executors drop
+  later dispatches of the previous owner. After that it has read back every unfinished turn: from the low water on,
+  requests, then dispatches, then results.
+- Within one batch of records, heartbeats are handled first, then results, then requests. So a decision knows which
+  executors are live, which room is free and which caches are warm. The time is taken after the records are read.
+- An inbox whose partition leader is away does not take a new fencing token. It does not delay the other inboxes: its
+  executor counts as silent until the token is stored.
+- All records of an unfinished turn (request, dispatches, results) lie at or after the low water, and the low water
   only rises. A mark is the next offsets at one moment; a turn belongs to the epoch that the newest mark began.
-- It is at-least-once: a dispatch, a FAILED result or a dead letter may be written twice around a restart, none is left
-  out. The low water stays where it is until they are on the broker.
+- Writes are at-least-once: a dispatch, a FAILED result or a dead letter may be written twice around a restart, and
+  none is left out. The low water is not committed before FAILED results and dead letters are on the broker.
 
-It decides nothing: the core does. Nothing of it outlives it: who takes the cell again begins anew.
+The router's core decides; the session decides nothing. No state outlives the session: the next owner of the cell reads
+the log again.
 """
 
 import time
@@ -46,74 +48,77 @@ Offsets = Mapping[Place, int]
 
 
 class LowWater:
-    """The marks from the oldest that may still be read from to the newest."""
+    """The marks that may still be needed, from the oldest to the newest; each mark begins an epoch."""
 
     def __init__(self, start: Offsets) -> None:
         """`start` is the mark of epoch 0."""
         self._marks: deque[tuple[int, Offsets]] = deque([(0, dict(start))])
 
     def mark(self, next_offsets: Offsets) -> int:
-        """Note the next offsets; return the epoch that begins here."""
+        """Add a mark; return the epoch that it begins."""
         epoch = self._marks[-1][0] + 1
         self._marks.append((epoch, dict(next_offsets)))
         return epoch
 
     def lowest(self, oldest_epoch: int) -> Offsets:
-        """The low water while the oldest unfinished turn is of this epoch."""
+        """The low water if the oldest unfinished turn belongs to this epoch. Drops older marks."""
         while self._marks[0][0] < oldest_epoch:
             self._marks.popleft()
         return self._marks[0][1]
 
 
 MAX_MISPLACED_WARNINGS = 100
-"""Executors without an inbox that are told of, each once."""
+"""Executors without an inbox that are logged, each once."""
 
 SUMMARY_SECONDS = 1.0
-"""Between two summaries of the cell."""
+"""Time between two summaries of the cell."""
 
 IDLE_TICK_SECONDS = 0.05
-"""Between two looks at the time while nothing comes."""
+"""Time between two ticks of the router while no records arrive."""
 
 FENCING_SECONDS = 1.0
-"""How long the cell waits for its inboxes to take a new claim amid its reign: theirs is the only time in which nothing
-is decided, and it is short beside what a seat takes (`membership.MAX_UNPOLLED_SECONDS`)."""
+"""How long the cell waits for its inboxes to store a renewed fencing token. The cell decides nothing while it waits, so
+the wait is short in comparison with `membership.MAX_UNPOLLED_SECONDS`."""
 
 INBOXES_SECONDS = 5.0
-"""Between two looks for inboxes that were added, while an executor says that it has one which is not known."""
+"""Time between two checks for added inboxes, while heartbeats name an inbox that is not known."""
 
 
 def valid_dispatches(envelopes: Iterable[Envelope]) -> Iterator[TurnDispatch]:
-    """Of what lies in the inboxes, in order within each, the dispatches that executors do not drop for their claim."""
+    """The dispatches that executors do not drop because of their fencing token.
+
+    `envelopes`: the records of the inboxes, in offset order within each inbox.
+    """
     newest: dict[int, int] = {}
     for envelope in envelopes:
         record, slot = envelope.record, envelope.partition
         if record is None and envelope.key == FENCING_KEY:
             newest[slot] = envelope.offset
         elif isinstance(record, TurnDispatch) and record.claim >= newest.get(slot, 0):
-            newest[slot] = min(record.claim, envelope.offset)  # as executors count it
+            newest[slot] = min(record.claim, envelope.offset)  # as executors compute it
             yield record
 
 
 @dataclass(frozen=True, slots=True)
 class RouterContext:
-    """What all reigns of one router share: how it reaches the bus, and as whom."""
+    """What all cell sessions of one router share: settings, name, membership, reader and writer."""
 
     settings: BusSettings
     config: RouterConfig
     name: str
     membership: RouterMembership
     reader: Reader
-    """It reads what the reigns say, at the places that they say."""
+    """Reads the partitions of all sessions, from their `read_positions`."""
     writer: Writer
 
     def close(self) -> None:
-        """Leave the broker as it is: what it has not stored yet is not written any more."""
+        """Close the writer and the reader. Records that the broker has not stored yet are dropped."""
         self.writer.close()
         self.reader.close()
 
 
 class CellSession:
-    """Moves the records of one cell between the bus and a core of its own."""
+    """Moves the records of one cell between the bus and a `Router`, which belongs to this session alone."""
 
     def __init__(self, context: RouterContext, ownership: CellOwnership) -> None:
         """Raises TopicMissing or BusError."""
@@ -136,16 +141,18 @@ class CellSession:
             for topic in (REQUESTED, DISPATCHED, COMPLETED)
         }
         self._next_offsets: dict[Place, int] = {}
-        """Next offsets: to be read of requests and results, to be written of dispatches."""
+        """Next offset to read of requests and results, and next offset to be written of dispatches."""
         self._next_heartbeat = reader.watermarks((HEARTBEATS, ownership.cell))[1]
-        """The offset of the next heartbeat: those before this reign tell of what has been."""
+        """Offset of the next heartbeat to read. Heartbeats from before the session are not read: they are out of
+        date."""
         self._low_water = LowWater({})
         self.committed: Offsets = {}
-        """The low water as it was last given to be committed."""
+        """The low water that was committed last."""
         self._unstored = 0
-        """FAILED results and dead letters on their way to the broker: until they are there the low water stays."""
+        """FAILED results and dead letters that the broker has not stored yet. The low water waits for them."""
         self._dead_lettered: dict[Topic, set[tuple[int, int]]] = {}
-        """What is a dead letter already, of the topics in which something was spoiled."""
+        """Partition and offset of messages that are dead letters already, for each topic that had an invalid
+        message."""
         self._next_tick = 0.0
         self._next_low_water = 0.0
         self._next_summary = 0.0
@@ -153,13 +160,13 @@ class CellSession:
         self._requests_paused = False
         self._fenced_at_lost = 0
         self._unfenced: set[int] = set()
-        """Inboxes whose newest claim is on its way."""
+        """Slots of inboxes whose newest fencing token is not stored yet."""
         self._next_inboxes = 0.0
         self._misplaced: set[str] = set()
 
     @property
     def read_positions(self) -> dict[Place, int]:
-        """What must be read for it, and from where."""
+        """Partitions that this session reads, with the next offset of each."""
         inputs = self._partitions[REQUESTED] + self._partitions[COMPLETED]
         return {
             (HEARTBEATS, self.ownership.cell): self._next_heartbeat,
@@ -167,12 +174,12 @@ class CellSession:
         }
 
     def finish(self) -> None:
-        """Commit, once all decisions are on the broker. Raises BusError."""
+        """Commit the low water. Call this once all decisions are on the broker. Raises BusError."""
         self._commit_low_water()
         self._log.info("stopped", unfinished=len(self.router.turns))
 
     def start(self) -> None:
-        """Claim the inboxes and read back what the core must know. Raises OwnershipLost or BusError."""
+        """Fence the inboxes and restore the router's state from the log. Raises OwnershipLost or BusError."""
         started_at = time.monotonic()
         self._fence_inboxes(self._partitions[DISPATCHED])
         places = [place for topic in (REQUESTED, DISPATCHED, COMPLETED) for place in self._partitions[topic]]
@@ -201,13 +208,13 @@ class CellSession:
         )
 
     def on_reassigned(self) -> None:
-        """All that `read_positions` names is read, whatever was paused."""
+        """Note that the reader was assigned `read_positions` again, which ends every pause."""
         self._requests_paused = False
 
     def run_once(self, found: Sequence[Item]) -> None:
-        """Take in what was read of this cell, in any order, and write what the core decides.
+        """Pass the records that were read of this cell to the router, and write its decisions.
 
-        Raises OwnershipLost, TopicMissing or BusError.
+        `found` may be in any order of partitions. Raises OwnershipLost, TopicMissing or BusError.
         """
         started_at = time.monotonic()
         if not found and started_at < self._next_tick:
@@ -216,7 +223,7 @@ class CellSession:
         for item in found:
             if (
                 isinstance(item, InvalidMessage) and item.topic is not COMPLETED
-            ):  # whoever waits for the results buries those
+            ):  # the environment worker that reads a result makes the dead letter
                 self._dead_letter(item, item.reason)
         records = [each for each in found if isinstance(each, Envelope)]
         for envelope in records:
@@ -256,14 +263,20 @@ class CellSession:
         self._membership.ensure_owner(self.ownership)
 
     def _fence_inboxes(self, inboxes: Sequence[Place]) -> None:
-        """Make this router's the newest claim in these inboxes: executors drop what is sent under an older one."""
+        """Write fencing tokens into these inboxes and wait until they are stored.
+
+        Executors drop dispatches with an older token. Raises OwnershipLost or BusError.
+        """
         self._ensure_owner()
         self._write_fencing_tokens(inboxes)
         self._writer.flush()
         self._ensure_owner()
 
     def _renew_fencing(self) -> None:
-        """Once a dispatch is lost: a router that was stopped amid its own claim may have finished it since."""
+        """Write new fencing tokens after a dispatch was lost.
+
+        A router that was stopped while it wrote its own tokens may have written them since.
+        """
         self._fenced_at_lost = self.router.counters.lost
         self._ensure_owner()
         slots = {slot for _, slot in self._partitions[DISPATCHED]} - self._unfenced
@@ -271,7 +284,8 @@ class CellSession:
         until = time.monotonic() + FENCING_SECONDS
         while slots & self._unfenced and (left_seconds := until - time.monotonic()) > 0:
             self._writer.poll(left_seconds)
-        self.router.close_inboxes(self._unfenced)  # what is sent there now lies behind the claim, under an older one
+        # A dispatch to these inboxes would lie behind the new token and carry an older token.
+        self.router.close_inboxes(self._unfenced)
         self._ensure_owner()
 
     def _write_fencing_tokens(self, inboxes: Sequence[Place]) -> None:
@@ -308,7 +322,7 @@ class CellSession:
         return slot % self._membership.cells == self.ownership.cell and bool(inboxes) and slot <= inboxes[-1][1]
 
     def _add_new_inboxes(self) -> None:
-        """Claim the inboxes of this cell that were added since this reign began. Raises OwnershipLost or BusError."""
+        """Fence the inboxes of this cell that were added since the session began. Raises OwnershipLost or BusError."""
         self._next_inboxes = time.monotonic() + INBOXES_SECONDS
         known, inbox_count = self._partitions[DISPATCHED], self._writer.partition_count(DISPATCHED)
         slots = partitions_of_cell(self.ownership.cell, self._membership.cells, inbox_count)[len(known) :]
@@ -320,14 +334,14 @@ class CellSession:
             self._log.info("inboxes added", slots=inbox_count)
 
     def _is_valid(self, envelope: Envelope) -> bool:
-        """Whether the request makes sense; one that contradicts itself is buried."""
+        """Whether the request is consistent; an inconsistent request becomes a dead letter."""
         error = envelope.record.validation_error if isinstance(envelope.record, TurnRequest) else ""
         if error:
             self._dead_letter(envelope, error)
         return not error
 
     def _dead_letter(self, message: Envelope | InvalidMessage, reason: str) -> None:
-        """Make a dead letter of what is of no use, unless it is one already."""
+        """Make a dead letter of an unusable message, unless it is a dead letter already."""
         if message.topic not in self._dead_lettered:
             self._dead_lettered[message.topic] = dead_lettered_places(
                 self._settings, message.topic, client_id="rose-router-letters", on_wait=self._ensure_owner
@@ -340,7 +354,7 @@ class CellSession:
             self._writer.dead_letter(message, reason, on_delivery=self._on_stored)
 
     def _received(self, envelope: Envelope) -> ReceivedRequest:
-        """The request with the partition it lies in as its home, which is where its result is waited for."""
+        """The received request, with its partition as its home: its result is expected in that partition."""
         request, wire = envelope.record, envelope.raw.value
         assert isinstance(request, TurnRequest) and wire is not None
         if request.home != envelope.partition:
@@ -380,7 +394,10 @@ class CellSession:
         self._unstored -= 1
 
     def _limit_waiting(self) -> None:
-        """Leave requests on their topic while too many turns wait for room; an anchor that others wait for is one."""
+        """Pause the requests while more than `max_waiting_turns` turns wait for room; resume at half of it.
+
+        Turns that wait for an anchor do not count: a pause would keep their anchors on the topic.
+        """
         waiting, max_waiting = self.router.queue.waiting_for_room, self._config.max_waiting_turns
         if not self._requests_paused and waiting > max_waiting:
             self._reader.pause(self._partitions[REQUESTED])
@@ -390,7 +407,7 @@ class CellSession:
             self._requests_paused = False
 
     def _commit_low_water(self) -> None:
-        """Note where the log stands, and commit the low water if it has risen."""
+        """Add a mark, which begins an epoch, and commit the low water if it has risen."""
         self._next_low_water = time.monotonic() + self._config.low_water_seconds
         if self._unstored:
             return
@@ -402,11 +419,11 @@ class CellSession:
         try:
             self._membership.commit(risen)
             self.committed = dict(lowest)
-        except BusError as error:  # a restart reads a little more: no reason to stop routing
+        except BusError as error:  # routing goes on: a restart only reads a little more
             self._log.warning("low water not committed", error=str(error))
 
     def _read_to_end(self, topic: Topic) -> Iterator[Envelope]:
-        """The topic from its next offsets to its present end; moves the next offsets along."""
+        """Read a topic from the next offsets to its present end; advances the next offsets."""
         begins = {place: self._next_offsets[place] for place in self._partitions[topic]}
         spoiled = (lambda found: self._dead_letter(found, found.reason)) if topic is REQUESTED else lambda found: None
         found = read_to_end(

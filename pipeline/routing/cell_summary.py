@@ -1,12 +1,12 @@
-"""A cell in short: what its routing core knows, for whoever decides on capacity.
+"""The cell summary: the state of a cell's router in one record, for the control app.
 
 Keeps true
-- It costs little, however much waits: of many waiting turns the oldest ones stand for all.
-- It is a record whatever the core holds: of more executors than it takes, lenders come first.
-- Silence of all at once is the listener's own absence, so the core takes nothing from anybody then. Capacity must come
-  all the same: who is not heard is left out, and where nobody is heard all turns wait.
+- The cost of a summary is bounded: if many turns wait, the oldest ones are counted and extrapolated to all.
+- A summary is always a valid record: if there are more executors than a record may list, lenders are listed first.
+- If all executors are silent, the router takes no turns from them, but capacity must still be requested. So the summary
+  omits silent executors, and if it lists none it counts all turns as waiting.
 
-Pure, and changes nothing.
+Pure: reads the router and changes nothing.
 """
 
 from itertools import islice
@@ -18,14 +18,14 @@ from rose.schemas.cells import MAX_EXECUTORS, CellSummary, ExecutorLine
 from rose.schemas.heartbeats import SlackHeartbeat, WorkerClass
 
 SILENT_SECONDS = 5.0
-"""Who was not heard for so long is nobody who does anything, whatever the core still waits for."""
+"""An executor without a heartbeat for this time is omitted, even if the router does not count it as GONE."""
 
 MAX_COUNTED_TURNS = 250
-"""Waiting turns whose tokens are counted; of more, these stand for all."""
+"""Waiting turns whose tokens are counted. If more wait, the sums are extrapolated from these."""
 
 
 def summarize_cell(router: Router, *, name: str, now: float, cell: int = 0, cells: int = 1) -> CellSummary:
-    """What the core of a cell stands like now, under the name of its router."""
+    """The summary of a cell at `now`, on the router's clock. `name`: the name of the router."""
     executors = [
         (each, each.heartbeat) for each in router.liveness.executors.values() if each.status is not ExecutorStatus.GONE
     ]
@@ -85,7 +85,7 @@ def _executor_line(router: Router, executor: Executor, heartbeat: SlackHeartbeat
 
 
 def _combined_seconds(lines: tuple[ExecutorLine, ...], prefill_tokens: float, new_tokens: float) -> float:
-    """Seconds in which the open executors together do so much; 0 where there is none."""
+    """Seconds in which the open executors together compute these tokens; 0 if no executor is open."""
     if prefill_tokens + new_tokens <= 0:
         return 0.0
     rate = sum(

@@ -1,14 +1,14 @@
-"""What a user may set of the router."""
+"""Configuration of the router."""
 
 from dataclasses import dataclass
 
 from rose.schemas.setting_bounds import MAX_COUNT, check_bounds
 
 MAX_ATTEMPTS = 10_000
-"""At one turn."""
+"""Upper bound of `max_attempts`."""
 
 MAX_LOW_WATER_SECONDS = 3600.0
-"""A place from which to read that is noted more seldom is of no use."""
+"""Upper bound of `low_water_seconds`: a low water that is committed less often is useless."""
 
 
 @dataclass(frozen=True, slots=True)

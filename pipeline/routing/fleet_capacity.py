@@ -1,9 +1,8 @@
-"""Room: how much a fleet could take in, and what is known when it can't, so that nobody asks every executor again.
+"""Capacity of the fleet: the largest token budget, and shortages of room, so that a full fleet is not searched again.
 
 Keeps true
-- `LargestBudget` is the greatest of the budgets that it was told of and that still hold.
-- While a `Shortage` lasts, every seat with room for its `min_tokens` or more is among those that have grown to it
-  since.
+- `LargestBudget.tokens` is the greatest of the present budgets.
+- While a `Shortage` lasts, every candidate with room for at least its `min_tokens` is in `with_room`.
 """
 
 from dataclasses import dataclass, field
@@ -11,22 +10,22 @@ from dataclasses import dataclass, field
 from rose.pipeline.routing.candidates import CLOSED, Candidate
 
 UNLIMITED = 2**62
-"""More room than anybody asks for."""
+"""More tokens than any turn needs."""
 
 MAX_TRACKED = 4
-"""Seats with room that a shortage lasts with. With more of them the index is cheaper: a search of it costs what some
-five looks at single seats do, unless much of the fleet has nearly as much room as is needed."""
+"""Most candidates with room while a shortage lasts; one more ends the shortage. A search of the index costs about as
+much as considering five candidates individually, unless much of the fleet has nearly as much room as is needed."""
 
 
 @dataclass(slots=True)
 class LargestBudget:
-    """The largest budget of those that are open."""
+    """The largest token budget of the open executors."""
 
     tokens: int = CLOSED
     _counts: dict[int, int] = field(default_factory=dict)
 
     def replace(self, old: int, new: int) -> bool:
-        """One budget takes the place of another (CLOSED: of none); whether the largest grew."""
+        """Replace one budget by another, where CLOSED means none; return whether the largest budget grew."""
         largest_before, counts = self.tokens, self._counts
         if old != CLOSED:
             counts[old] -= 1
@@ -43,20 +42,20 @@ class LargestBudget:
 
 @dataclass(slots=True)
 class Shortage:
-    """Nobody had `min_tokens` tokens of room; since then only those in `with_room` may have."""
+    """No candidate had `min_tokens` tokens of room; since then only the candidates in `with_room` may have it."""
 
     min_tokens: int = UNLIMITED
     _grown: dict[int, Candidate] = field(default_factory=dict)
 
     def record(self, room_tokens: int) -> None:
-        """Nobody has room for `room_tokens`."""
+        """Record that no candidate has `room_tokens` tokens of room."""
         self.min_tokens = min(self.min_tokens, room_tokens)
         self._grown = {
             number: candidate for number, candidate in self._grown.items() if candidate.room >= self.min_tokens
         }
 
     def on_room_grown(self, candidate: Candidate) -> None:
-        """The seat has room for `min_tokens`."""
+        """Record that a candidate has at least `min_tokens` tokens of room now."""
         self._grown[candidate.number] = candidate
         if len(self._grown) > MAX_TRACKED:
             self.min_tokens = UNLIMITED

@@ -1,27 +1,27 @@
 """Liveness: which executors may be trusted with a turn.
 
 Keeps true
-- An executor is LIVE only while it is heard and has proven a policy version no more than `max_lag_versions` behind the
-  newest that anybody serves. Nothing else is believed about versions: only what an executor serves is one.
-- There is no way from GONE to LIVE: who comes back is STALE until it proves the current policy version.
-- Everyone silent at once is the listener's own absence. Silence is measured in time in which somebody was heard:
-  between two heartbeats, whoever sent them, at most `MAX_CLOCK_STEP_SECONDS` of it pass. So an executor is GONE only
-  once another was heard after its TTL, and a gap in which nobody was heard takes nothing from anybody.
-- Nothing is decided by a clock skew. What is compared is the least difference over SKEW_WINDOW_SECONDS, so that a
-  heartbeat that was late says nothing of the clock.
-- The turns held by an executor that leaves, or starts anew, are handed back once.
-- Workers are told apart by name: several may have one inbox, and none of it is another's.
-- Incarnations are compared within one inbox, where they grow. An older one is ignored until the newer is GONE; one in
-  another inbox replaces what was known, as what was heard later, and what it replaced is ignored likewise. So two that
-  run under one name take nothing from each other time and again.
+- An executor is LIVE only while its heartbeats arrive and it has proven a policy version at most `max_lag_versions`
+  behind the newest version that an executor serves. Only the versions in heartbeats count.
+- There is no way from GONE to LIVE: an executor that returns is STALE until it proves the current policy version.
+- If no executor sends heartbeats, the router assumes that it was away itself. Silence is measured on the liveness
+  clock, which advances by at most `MAX_CLOCK_STEP_SECONDS` between two heartbeats of any executors. So an executor
+  becomes GONE only after a heartbeat of another executor, and a gap without heartbeats expires no executor.
+- Clock skew decides nothing. The reported skew is the least difference over SKEW_WINDOW_SECONDS, so a late heartbeat
+  does not count as skew.
+- The turns of an executor that leaves or restarts are returned once.
+- Executors are told apart by worker name: several workers may use one inbox.
+- Incarnations are compared within one inbox, where they grow. A heartbeat of an older incarnation is ignored until the
+  newer incarnation is GONE. An incarnation in another inbox replaces the known one, and later heartbeats of the
+  replaced incarnation are ignored. So two processes under one name do not take turns from each other again and again.
 
-Example, TTL 2 s, w1 and w2 heard five times a second
-    w1's last heartbeat at 10, w2 goes on     -> at 12 w1 is GONE, its turns are handed back
-    w1 is heard at 15, same incarnation       -> STALE, until it shows the version that w2 shows; it keeps what it says
-                                                 that it holds
-    nobody is heard from 20 to 30             -> nobody is GONE
-    w1 is heard at 30, w2 is not              -> w2 has 2 s less the 0.5 s of the gap that count: GONE at 31.5
-    w1 alone in the fleet, dead at 40         -> not GONE: nobody can tell before a new start or another is heard
+Example, TTL 2 s, w1 and w2 send five heartbeats a second
+    w1's last heartbeat at 10, w2 goes on     -> at 12 w1 is GONE, its turns are returned
+    w1's heartbeat at 15, same incarnation    -> STALE until it proves the version of w2; it keeps the turns that it
+                                                 lists
+    no heartbeats from 20 to 30               -> no executor is GONE
+    w1's heartbeat at 30, none of w2          -> 0.5 s of the gap count for w2: GONE at 31.5
+    w1 alone in the fleet, killed at 40       -> not GONE until a new incarnation or another executor sends a heartbeat
 """
 
 from dataclasses import dataclass, field
@@ -32,16 +32,16 @@ from rose.pipeline.routing.turn import Turn
 from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat
 
 MAX_SKEW_SECONDS = 5.0
-"""Two clocks further apart than this are told of. Synchronised ones are within milliseconds."""
+"""A larger clock skew is reported. Synchronised clocks differ by milliseconds."""
 
 SKEW_WINDOW_SECONDS = 10.0
-"""The least difference of so many seconds counts."""
+"""Length of a window. The skew of a window is its least difference."""
 
 SKEW_WARNING_SECONDS = 60.0
-"""Between two warnings of one worker."""
+"""Least time between two warnings about one worker."""
 
 SKEW_FORGET_SECONDS = 60.0
-"""Who has not been heard for so long is forgotten."""
+"""A worker without heartbeats for longer than this is forgotten."""
 
 
 @dataclass(slots=True)
@@ -53,16 +53,19 @@ class _SkewWindow:
 
 
 class ClockSkews:
-    """By worker: how far its clock is behind the listener's, in seconds; negative if it is ahead."""
+    """Measures how far each worker's wall clock is behind the router's, from the send times of heartbeats."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        """Of the newest whole window."""
+        """Skew by worker, of the newest complete window; negative if the worker's clock is ahead."""
         self._windows: dict[str, _SkewWindow] = {}
         self._next_sweep = 0.0
 
     def on_heartbeat(self, worker: str, sent_at: float, now: float) -> float | None:
-        """Take a heartbeat's time in; the skew if it is to be told now. `now` is unix seconds."""
+        """Add a heartbeat's send time. Returns the skew in seconds if a warning is due now.
+
+        `sent_at` and `now` are unix seconds, on the worker's and the router's wall clock.
+        """
         if now >= self._next_sweep:
             self._sweep(now)
         window = self._windows.get(worker)
@@ -88,30 +91,30 @@ class ClockSkews:
 
 
 RESTORED_TTL_SECONDS = 2.0
-"""How long an executor known only from the log may keep silent before its turns are issued again."""
+"""How long an executor that is known only from the log may be silent before its turns are reissued."""
 
 MAX_CLOCK_STEP_SECONDS = 0.5
-"""Most time that passes between two heartbeats; the rest of a gap is the listener's. Executors beat every 0.2 s."""
+"""Most time that the liveness clock advances between two heartbeats. Executors send a heartbeat every 0.2 s."""
 
 REMEMBERED_STARTS = 8
-"""Starts in other inboxes that are remembered of an executor: who moves is started again."""
+"""Earlier incarnations in other inboxes that are remembered of an executor: an executor that moves is restarted."""
 
 FORGET_SECONDS = 600.0
-"""An executor that was GONE this long is forgotten; until then it may come back to what it held."""
+"""An executor that has been GONE for this time is forgotten. Until then it may return to the turns that it held."""
 
 
 class ExecutorStatus(Enum):
     """How far an executor may be trusted: with weights, with turns, or with nothing."""
 
     STALE = "stale"
-    """Heard from, the current policy version not yet proven: may be sent weights, not turns."""
+    """Sends heartbeats, but has not proven the current policy version: may be sent weights, not turns."""
     LIVE = "live"
     GONE = "gone"
 
 
 STALE, LIVE, GONE = ExecutorStatus.STALE, ExecutorStatus.LIVE, ExecutorStatus.GONE
 READY, STOPPING = ExecutorState.READY, ExecutorState.STOPPING
-"""Looked up once: Python takes its time over the members of an Enum."""
+"""Module constants, because the attribute access of an Enum member is slow in Python."""
 
 
 class Execution(NamedTuple):
@@ -123,18 +126,19 @@ class Execution(NamedTuple):
     room_tokens: int
     new_tokens: float
     charged: bool
-    """It counts as a failure of its turn, until its executor comes back."""
+    """Whether the execution counts as a failure of its turn. The failure is taken back if the executor returns."""
     unlisted_since: float
-    """`Executor.observed_seconds` as of which it was not listed yet; of one that was, and is no more, long ago."""
+    """`Executor.observed_seconds` since which the execution is not listed. Far in the past for an execution that was
+    listed and is not any more."""
 
 
 class ListedExecutions:
-    """The executions that a heartbeat lists in its `holds`, taken apart once somebody looks for one."""
+    """The executions that a heartbeat lists in its `holds`, unpacked at the first look-up."""
 
     __slots__ = ("_found", "packed")
 
     def __init__(self, packed: bytes) -> None:
-        """`packed`: eight bytes of each."""
+        """`packed`: the execution keys, eight bytes each."""
         self.packed = packed
         self._found: frozenset[bytes] | None = None
 
@@ -150,44 +154,45 @@ NO_EXECUTIONS = ListedExecutions(b"")
 
 @dataclass(slots=True)
 class Executor:
-    """One executor under its newest incarnation."""
+    """One executor in its newest incarnation."""
 
     worker: str
     slot: int
     incarnation: int
     expires: float
-    """On the clock of `Liveness`; from this moment on silence means GONE."""
+    """Time on the liveness clock at which a silent executor becomes GONE."""
     status: ExecutorStatus = STALE
     heartbeat: SlackHeartbeat | None = None
-    """The newest; None while it is known from the log alone."""
+    """The newest heartbeat; None while the executor is known only from the log."""
     cache_generation: int = 0
-    """Which of its prefix caches it has: who serves no version has none, and serves with another one again."""
+    """Number of its prefix cache. An executor without a version has no cache, and begins a new one with a version."""
     rejected: bool = False
-    """It refused or preempted a turn since its newest heartbeat, so what that heartbeat offered no longer holds."""
+    """Whether it refused or preempted a turn since its newest heartbeat, so the offer of that heartbeat is void."""
     full: bool = False
-    """It refused for lack of room, and neither what it offers nor what it holds has changed since."""
+    """Whether it refused for lack of room, and neither its offer nor the turns that it lists have changed since."""
     holds: dict[bytes, Turn] = field(default_factory=dict)
-    """By execution, as heartbeats list it: the turns that it has, in the order in which they came."""
+    """The assigned turns by execution key, in order of dispatch."""
     listed: ListedExecutions = NO_EXECUTIONS
-    """What its newest heartbeat says that it has: that was seen at `heartbeat_at`, whatever the turns say."""
+    """The executions that its newest heartbeat lists. `heartbeat_at` is when a listed turn was last seen, not
+    `Turn.seen_at`."""
     heartbeat_at: float = 0.0
-    """When that came, on the router's clock."""
+    """Time of the newest heartbeat, on the router's clock."""
     heartbeat_clock: float = 0.0
-    """The same, on the clock of `Liveness`."""
+    """Time of the newest heartbeat, on the liveness clock."""
     observed_seconds: float = 0.0
-    """In which this one was heard itself. Of a silence, and of what was before its first word, no more than
-    HEARING_SECONDS counts."""
+    """Seconds in which this executor itself sent heartbeats. A silence, and the time before the first heartbeat, count
+    for at most MAX_CLOCK_STEP_SECONDS."""
     ghosts: dict[bytes, Execution] = field(default_factory=dict)
-    """By execution: what it may still run though the turn was taken from it. They fill its room until they have ended
-    there, or a lease is over in which it has not listed them."""
+    """Ghosts by execution key. A ghost fills room until its execution has ended, or until heartbeats have not listed it
+    for `assignments.LISTING_SECONDS`."""
     counted_version: int | None = None
-    """The policy version that it is counted under."""
+    """The policy version under which `Liveness` counts this executor."""
     earlier_starts: tuple[tuple[int, int], ...] = ()
-    """Slots and incarnations of the last starts before it in other inboxes."""
+    """Slots and incarnations of its earlier incarnations in other inboxes, oldest first."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it may be sent turns."""
+        """Whether turns may be dispatched to it."""
         ready = self.heartbeat is not None and self.heartbeat.state is READY
         return ready and self.status is LIVE and not self.rejected
 
@@ -196,30 +201,30 @@ class HeartbeatEffect(NamedTuple):
     """What a heartbeat changed."""
 
     replaced: Executor | None = None
-    """The start before, which is no more."""
+    """The earlier incarnation, which has ended."""
     returned: bool = False
-    """The same start was GONE and is not."""
+    """Whether the executor was GONE and is not any more, in the same incarnation."""
 
 
 UNCHANGED = HeartbeatEffect()
 
 
 class Liveness:
-    """All executors ever heard of, until they are forgotten."""
+    """Status of all known executors, until they are forgotten."""
 
     def __init__(self, *, max_lag_versions: int) -> None:
         self.max_lag_versions = max_lag_versions
         self.current_version = -1
-        """The newest policy version that an executor serves which is not GONE; -1 while there is none."""
+        """The newest policy version of the executors that are not GONE; -1 if there is none."""
         self.executors: dict[str, Executor] = {}
         self.clock = 0.0
-        """Seconds in which somebody was heard."""
+        """The liveness clock in seconds: it advances only while heartbeats arrive."""
         self._heartbeat_at = 0.0
         self._executors_by_version: dict[int, int] = {}
-        """By policy version: how many serve it that are not GONE."""
+        """Number of executors that are not GONE, by policy version."""
 
     def on_heartbeat(self, heartbeat: SlackHeartbeat, now: float) -> HeartbeatEffect:
-        """Take a heartbeat in. If it is of an older start than the known one, that one keeps its own `heartbeat`."""
+        """Update an executor from a heartbeat. A heartbeat of an older incarnation changes only the liveness clock."""
         gap = now - self._heartbeat_at
         if gap > 0.0:
             self.clock += gap if gap < MAX_CLOCK_STEP_SECONDS else MAX_CLOCK_STEP_SECONDS
@@ -250,26 +255,27 @@ class Liveness:
         known.rejected = known.full
         if heartbeat.state is STOPPING:
             known.status = GONE
-        if replaced is not None:  # it is counted no more
+        if replaced is not None:  # the new incarnation takes the place of the old one in the counts
             known.counted_version = replaced.counted_version
         self._count_version(known)
         self._update_status(known)
         return HeartbeatEffect(replaced, returned) if replaced is not None or returned else UNCHANGED
 
     def restore_executor(self, worker: str, slot: int, incarnation: int) -> Executor:
-        """An executor is known from the log alone: it may be heard from for as long as a silence may last."""
+        """Add an executor that is known only from the log. It has RESTORED_TTL_SECONDS to send a heartbeat."""
         known = self.executors[worker] = Executor(worker, slot, incarnation, self.clock + RESTORED_TTL_SECONDS)
         return known
 
     def lag_versions(self, executor: Executor) -> int:
-        """Policy versions that it is behind the newest."""
+        """Policy versions that an executor is behind the newest."""
         shown = -1 if executor.heartbeat is None else executor.heartbeat.policy_version
         return max(0, self.current_version - shown)
 
     def expire(self) -> list[Executor]:
-        """Mark the silent as GONE and return them; the caller takes back what they hold.
+        """Mark silent executors as GONE and return them; the caller takes their turns back.
 
-        So it is with one that has stopped while answers that it spoke of do not come.
+        Also returns executors that have stopped and still hold turns after their TTL: the results that they announced
+        have not arrived.
         """
         silent = [
             each
@@ -282,7 +288,7 @@ class Liveness:
         return silent
 
     def forget_gone(self) -> list[str]:
-        """Drop those who have been GONE for long, and name them."""
+        """Forget the executors that have been GONE for FORGET_SECONDS; return their worker names."""
         names = [
             each.worker
             for each in self.executors.values()
@@ -296,7 +302,7 @@ class Liveness:
         return known.incarnation == heartbeat.incarnation and known.slot == heartbeat.slot
 
     def _is_newer_start(self, known: Executor, heartbeat: SlackHeartbeat) -> bool:
-        """Whether what is known is newer than this heartbeat's start."""
+        """Whether the known incarnation is newer than the heartbeat's."""
         if known.status is GONE:
             return False
         if known.slot == heartbeat.slot:
@@ -304,7 +310,7 @@ class Liveness:
         return (heartbeat.slot, heartbeat.incarnation) in known.earlier_starts
 
     def _count_version(self, executor: Executor) -> None:
-        """It may serve another version now; who is too far behind the newest becomes STALE."""
+        """Count an executor under its present version, and update every status if the newest version changes."""
         gone = executor.status is GONE or executor.heartbeat is None
         version = None if executor.heartbeat is None or gone else executor.heartbeat.policy_version
         if version == executor.counted_version:
@@ -332,5 +338,7 @@ class Liveness:
 
 
 def _capacity_of(heartbeat: SlackHeartbeat) -> tuple[ExecutorState, bytes, int, int]:
-    """What a refusal for lack of room hangs on: one that is closed refuses all."""
+    """The fields that a refusal for lack of room depends on, the state included: an executor that is not ready refuses
+    every turn.
+    """
     return heartbeat.state, heartbeat.holds, heartbeat.max_turns, heartbeat.token_budget

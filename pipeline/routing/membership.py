@@ -1,17 +1,18 @@
-"""Seats: which router serves which cell.
+"""Router membership: which router owns which cell.
 
 Keeps true
-- Whoever is assigned partition c of the heartbeats in the routers' group serves cell c. Nothing is fetched by it.
-- A seat is one unbroken time of serving a cell: who has lost a cell and comes by it again has another seat.
-- While the group decides anew who serves what, nobody decides anything. Who is given again what it had goes on, if the
-  group still knows it as the same member: it has not been given up meanwhile, so nobody else can have had it.
-- The low water is committed as a member of the group, so the broker refuses it from a router that was replaced.
-- A router that did not look for LET_GO_SECONDS (it was stopped, or the machine was) gives its seats up: the broker may
-  have given them to another, which it would learn too late. So does one that the broker says has lost them, and one
-  that waited for DECIDED_SECONDS: it stands in line as a new member.
+- The router to which the consumer group assigns partition c of the heartbeats owns cell c. The membership fetches no
+  records.
+- A cell ownership is one unbroken time. A router that loses a cell and gets it back has a new ownership.
+- During a rebalance no router decides anything. A router that is assigned its cells again keeps its ownerships if it is
+  still the same member of the group: then no other router can have owned them meanwhile.
+- The low water is committed as a member of the group, so the broker refuses the commit of a router that was replaced.
+- A router that did not poll for MAX_UNPOLLED_SECONDS, because the process or the machine was stopped, gives its cells
+  up: the broker may have assigned them to another router, and this router would learn of that too late. A router that
+  waited for MAX_REBALANCE_SECONDS gives its cells up, too. On Apache Kafka both then join as a new member.
 
-On Apache Kafka a router that dies is replaced within SESSION_SECONDS. The embedded broker never evicts: there its cells
-wait for the router of the same name to come back, and who was away still has them.
+On Apache Kafka a router that dies is replaced within SESSION_SECONDS. The embedded broker never evicts a member: the
+cells of a dead router wait for a router of the same name, and a router that was stopped still has its cells.
 """
 
 import time
@@ -26,22 +27,24 @@ from rose.topics.records import Place
 from rose.topics.settings import BusSettings
 
 SESSION_SECONDS = 6.0
-"""After so much silence the broker gives the cells to another; the least that Apache Kafka allows by default."""
+"""Session timeout of the group: the broker then assigns the cells of a silent member to others. The least that Apache
+Kafka allows by default."""
 
 MAX_UNPOLLED_SECONDS = SESSION_SECONDS / 2
-"""Half a session: the client's own heartbeats are a second apart, so until then the broker has surely not given up."""
+"""Longest time between two polls before a router gives its cells up. The client's heartbeats are a second apart, so the
+broker has not ended the session within half of it."""
 
 MAX_REBALANCE_SECONDS = 2 * SESSION_SECONDS
-"""How long the group may take to decide anew who serves what: one that is frozen keeps it for its session."""
+"""Longest wait for a rebalance. A frozen member delays a rebalance for its session timeout."""
 
 POLL_SECONDS = 0.2
-"""How long one look lasts while the group decides."""
+"""Duration of one poll during a rebalance."""
 
 POLL_VALID_SECONDS = 0.05
-"""For so long a look counts: within a session the group decides nothing anew before this member has looked."""
+"""How long the outcome of a poll is relied on. Within a session no rebalance ends before this member has polled."""
 
 HEARTBEAT_SECONDS = 1.0
-"""Between two heartbeats of the client itself."""
+"""Time between two heartbeats of the Kafka client to the group."""
 
 SESSION: dict[str, Any] = {
     "session.timeout.ms": int(SESSION_SECONDS * 1000),
@@ -50,18 +53,19 @@ SESSION: dict[str, Any] = {
 
 
 class OwnershipLost(RoseError):
-    """A cell must not be served on as it was; the message says why."""
+    """The router may not own a cell any more; the message says why."""
 
 
 class CellOwnership(NamedTuple):
-    """One unbroken time in which a router serves a cell."""
+    """One unbroken time in which a router owns a cell."""
 
     cell: int
     term: int
+    """Differs between two ownerships of one cell by the same router."""
 
 
 class RouterMembership:
-    """One router's membership of the group, and the seats that it has by it."""
+    """One router's membership of the consumer group, and the cells that it owns by it."""
 
     def __init__(self, settings: BusSettings, name: str) -> None:
         """Raises TopicMissing or BusError."""
@@ -70,9 +74,9 @@ class RouterMembership:
         self.owned: frozenset[CellOwnership] = frozenset()
         self._terms = 0
         self._rebalancing = False
-        """The group decides anew who serves what."""
+        """Whether a rebalance has revoked cells and has not assigned any yet."""
         self._member_name = ""
-        """As whom the group knew this router when it gave it these seats."""
+        """This router's member id at the last assignment."""
         self._polled_at = time.monotonic()
         self._reader = self._join()
         for topic in (REQUESTED, DISPATCHED, COMPLETED):
@@ -80,9 +84,9 @@ class RouterMembership:
         self.cells = self._reader.partition_count(HEARTBEATS)
 
     def poll(self, seconds: float) -> frozenset[CellOwnership]:
-        """Wait for news for so long; the seats that this router has now. None can be used while the group decides.
+        """Poll the group for `seconds`; return the ownerships of this router, none during a rebalance.
 
-        Raises OwnershipLost for one that was stopped meanwhile.
+        Raises OwnershipLost if the router was stopped during the poll.
         """
         asked_at = time.monotonic()
         self._reader.read(1, seconds)
@@ -91,9 +95,9 @@ class RouterMembership:
         return frozenset() if self._rebalancing else self.owned
 
     def ensure_owner(self, ownership: CellOwnership | None = None) -> None:
-        """Look whether this router still has its seats, this one among them: call it before each decision.
+        """Check that this router still has its cells, and `ownership` among them. Call this before each decision.
 
-        Waits while the group decides anew. Raises OwnershipLost.
+        Waits for the end of a rebalance. Raises OwnershipLost.
         """
         HEALTH.report_progress()
         absent = time.monotonic() - self._polled_at
@@ -107,13 +111,13 @@ class RouterMembership:
                 if self._settings.embedded:
                     self._set_cells([], renew=True)
                 else:
-                    self.rejoin()  # by now every session is over: what is still waited for may never come
+                    self.rejoin()  # every session has timed out by now, so the rebalance may never end
                 raise OwnershipLost(f"the group has not decided within {MAX_REBALANCE_SECONDS:g} s who serves what")
         if ownership is not None and ownership not in self.owned:
             raise OwnershipLost(f"another router serves cell {ownership.cell}")
 
     def _give_up_after(self, unpolled_seconds: float) -> None:
-        """Give the seats up after so many seconds without a look, if they are too many. Raises OwnershipLost."""
+        """Give the cells up and raise OwnershipLost if `unpolled_seconds` is more than MAX_UNPOLLED_SECONDS."""
         if unpolled_seconds <= MAX_UNPOLLED_SECONDS:
             return
         if self._settings.embedded:
@@ -124,12 +128,12 @@ class RouterMembership:
         raise OwnershipLost(f"away for {unpolled_seconds:.1f} s: another router may have taken over")
 
     def rejoin(self) -> None:
-        """Give all seats up and stand in line again."""
+        """Give all cells up and join the group as a new member."""
         self.close()
         self._reader = self._join()
 
     def committed(self, places: Sequence[Place]) -> dict[Place, int | None]:
-        """The low water as it was committed last. Raises BusError."""
+        """The committed low water of each place; None if there is none. Raises BusError."""
         return self._reader.committed(places)
 
     def commit(self, offsets: Mapping[Place, int]) -> None:
@@ -158,7 +162,7 @@ class RouterMembership:
         self._rebalancing = bool(self.owned)
 
     def _set_cells(self, cells: Sequence[int], *, renew: bool = False) -> None:
-        """Have seats in these cells and no others, those that it has already unless it is to begin `renew`."""
+        """Own these cells and no others. Keeps the present ownerships unless `renew`."""
         self._terms += 1
         kept = {} if renew else {ownership.cell: ownership for ownership in self.owned}
         self.owned = frozenset(kept.get(cell, CellOwnership(cell, self._terms)) for cell in cells)

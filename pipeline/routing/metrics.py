@@ -1,4 +1,4 @@
-"""What the router exports to Prometheus. Counts are read from the core when they are asked for, not kept twice."""
+"""Prometheus metrics of the router. Counts are read from the core at each scrape and are not kept twice."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +18,7 @@ from rose.topics.metrics import register
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 ROUTER_REGISTRY = CollectorRegistry()
-"""What a router exports beside its core's counts, once it has begun."""
+"""Histograms of a router, in addition to the counts of its core."""
 
 DISPATCH_SECONDS = Histogram(
     "rose_router_dispatch_seconds",
@@ -42,34 +42,34 @@ COUNTS = {
     "context_missing": ("turns_torn", "Times that a turn waited for an anchor: its context could not be read back."),
     "overtaken": ("turns_overtaken", "Turns finished by the request for the next one."),
 }
-"""Of each of the core's counts, what it is called here and what it means."""
+"""Name and description of the metric, by field of `Counters`."""
 
 
 class CellMetricsSource(Protocol):
-    """What a router has for each cell that it serves."""
+    """One cell session of a router."""
 
     router: Router
     clock_skews: ClockSkews
 
     @property
     def clock(self) -> Callable[[], float]:
-        """The router's own: what has waited is measured by it."""
+        """The router's clock, in seconds."""
 
 
 class RouterMetricsSource(Protocol):
-    """A router."""
+    """A router, as the metrics read it."""
 
     @property
     def cells(self) -> int:
-        """How many there are."""
+        """Number of cells of the run."""
 
     @property
     def sessions(self) -> Mapping[CellOwnership, CellMetricsSource]:
-        """Of the cells that it serves now."""
+        """Sessions of the cells that the router serves now."""
 
 
 class RouterCollector(Collector):
-    """Reads a router's counts at the moment of a scrape; of cells that another router serves there are none."""
+    """Reads a router's counts at each scrape, for the cells that this router serves."""
 
     def __init__(self, source: RouterMetricsSource) -> None:
         self._source = source
@@ -111,7 +111,7 @@ class RouterCollector(Collector):
 
     @staticmethod
     def describe() -> list[CounterMetricFamily | GaugeMetricFamily]:
-        """What `collect` fills in; the first two of them are there whether it serves or not."""
+        """Empty metric families. The first two have a value also while the router serves no cell."""
         counters = (
             CounterMetricFamily(f"rose_router_{name}", meaning, labels=["cell"]) for name, meaning in COUNTS.values()
         )
@@ -139,7 +139,7 @@ def _oldest_seconds(router: Router, now: float) -> float:
 
 @contextmanager
 def export_metrics(source: RouterMetricsSource) -> Iterator[None]:
-    """Export what this router counts, for as long as this runs."""
+    """Export the metrics of a router for the duration of the context."""
     register(ROUTER_REGISTRY)
     collector = RouterCollector(source)
     REGISTRY.register(collector)

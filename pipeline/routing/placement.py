@@ -1,35 +1,39 @@
-"""Placement: what a turn would cost on every executor, and which is the cheapest.
+"""Placement: the cost of a turn on each executor, and the choice of the cheapest executor.
 
 Keeps true
 - One cost in seconds: `wait + (context - cached) / prefill rate + expected new * seconds of a step + risk`. Affinity,
   hardware, load and freshness are terms of this sum, not special cases.
-- It is what the turn takes, and what it takes from others: who is sent where that sum is least makes the turns of all
-  as short as one choice at a time can.
-- Only open executors are chosen, never one whose room (turns, tokens) the turn would overfill, and for a turn with a
-  seed only such as take seeds.
-- The answer is that of a scan over all executors; the `index` only makes it cheap.
-- Costs within TIE_SECONDS are equal; among equals the turn's key decides (`ring`), whatever the order in which the
-  executors were met.
+- The cost is the time of the turn itself plus the time by which it delays other turns. So the least cost makes all
+  turns as short as a choice for one turn at a time can.
+- Only open executors are chosen, only executors with room for the turn (turns, tokens), and for a turn with a seed only
+  executors that take seeds.
+- The choice equals that of a scan over all executors; the `candidates` index only makes it cheap.
+- Costs within TIE_SECONDS are equal. Among equals the turn's key decides (`rendezvous`), whatever the order in which
+  executors were added.
 
-Rates are those that heartbeats taught (`rates`). Prefills are run one after another, and `wait_seconds` is for those
-that were sent before: each pushes the moment at which the executor's prefill is free, and that moment comes nearer by
-itself as time passes; but prompts that its engine says have not begun lie before it still, however long ago they were
-sent. Whoever runs there shares the steps: each token that is computed in one makes it longer for all. So those that an
-executor holds, its `turn_bucket`, make each step longer for this turn; each token of context that this turn computes
-delays all of them; and its new tokens delay each of them for as long as that one still runs (as if this turn ran
-longer: what they owe is then the same for every turn, which keeps peers in one order; a turn of a few tokens is priced
-too high beside long ones). That is the first part of `risk`, and why a prefix is worth more where many run.
-It has four others. An executor behind the newest policy version samples tokens that may come too late. One that took
-turns back before may do so again: what was computed again elsewhere is spread over all turns that it was given. What is
-prefilled delays whoever comes next: without that, the members of a group that arrive together would each compute their
-prompt on another idle executor, which is no slower for them than waiting for the first to have done it. And on a
-frozen lender, whose cache cannot grow, it takes the place of a prefix that somebody comes back for: so those come back
-there first, and others where else they find room.
+Terms of the cost
+- Rates are rate buckets, learned from heartbeats (`rates`).
+- `wait`: prefills run one after another, so a turn waits for the prefills that were dispatched before it. Each dispatch
+  moves the time at which the executor's prefill is free. Prompts that the engine reports as not begun also count,
+  however long ago they were dispatched.
+- `risk`, shared steps: turns on one executor share its steps, and each token in a step makes the step longer for all
+  turns. So the held turns (`turn_bucket`) make each step longer for this turn; each context token that this turn
+  computes delays all held turns; and the new tokens of this turn delay each held turn for as long as that turn runs.
+  The last part is computed as if this turn ran longer than all held turns: it is then the same for every turn, which
+  keeps the candidates of a group in one order, but prices a turn of a few tokens too high next to long turns. A cached
+  prefix is therefore worth more on a busy executor.
+- `risk`, staleness: an executor behind the newest policy version samples tokens that may be too old to train on.
+- `risk`, preemption: an executor that preempted turns may do so again. The tokens that other executors computed again
+  are averaged over all turns of the executor.
+- `risk`, displacement: a prefill delays the next turn. Without this term, the members of a group that arrive together
+  would each compute their prompt on another idle executor, which is as fast for them as waiting for the first prefill.
+- `risk`, frozen lender: its cache cannot grow, so a prefill evicts a prefix that another turn may need. With this term
+  turns with a cached prefix are placed there first, and other turns go to other executors that have room.
 
-Example: 32 tokens of context and 4 new ones, where a token takes 0.1 ms, and a step 3 ms beside that of its tokens
-    an idle executor without them        32 * 0.1 * (1 + 0.5) + 4 * 3.0                             = 17 ms
-    with 31 cached, beside 16 like it    1 * 0.1 * (1 + 0.5 + 16) + 4 * (3.0 + 1.6) + 32 * 0.1      = 23 ms
-    with none cached, beside 16 like it  32 * 0.1 * (1 + 0.5 + 16) + 4 * (3.0 + 1.6) + 32 * 0.1     = 78 ms
+Example: 32 context tokens and 4 new tokens; a token takes 0.1 ms, and a step takes 3 ms and the time of its tokens
+    idle executor, none cached        32 * 0.1 * (1 + 0.5) + 4 * 3.0                             = 17 ms
+    16 like turns held, 31 cached     1 * 0.1 * (1 + 0.5 + 16) + 4 * (3.0 + 1.6) + 32 * 0.1      = 23 ms
+    16 like turns held, none cached   32 * 0.1 * (1 + 0.5 + 16) + 4 * (3.0 + 1.6) + 32 * 0.1     = 78 ms
 """
 
 from typing import NamedTuple
@@ -44,28 +48,29 @@ from rose.schemas.heartbeats import SlackHeartbeat
 from rose.schemas.turns import PlacementCost
 
 TIE_SECONDS = 1e-4
-"""Costs closer than this are equal: no executor knows its own rates better."""
+"""Costs closer than this are equal: measured rates are not more exact."""
 
 STALENESS_SECONDS = 0.25
 """Risk of one policy version that an executor is behind: its tokens may be too old to train on."""
 
 DISPLACEMENT = 0.5
-"""Risk of each second of prefill: as if every second one delayed a turn that comes after it."""
+"""Risk in seconds for each second of prefill: every second prefill is taken to delay a later turn."""
 
 FROZEN_DISPLACEMENT = 1.0
-"""The same on a frozen lender: what loses its prefix there is computed again."""
+"""Additional risk in seconds for each second of prefill on a frozen lender: an evicted prefix is computed again."""
 
 REMAINING_FRACTION = 0.5
-"""Of what was expected of the turns that an executor holds, what they still owe: as if each was half way."""
+"""Fraction of a held turn's expected new tokens that are still to be generated: each turn is taken to be half done."""
 
 MAX_WAIT_SECONDS = 1e9
-"""For an executor's prefill, as far as it is counted: what is slower than that has gone wrong in telling its rates."""
+"""Bound on the wait for an executor's prefill. A longer wait comes from wrong rates in heartbeats."""
 
 RECOMPUTED_WEIGHT = 1 / 32
-"""Of the newest turn in what an executor's taking back costs: the last fifty or so count."""
+"""Weight of the newest turn in an executor's mean of recomputed tokens. The mean covers about the last fifty turns."""
 
 RECOMPUTED_DECAY = 0.999
-"""Of that cost, from heartbeat to heartbeat: half of it after 700, so who is shunned for it is tried again."""
+"""Factor on `recomputed_tokens` at each heartbeat. It halves the mean in about 700 heartbeats, so an executor that is
+avoided because of preemptions is tried again."""
 
 
 class Choice(msgspec.Struct, frozen=True, gc=False):
@@ -78,25 +83,25 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
 
 
 class ExecutorLoad(NamedTuple):
-    """What one executor holds, and what it would take on beside."""
+    """Turns and tokens that one executor holds and could still take."""
 
     free_turns: int = 0
     free_tokens: int = 0
     held_turns: int = 0
     held_tokens: int = 0
     seconds: float = 0.0
-    """In which it does as much as it holds, with all its lanes busy."""
+    """Seconds that the executor needs for the held turns with all lanes busy, and for its outstanding prefills."""
 
 
 def lanes(heartbeat: SlackHeartbeat) -> int:
-    """Turns that an executor runs at once: all that it holds. What waits inside its engine waits for a step that has
-    room for its prefill, which is counted as that.
+    """Turns that an executor runs at once: all turns that it may hold. A turn that waits inside the engine waits for
+    its prefill, which is counted as prefill.
     """
     return max(1, heartbeat.max_turns)
 
 
 class Placement:
-    """The executors' seats, and the way to the cheapest."""
+    """All candidates, with the turns that they hold, and the search for the cheapest."""
 
     def __init__(self) -> None:
         self.candidates: dict[str, Candidate] = {}
@@ -104,14 +109,18 @@ class Placement:
         self._index = CandidateIndex()
         self._next_number = self._searches = 0
         self._largest_budgets = LargestBudget(), LargestBudget()
-        """Token budgets of the open: of all, and of those that take seeds."""
+        """Largest token budgets: of all open executors, and of the open executors that take seeds."""
         self._shortages = Shortage(), Shortage()
-        """For turns without a seed, and with one."""
+        """Shortages for turns without a seed, and for turns with a seed."""
         self._min_shortage = UNLIMITED
-        """The least of theirs."""
+        """Least `min_tokens` of both shortages."""
 
     def offer(self, heartbeat: SlackHeartbeat, *, is_open: bool, lag_versions: int) -> bool:
-        """Take in what an executor offers; whether some turn can run that could not before, were all idle."""
+        """Update a candidate from its newest heartbeat.
+
+        `is_open`: whether the executor may be sent turns. `lag_versions`: policy versions behind the newest. Returns
+        whether the largest budget grew, so a turn may fit that fitted on no executor before.
+        """
         candidate = self.candidates.get(heartbeat.worker)
         if candidate is None:
             candidate = self._new_candidate(heartbeat)
@@ -130,14 +139,14 @@ class Placement:
         return grew
 
     def close(self, worker: str) -> None:
-        """Send it nothing until it makes a new offer."""
+        """Place no turn on this executor until its next offer."""
         candidate = self.candidates.get(worker)
         if candidate is not None:
             self._update_budget(candidate, candidate.heartbeat, is_open=False)
             self._update_costs(candidate)
 
     def remove(self, worker: str) -> None:
-        """Forget an executor that holds nothing."""
+        """Remove an executor that holds no turns."""
         candidate = self.candidates.get(worker)
         if candidate is not None:
             self.close(worker)
@@ -154,27 +163,27 @@ class Placement:
         self._add_held(candidate, query.room_tokens, query.new_tokens)
 
     def set_prefill_backlog(self, worker: str, prefill_seconds: float, now: float) -> None:
-        """So much prefill has not begun there, whatever was expected."""
+        """Raise an executor's outstanding prefill to at least `prefill_seconds`, as reported by its heartbeat."""
         candidate = self.candidates.get(worker)
         if candidate is not None and now + prefill_seconds > candidate.prefill_free_at:
             candidate.prefill_free_at = now + min(prefill_seconds, MAX_WAIT_SECONDS)
             self._index.update(candidate)
 
     def reserve(self, worker: str, room_tokens: int, new_tokens: float) -> None:
-        """Count one more turn as held."""
+        """Count a turn as held without charging its prefill."""
         candidate = self.candidates.get(worker)
         if candidate is not None:
             self._add_held(candidate, room_tokens, new_tokens)
 
     def release(self, worker: str, room_tokens: int, new_tokens: float) -> None:
-        """Count one turn less as held."""
+        """Count a turn as held no more. The arguments are those of its `charge` or `reserve`."""
         candidate = self.candidates.get(worker)
         if candidate is None:
             return
         candidate.held_turns -= 1
         candidate.held_tokens -= room_tokens
-        # An empty seat owes nothing: what sums of floats leave over must not add up, and what an executor said of its
-        # own rates once is not held against it for ever.
+        # An executor without turns has no load: rounding errors of sums must not add up, and a wait that came from
+        # wrong rates must not stay.
         if candidate.held_turns:
             candidate.held_new_tokens -= new_tokens
         else:
@@ -185,7 +194,7 @@ class Placement:
         self._update_costs(candidate)
 
     def record_recomputed(self, worker: str, tokens: int) -> None:
-        """Another executor computes so many tokens of a turn that this one took back."""
+        """Charge an executor for `tokens` tokens that another executor computes again after a preemption by it."""
         candidate = self.candidates.get(worker)
         if candidate is not None:
             candidate.recomputed_tokens += RECOMPUTED_WEIGHT * tokens
@@ -193,7 +202,7 @@ class Placement:
             self._update_costs(candidate)
 
     def choose(self, query: PlacementQuery, now: float) -> Choice | None:
-        """The cheapest executor with room; None if there is none."""
+        """The cheapest executor with room for the turn; None if no executor has room."""
         shortage = self._shortages[query.seeded]
         self._searches += 1
         found = CheapestTwo()
@@ -215,7 +224,7 @@ class Placement:
         return self._choice(query, now, found)
 
     def load_of(self, worker: str, now: float) -> ExecutorLoad:
-        """How an executor stands; one that never made an offer holds nothing."""
+        """The load of an executor; an empty load if the executor never made an offer."""
         candidate = self.candidates.get(worker)
         if candidate is None:
             return ExecutorLoad()
@@ -231,12 +240,12 @@ class Placement:
         )
 
     def fits_when_idle(self, query: PlacementQuery) -> bool:
-        """Whether some open executor would have room for it if it held nothing."""
+        """Whether some open executor would have room for the turn if it held nothing."""
         return self._largest_budgets[query.seeded].tokens >= query.room_tokens
 
     @property
     def refuses_seeds(self) -> bool:
-        """Whether executors are open, and none of them takes a turn with a seed."""
+        """Whether there are open executors, and all of them refuse turns with a seed."""
         seeded = [candidate.heartbeat.seeded for candidate in self.candidates.values() if candidate.is_open]
         return bool(seeded) and not any(seeded)
 
@@ -255,7 +264,7 @@ class Placement:
 
     @staticmethod
     def _update_rates(candidate: Candidate, previous: SlackHeartbeat) -> bool:
-        """What the newest heartbeat says of rates and bounds; most say nothing new."""
+        """Update the cost class from the newest heartbeat; return whether rates, flags or limits have changed."""
         heartbeat, cost_class = candidate.heartbeat, candidate.cost_class
         prefill = rate_bucket(heartbeat.hardware.prefill_tokens_per_second, cost_class.prefill)
         step = rate_bucket(engine_step_rate(heartbeat), cost_class.step)
@@ -272,7 +281,7 @@ class Placement:
         return heartbeat.token_budget != previous.token_budget or heartbeat.max_turns != previous.max_turns
 
     def _update_budget(self, candidate: Candidate, previous: SlackHeartbeat, *, is_open: bool) -> bool:
-        """Keep the largest budgets; whether one of them has grown."""
+        """Update the candidate's token budget and the largest budgets; return whether a largest budget grew."""
         heartbeat = candidate.heartbeat
         budget = heartbeat.token_budget if is_open and heartbeat.max_turns else CLOSED
         if budget == candidate.token_budget and heartbeat.seeded == previous.seeded:
@@ -323,7 +332,7 @@ class Placement:
         self._min_shortage = min(each.min_tokens for each in self._shortages)
 
     def _consider(self, candidate: Candidate, query: PlacementQuery, now: float, found: CheapestTwo) -> None:
-        """Look at one seat by itself, what it has cached included."""
+        """Consider one candidate individually, with its cached prefix."""
         if candidate.room >= query.room_tokens and (candidate.heartbeat.seeded or not query.seeded):
             found.consider(candidate, self._cost(candidate, query, now))
         candidate.last_search = self._searches
@@ -338,7 +347,7 @@ class Placement:
         return cost - _cached_tokens(candidate, query) * candidate.prefill_token_seconds
 
     def _break_tie(self, query: PlacementQuery, now: float, found: CheapestTwo) -> None:
-        """Decide between equals by the turn's key."""
+        """Choose among the candidates of equal cost by the turn's key."""
         max_seconds, cheapest = found.best_cost + TIE_SECONDS, found.best
         assert cheapest is not None
         near = self._index.candidates_within(query, now, max_seconds, compared_count(len(self._ring)) + 1)
@@ -386,12 +395,12 @@ def _cached_tokens(candidate: Candidate, query: PlacementQuery) -> int:
 
 
 def _displacement_risk(cost_class: CostClass) -> float:
-    """Risk of each second of prefill."""
+    """Risk in seconds for each second of prefill."""
     return DISPLACEMENT + FROZEN_DISPLACEMENT * cost_class.frozen
 
 
 def _update_token_costs(candidate: Candidate) -> None:
-    """Its kind or its crowd has changed, and with that whose peer it is."""
+    """Compute the token costs after a change of cost class or turn bucket, which also changes the candidate's group."""
     cost_class, bucket = candidate.cost_class, candidate.turn_bucket
     candidate.prefill_token_seconds = cost_class.prefill.token_seconds * (1 + bucket + _displacement_risk(cost_class))
     candidate.decode_token_seconds = cost_class.step.token_seconds + bucket * cost_class.prefill.token_seconds

@@ -1,9 +1,9 @@
-"""Prefixes: which executor is believed to have how much of a trajectory's context in its prefix cache.
+"""Prefix locations: which executor is believed to have how much of a trajectory's context in its prefix cache.
 
 Keeps true
-- Cached tokens count only in the cache and under the policy version that computed them: KV of another version is worth
-  nothing, and a restart or a while without a version, as of a lender that is parked, empties the cache.
-- The `capacity` trajectories and groups that were used last are remembered, and at most as many before them.
+- Cached tokens count only in the cache and under the policy version that computed them. KV of another version is
+  useless. A restart empties the cache, and so does a time without a version, as for a suspended lender.
+- The most recently used `capacity` trajectories and groups are remembered, and at most as many older ones.
 """
 
 from collections.abc import Mapping
@@ -16,17 +16,17 @@ Value = TypeVar("Value")
 
 
 class CachedPrefix(NamedTuple):
-    """The first `tokens` of a context, in one executor's cache."""
+    """The first `tokens` tokens of a context, in one executor's cache."""
 
     incarnation: int
     cache_generation: int
-    """Of that start."""
+    """Cache generation of the incarnation."""
     version: int
     tokens: int
 
 
 class RecentlyUsed(Generic[Value]):
-    """What was used last, in two halves: the older one is forgotten whole when the newer is full."""
+    """Recently used values in two generations. When the newer generation is full, the older generation is dropped."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -38,31 +38,31 @@ class RecentlyUsed(Generic[Value]):
         return self._older.get(name) if found is None else found
 
     def put(self, name: str, value: Value) -> None:
-        """Keep it as the one that was used last."""
+        """Keep a value as the most recently used."""
         self._newer[name] = value
         if len(self._newer) > self._capacity:
             self._older, self._newer = self._newer, {name: value}
 
 
 class PrefixLocations:
-    """Where trajectories last ran, and where the prompts of groups were computed."""
+    """Remembers where trajectories last ran, and where the prompts of groups were computed."""
 
     def __init__(self, capacity: int) -> None:
         self._trajectories: RecentlyUsed[TrajectoryState] = RecentlyUsed(capacity)
         self._groups: RecentlyUsed[dict[str, CachedPrefix]] = RecentlyUsed(capacity)
 
     def trajectory(self, trajectory_id: str) -> TrajectoryState:
-        """What is known of it; what is not yet kept is known of nobody."""
+        """The state of a trajectory; a new state, which is not kept yet, if the trajectory is not remembered."""
         found = self._trajectories.get(trajectory_id)
         return TrajectoryState() if found is None else found
 
     def on_turn_finished(self, trajectory_id: str, trajectory: TrajectoryState, turn: int) -> None:
-        """Remember that a turn has finished."""
+        """Record the number of a finished turn, and remember the trajectory."""
         trajectory.turn = turn
         self._trajectories.put(trajectory_id, trajectory)
 
     def on_prompt_dispatched(self, group_id: str, worker: str, prefix: CachedPrefix) -> None:
-        """Remember that an executor computes the group's shared prompt."""
+        """Record that an executor computes the group's shared prompt."""
         holders = self._groups.get(group_id)
         if holders is None:
             holders = {}
@@ -72,9 +72,10 @@ class PrefixLocations:
     def cached_tokens(
         self, trajectory: TrajectoryState, group_id: str, context_tokens: int, executors: Mapping[str, Executor]
     ) -> tuple[tuple[str, int], ...]:
-        """Executors and the tokens that each is believed to hold of the `context_tokens` that the turn begins with.
+        """Executors with the number of tokens that each is believed to have cached of a turn's context.
 
-        The last token of a context is never counted: an engine computes it in any case.
+        `context_tokens`: length of the context with the partial. The last token of the context is never counted,
+        because an engine computes it in any case.
         """
         tokens_by_worker = context_tokens - 1 if context_tokens else 0
         worker = trajectory.worker

@@ -1,14 +1,14 @@
-"""Pace: how fast an executor is, learned from what its heartbeats measure, and how crowded.
+"""Rate buckets: an executor's measured rates and its number of turns, rounded so that similar executors compare equal.
 
 Keeps true
-- What is learned is one of few steps, STEPS to an octave. So executors of one hardware are alike, and are looked for as
-  one, though no two of them measure the same.
-- It is never further than one step from the newest reading; and a reading no further than that changes nothing.
+- A rate is rounded to one of BUCKETS_PER_OCTAVE buckets per octave. So executors of the same hardware share a bucket,
+  and a candidate group, although their measurements differ.
+- The bucket is at most one step from the newest reading. A reading within one step does not change the bucket.
 
 Example, in tokens a second
-    1000 is read     -> 1024 is learned
-    950, 1080, 1100  -> 1024 still: 861 to 1218 are within a step
-    500              -> 512
+    a reading of 1000  -> the bucket of 1024
+    950, 1080, 1100    -> still 1024: readings from 861 to 1218 are within a step
+    500                -> 512
 """
 
 import math
@@ -18,22 +18,27 @@ from functools import cache
 from rose.schemas.heartbeats import SlackHeartbeat
 
 BUCKETS_PER_OCTAVE = 4
-"""To an octave: a step is 19 %, the worst that a cost can be wrong by. What a turn will sample is known far worse."""
+"""Rate buckets per octave. One step is 19 %, the largest error of a cost; the number of tokens that a turn will
+generate is known far less exactly."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RateBucket:
-    """One step. There is one of each: what is as fast has the same."""
+    """A rounded rate. Equal rates share one object, so buckets are compared by identity."""
 
     token_seconds: float
-    """Of a token."""
+    """Seconds of a token (or step) at this rate."""
     min_rate: float
-    """Tokens a second, of the readings that change nothing."""
+    """Least reading, in tokens a second, that keeps this bucket."""
     max_rate: float
+    """Greatest reading, in tokens a second, that keeps this bucket."""
 
 
 def rate_bucket(rate: float, previous: RateBucket | None) -> RateBucket:
-    """What is believed after a reading of `rate` tokens a second, and after what was believed `previous`."""
+    """The bucket after a reading of `rate` (tokens or steps a second), which must be positive.
+
+    `previous`: the bucket before the reading; None at the first reading.
+    """
     if previous is not None and previous.min_rate <= rate <= previous.max_rate:
         return previous
     return _bucket(round(BUCKETS_PER_OCTAVE * math.log2(rate)))
@@ -41,16 +46,16 @@ def rate_bucket(rate: float, previous: RateBucket | None) -> RateBucket:
 
 @cache
 def _bucket(number: int) -> RateBucket:
-    """The steps between the bounds of what a heartbeat may say are some two hundred."""
+    """The bucket of this number. The rates that a heartbeat may report have some two hundred buckets."""
     below, rate, above = (2.0 ** ((number + away) / BUCKETS_PER_OCTAVE) for away in (-1, 0, 1))
     return RateBucket(1.0 / rate, below, above)
 
 
 def engine_step_rate(heartbeat: SlackHeartbeat) -> float:
-    """Steps a second that its engine would take if they computed nothing.
+    """Steps a second that the executor's engine would take if its steps had no tokens.
 
-    What a heartbeat says of decoding was measured while so many ran, each with a token in every step. A step takes no
-    less than one token: so it stays positive whatever was measured.
+    The decode rate in a heartbeat was measured with `rollout.running` turns, each with one token in every step. A step
+    is taken to last at least as long as one token, so the result is positive for any measurement.
     """
     hardware = heartbeat.hardware
     token_seconds = 1.0 / hardware.prefill_tokens_per_second
@@ -59,10 +64,10 @@ def engine_step_rate(heartbeat: SlackHeartbeat) -> float:
 
 
 TURN_BUCKETS_PER_OCTAVE = 2
-"""To an octave: executors with 11 to 13 turns are equally crowded."""
+"""Turn buckets per octave: for example, executors with 10 to 13 turns share a bucket."""
 
 
 @cache
 def turn_bucket(turns: int) -> float:
-    """Turns that an executor holds, as far as costs tell them apart."""
+    """The number of turns that an executor holds, rounded to a turn bucket; 0 for no turns."""
     return 2.0 ** (round(TURN_BUCKETS_PER_OCTAVE * math.log2(turns)) / TURN_BUCKETS_PER_OCTAVE) if turns > 0 else 0.0

@@ -1,12 +1,12 @@
-"""Which of many that cost the same: by hashes of their names and of the turn's key, so that it stays with one choice.
+"""Rendezvous hashing: the choice among executors of equal cost, by hashes of their names and of the turn's key.
 
 Keeps true
-- The answer is a function of who is equal, of the key, and of how large the fleet is, in steps of four times: in which
-  order executors came is of no account.
-- Where one executor comes or goes most keys stay: of a few equals all but those that it takes or leaves, of many those
-  that are not next to it. They all move where a fleet grows or shrinks past such a step.
-- A fleet that is idle as a whole is never looked through. Of more than `compared_count` equals those decide whose
-  hashes are next to the key's, on a ring.
+- The choice depends on the set of equal executors, on the key, and on the size of the fleet in steps of a factor of
+  four. The order in which executors were added has no influence.
+- When an executor comes or goes, most keys keep their executor: among few equals all keys but those of that executor,
+  among many equals the keys that are not next to it on the ring. All keys may move when the fleet size passes a step.
+- The search never examines a whole idle fleet. Of more than `compared_count` equals, only those compete whose hashes
+  are next to the key on a hash ring.
 """
 
 import hashlib
@@ -17,23 +17,23 @@ from math import isqrt
 from rose.pipeline.routing.candidates import Candidate
 
 MIN_COMPARED = 32
-"""Equals that are all compared, in a small fleet."""
+"""Least value of `compared_count`."""
 
 COMPARED_WINDOW = 4
-"""Of more equals than are all compared, those that are."""
+"""Executors that are compared if there are more than `compared_count` equals."""
 
 
 def compared_count(executors: int) -> int:
-    """Equals that are all compared in a fleet of so many: a power of two, so that it seldom changes.
+    """Up to how many equals are all compared in a fleet of `executors`: a power of two, so that it seldom changes.
 
-    To compare one costs about what it costs to pass one on the ring; and where M of N are equal, WINDOW * N / M are
-    passed: so it grows with the root of N.
+    Comparing an executor costs about as much as passing an executor on the ring. If M of N executors are equal,
+    COMPARED_WINDOW * N / M executors are passed, so the best bound grows with the square root of N.
     """
     return max(MIN_COMPARED, 1 << isqrt(COMPARED_WINDOW * executors).bit_length())
 
 
 class HashRing:
-    """All seats by the hashes of their names."""
+    """All candidates, ordered by the hashes of their names."""
 
     def __init__(self) -> None:
         self._candidates: list[tuple[int, int, Candidate]] = []
@@ -48,7 +48,11 @@ class HashRing:
         self._candidates.remove((candidate.hash, candidate.number, candidate))
 
     def choose(self, key: int, equals: Collection[Candidate], is_equal: Callable[[Candidate], bool]) -> Candidate:
-        """The one for this key. `equals`: all of them, or more than `compared_count` where there are as many."""
+        """The candidate for this key among candidates of equal cost.
+
+        `key`: 64-bit hash. `equals`: all equals, or any set of more than `compared_count` of them. `is_equal`: whether
+        a candidate is one of the equals.
+        """
         chosen = equals if len(equals) <= compared_count(len(self)) else self._window_at(key, is_equal)
         return max(chosen, key=lambda candidate: rendezvous_weight(candidate.hash, key))
 
@@ -65,7 +69,7 @@ class HashRing:
 
 
 def name_hash(name: str) -> int:
-    """64 bits of a name."""
+    """A 64-bit hash of a name, the same in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 

@@ -1,25 +1,26 @@
-"""The router's core: which turn goes where, when, and what becomes of turns whose executor leaves.
+"""The router's core: chooses an executor for each turn, and reissues the turns of executors that leave.
 
 Keeps true
-- Nothing is lost: `requested = finished + failed + outstanding + waiting`, after every event.
-- A turn is dispatched only to an executor that is LIVE and ready, within what its newest heartbeat allows.
-- A turn is in the books of one executor at most. When that one leaves, starts anew, preempts, refuses or loses it, the
-  turn waits again under a new attempt, once; or comes back to an executor that turns out to hold it still.
-- What a PREEMPTED result holds of a turn is not generated again: each dispatch after it carries the most that is known.
-- Only what is somebody's fault counts against a turn (`Retries`). A refusal for lack of room, a preemption and a
-  silence that ended are nobody's.
-- The first COMPLETED result of a turn finishes it, whichever attempt it is of.
-- Of a context it knows the length. A turn whose context no executor can read back waits until it is asked for again, by
-  a request that carries it whole: that is nobody's fault.
-- A turn whose attempt ended without its result waits again under a new attempt, once; where its context is missing,
-  for its anchor. It is FAILED after `max_attempts` attempts that ended by somebody's fault, or once its patience
-  has passed without progress. No timeout applies to a running turn.
+- No turn is lost: `requested = finished + failed + outstanding + waiting`, after every event.
+- A turn is dispatched only to an executor that is LIVE and ready, within the limits of the executor's newest heartbeat.
+- A turn is assigned to at most one executor. When the executor leaves, restarts, preempts, refuses or loses the turn,
+  the turn is queued once under a new attempt. If an executor turns out to hold a queued turn still, the turn is
+  assigned to that executor again.
+- Tokens in a PREEMPTED result are not generated again: every later dispatch carries the longest known partial.
+- Only attempts that end by a fault count against a turn (`Retries`). A refusal for lack of room, a preemption and a
+  silence that ended are no faults.
+- The first COMPLETED result of a turn finishes the turn, whichever attempt the result belongs to.
+- The router knows the length of a context, not its tokens. A turn whose context no executor can read back waits for a
+  request with an anchor. A missing context is no fault.
+- A turn becomes FAILED after `max_attempts` attempts that ended by a fault, or once its patience has passed without
+  progress. No timeout applies to a running turn.
 - Decisions are a function of the events and their times: the same history gives the same bytes.
 
-A trajectory has one present turn. A request for its next one proves that the present one was applied, even if the
-result has not been read yet.
+A trajectory has one unfinished turn at most. A request for the next turn proves that the present turn was applied,
+even if its result has not been read yet.
 
-Pure: `now` is seconds on the router's own clock, which the dispatches say as well; no other clock is compared with it.
+Pure: `now` is seconds on the router's own clock. Dispatches carry the time of this clock; no other clock is compared
+with it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -43,22 +44,22 @@ from rose.schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnRequest, 
 
 @dataclass(slots=True)
 class Counters:
-    """What has happened since the start. All only grow."""
+    """Counts of events since the start. Counts only grow."""
 
     requested: int = 0
-    """Turns taken in."""
+    """Turns accepted."""
     finished: int = 0
     failed: int = 0
     """Turns given up by the router."""
     dispatched: int = 0
     reissued: int = 0
-    """Times that a turn waited again."""
+    """Times that a turn was queued again."""
     late: int = 0
     """Results of executions that no longer mattered."""
     duplicate: int = 0
     """Requests for turns already known."""
     lost: int = 0
-    """Dispatches that a living executor did not hold."""
+    """Dispatches that an executor with heartbeats did not list."""
     context_missing: int = 0
     """Times that a turn waited for an anchor."""
     overtaken: int = 0
@@ -66,11 +67,11 @@ class Counters:
 
 
 ATTEMPT_LIMIT = 2**16
-"""As many as a dispatch can number; a turn that was moved so often is given up."""
+"""Attempts that a dispatch can number. A turn that has used all of them fails."""
 
 
 class Retries:
-    """The ways of a turn from an executor: to those that wait, or out of the router's books."""
+    """Takes turns from executors: queues a turn again, or removes the turn from the router's state."""
 
     def __init__(
         self,
@@ -92,7 +93,10 @@ class Retries:
         self._max_attempts = max_attempts
 
     def reissue(self, turn: Turn, reason: str, now: float, *, fault: bool) -> list[TurnResult]:
-        """Let a turn that nobody has any more wait under a new attempt; it fails when that is one too many."""
+        """Queue a turn that no executor has under a new attempt, or fail the turn if it has no attempts left.
+
+        `fault`: whether the ended attempt counts as a failure. Returns the FAILED result, or nothing.
+        """
         turn.failures += fault
         turn.queued_at = now
         turn.attempt = min(turn.next_attempt, ATTEMPT_LIMIT - 1)
@@ -105,20 +109,20 @@ class Retries:
         return []
 
     def await_anchor(self, turn: Turn, now: float) -> None:
-        """Nobody can read the turn's context back: it waits for its anchor."""
+        """Let a turn whose context no executor can read back wait for a request with an anchor."""
         turn.queued_at = now
         turn.attempt = min(turn.next_attempt, ATTEMPT_LIMIT - 1)
         self._queue.await_anchor(turn)
         self._counters.context_missing += 1
 
     def fail_overdue(self, now: float) -> list[TurnResult]:
-        """Give up the turns that made no progress within their patience."""
+        """Fail the turns that made no progress within their patience."""
         old = [turn for turn in self._turns.values() if turn.queued_at + turn.patience_seconds <= now]
         late = [turn for turn in old if self._assignments.last_progress_at(turn) + turn.patience_seconds <= now]
         return [self.fail_out_of_patience(turn, now) for turn in late]
 
     def fail_out_of_patience(self, turn: Turn, now: float) -> TurnResult:
-        """Its patience is over: it fails, and the reason says what it waited for."""
+        """Fail a turn whose patience has passed; the reason says what the turn waited for."""
         patience = f"{turn.patience_seconds:g} s"
         if turn.worker:
             return self._fail(turn, f"{turn.worker}, which has it, was not heard to run it for {patience}", now)
@@ -129,7 +133,7 @@ class Retries:
         return self._fail(turn, f"no executor has taken it up in {patience}", now)
 
     def remove(self, turn: Turn, *, answered: bool) -> None:
-        """Take a turn out of the books. `answered`: its executor has ended the execution, whose room is free."""
+        """Remove a finished turn. `answered`: its executor has ended the execution, so the room is free."""
         if not turn.worker:
             self._queue.remove(turn)
         elif answered:
@@ -156,27 +160,25 @@ class Retries:
 
 
 Decision = TurnDispatch | TurnResult
-"""A dispatch for an executor's inbox, or the FAILED result of a turn that is given up."""
+"""A dispatch for an executor's inbox, or the FAILED result of a turn."""
 
 EXPIRY_SECONDS = 0.1
-"""How often silence is looked for."""
+"""Time between two checks for silent executors."""
 
 SWEEP_SECONDS = 1.0
-"""How often turns without progress are looked for."""
+"""Time between two checks for turns without progress."""
 
 COMPLETED, FAILED, PREEMPTED = TurnOutcome.COMPLETED, TurnOutcome.FAILED, TurnOutcome.PREEMPTED
-"""Looked up once: Python takes its time over the members of an Enum."""
+"""Module constants, because the attribute access of an Enum member is slow in Python."""
 
 BLAMELESS_REFUSALS = (Refusal.ROOM, Refusal.VERSION, Refusal.CONTEXT)
 
 
 class Router:
-    """All that the router knows; the loop hands it records and writes what it decides."""
+    """State and decisions of one cell. The cell session passes records in and writes the returned decisions."""
 
     def __init__(self, config: RouterConfig | None = None, *, fencing_tokens: Mapping[int, int] | None = None) -> None:
-        """`fencing_tokens`: the offset of this router's claim in each inbox slot; none where nobody else could
-        route.
-        """
+        """`fencing_tokens`: this router's fencing token by inbox slot. A slot that is missing has token 0."""
         config = config or RouterConfig()
         self.fencing_tokens = dict(fencing_tokens or {})
         self.liveness = Liveness(max_lag_versions=config.max_lag_versions)
@@ -184,7 +186,7 @@ class Router:
         self.prefix_locations = PrefixLocations(config.remembered_trajectories)
         self.lengths = LengthsByEnvironment()
         self.turns: dict[str, Turn] = {}
-        """The unfinished turn of each trajectory that has one, oldest request first."""
+        """Unfinished turns by trajectory, oldest request first."""
         self.queue = TurnQueue()
         self.assignments = Assignments(self.turns, self.liveness, self.placement, self.queue)
         self.counters = Counters()
@@ -198,7 +200,7 @@ class Router:
             max_attempts=config.max_attempts,
         )
         self.epoch = 0
-        """Counted up by the caller; every turn remembers the epoch in which it was asked for."""
+        """The caller increases the epoch; every turn remembers the epoch in which its request was accepted."""
         self._next_expiry = self._next_sweep = 0.0
 
     @property
@@ -208,12 +210,15 @@ class Router:
 
     @property
     def oldest_epoch(self) -> int:
-        """The epoch of the oldest unfinished turn; the present one if all are finished."""
+        """The epoch of the oldest unfinished turn; the present epoch if all turns are finished."""
         oldest = next(iter(self.turns.values()), None)
         return self.epoch if oldest is None else oldest.epoch
 
     def on_event(self, event: Record | ReceivedRequest, now: float) -> list[Decision]:
-        """Take any record of the router's inputs in, as a replayed log has them."""
+        """Handle a request, result or heartbeat, for example from a replayed log.
+
+        Raises TypeError if the router does not read records of this type.
+        """
         if isinstance(event, ReceivedRequest):
             return self.on_request(event, now)
         if isinstance(event, TurnResult):
@@ -225,7 +230,7 @@ class Router:
         raise TypeError(f"{type(event).__name__} is no input of the router")
 
     def on_request(self, received: ReceivedRequest, now: float) -> list[Decision]:
-        """An environment worker asks for a turn."""
+        """Accept a request for a turn, or the anchor of a turn that is known; return dispatches and failures."""
         known = self.turns.get(received.request.trajectory_id)
         if known is not None and self._attach_anchor(known, received, now):
             return self._dispatch_waiting(now)
@@ -241,7 +246,7 @@ class Router:
         return self._dispatch_waiting(now)
 
     def on_result(self, result: TurnResult, now: float) -> list[Decision]:
-        """An execution has ended, one way or the other."""
+        """Handle the result of an execution: the turn finishes, or is queued again."""
         self.assignments.on_result(result)
         turn = self.turns.get(result.trajectory_id)
         if turn is None or turn.turn != result.turn:
@@ -281,14 +286,14 @@ class Router:
         return [*decisions, *self._dispatch_waiting(now)]
 
     def on_heartbeat(self, heartbeat: SlackHeartbeat, now: float) -> list[Decision]:
-        """An executor says what it has."""
+        """Update an executor's status, assignments and offer from its heartbeat."""
         newest_version = self.liveness.current_version
         replaced, returned = self.liveness.on_heartbeat(heartbeat, now)
         executor = self.liveness.executors[heartbeat.worker]
         decisions: list[Decision] = []
         if replaced is not None:
             decisions += self._release_executor(replaced, f"{heartbeat.worker} started anew", now)
-        if executor.heartbeat is not heartbeat:  # of an older start
+        if executor.heartbeat is not heartbeat:  # the heartbeat belongs to an older incarnation
             return [*decisions, *self._dispatch_waiting(now)]
         if returned:
             self.assignments.forgive(executor)
@@ -313,14 +318,14 @@ class Router:
         return decisions
 
     def close_inboxes(self, slots: Collection[int]) -> None:
-        """Send nothing to these inboxes before their executors are heard again."""
+        """Dispatch nothing to these inboxes before the next heartbeat of their executors."""
         for executor in self.liveness.executors.values():
             if executor.heartbeat is not None and executor.heartbeat.slot in slots:
                 executor.rejected = True
                 self.placement.close(executor.worker)
 
     def tick(self, now: float) -> list[Decision]:
-        """Time has passed. Cheap when there is nothing to look for yet."""
+        """Take turns from silent executors and fail overdue turns. Returns at once if called within EXPIRY_SECONDS."""
         if now < self._next_expiry:
             return []
         self._next_expiry = now + EXPIRY_SECONDS
@@ -344,10 +349,11 @@ class Router:
         results: Iterable[TurnResult],
         clock: Callable[[], float],
     ) -> list[Decision]:
-        """Rebuild the state from the log after a restart; call it before any other event.
+        """Rebuild the state from the log after a restart. Call this before any other event.
 
-        Turns found outstanding stay with their executors, who have UNHEARD_TTL_SECONDS to be heard from. Reading may
-        take long: all times begin once it is over. `dispatches` are those that their executors took for valid.
+        Outstanding turns stay assigned to their executors, which have RESTORED_TTL_SECONDS to send a heartbeat. Reading
+        the log may take long, so all times of turns begin at its end. `dispatches` has no dispatch that executors drop
+        because of its fencing token.
         """
         started_at = clock()
         for received in requests:
@@ -374,7 +380,10 @@ class Router:
         return decisions
 
     def _accept(self, known: Turn | None, received: ReceivedRequest, now: float) -> Turn | None:
-        """Take a request in; None if it asks for nothing new. `known`: the trajectory's turn, if it has one."""
+        """Make a turn of a request; None if the request asks for nothing new.
+
+        `known`: the unfinished turn of the trajectory, if there is one.
+        """
         request = received.request
         trajectory = self.prefix_locations.trajectory(request.trajectory_id) if known is None else known.trajectory
         if request.turn <= (trajectory.turn if known is None else known.turn):
@@ -389,14 +398,14 @@ class Router:
         return turn
 
     def _attach_anchor(self, turn: Turn, received: ReceivedRequest, now: float) -> bool:
-        """Whether this asks again for the trajectory's turn, with its context whole."""
+        """Replace the request of `turn` if the received request is an anchor for it; return whether it is."""
         request = received.request
         if turn.turn != request.turn or not request.is_anchor or turn.is_anchor:
             return False
         if (request.digest, request.context_tokens) != (turn.digest, turn.context_tokens):
             return False
         turn.replace_request(request, received.request_bytes, received.offset)
-        if not turn.worker:  # else its executor may have the context, whoever had it not
+        if not turn.worker:  # an executor that holds the turn may have the context, so an assigned turn stays there
             self.queue.remove(turn)
             turn.queued_at = now
             self.queue.push(turn)
@@ -414,7 +423,7 @@ class Router:
         self.counters.overtaken += 1
 
     def _update_offer(self, executor: Executor) -> bool:
-        """Hand an executor's newest heartbeat to the placement; whether it may now run what it could not before."""
+        """Pass an executor's newest heartbeat to the placement; return whether a turn fits now that fitted nowhere."""
         if executor.heartbeat is None:
             return False
         first = executor.worker not in self.placement.candidates
@@ -423,19 +432,19 @@ class Router:
         )
         for room_tokens, new_tokens in (
             self.assignments.reservations(executor) if first else ()
-        ):  # known from the log alone
+        ):  # turns and ghosts that were restored from the log
             self.placement.reserve(executor.worker, room_tokens, new_tokens)
         return grew
 
     def _update_offers(self, previous_version: int) -> None:
-        """Everybody's standing and lag have changed if the newest version has."""
+        """Update the offers of all executors if the newest version has changed: status and lag depend on it."""
         if self.liveness.current_version != previous_version:
             opened = [self._update_offer(executor) for executor in self.liveness.executors.values()]
             if any(opened):
                 self.queue.restore_skipped()
 
     def _dispatch_waiting(self, now: float) -> list[Decision]:
-        """Dispatch waiting turns in their order until one has to wait on."""
+        """Dispatch waiting turns in order of urgency until the first turn has to wait for room."""
         decisions: list[Decision] = []
         while self.queue.heap and (turn := self.queue.first()) is not None:
             if turn.queued_at + turn.patience_seconds <= now:
@@ -468,7 +477,7 @@ class Router:
         )
 
     def _dispatch(self, turn: Turn, query: PlacementQuery, choice: Choice, now: float) -> TurnDispatch:
-        """Send a turn that does not wait any more."""
+        """Assign a turn, which has left the queue, to the chosen executor; return its dispatch."""
         wire, cut = turn.request_bytes, turn.by_reference
         self.placement.charge(choice, query, now)
         self.assignments.assign(turn, choice.worker, now)
@@ -503,9 +512,9 @@ class Router:
         )
 
     def _record_prefix(self, turn: Turn, result: TurnResult, resumed_tokens: int) -> None:
-        """The tokens of an execution stay in its executor's cache, under the version that it began with.
+        """Record that the tokens of an execution are in its executor's cache, under the version that it began with.
 
-        `resumed_tokens`: how many of the result's tokens it went on from.
+        `resumed_tokens`: number of the result's tokens that the dispatch carried as a partial.
         """
         for span in result.spans:
             if span.end > resumed_tokens and result.worker is not None:
@@ -516,7 +525,7 @@ class Router:
                 return
 
     def _release_executor(self, executor: Executor, reason: str, now: float) -> list[Decision]:
-        """A start of an executor has ended for good: its turns wait again, and it runs nothing more."""
+        """Queue the turns of an incarnation that has ended, and drop its ghosts."""
         decisions: list[Decision] = []
         for turn in self.assignments.turns_of(executor):
             self.assignments.complete(turn)

@@ -1,11 +1,12 @@
-"""The router's loop: wait for seats, serve the cells that they are of, and again.
+"""The router's loop: waits for cells and serves the cells that the router owns.
 
 Keeps true
-- A router that has lost a seat, or was away too long to be sure of it, decides nothing more for that cell and forgets
-  what it knew of it. What it had decided is of a claim that the next one replaces. Its other cells go on.
-- What was read and not taken in is read again when the cells that it serves are others.
-- Little is fetched ahead, so that behind a backlog of turns heartbeats are still read well within their TTL.
-- Trouble with the broker that time may mend does not end it: it begins anew, with all of its cells, as soon as it can.
+- A router that has lost a cell, or was away too long to be sure that it owns it, decides nothing more for that cell and
+  discards the cell session. Its dispatches carry a fencing token that the next owner replaces. Its other cells go on.
+- Records that were read but not handled are read again after a change of the owned cells.
+- Little is fetched ahead, so that heartbeats behind a backlog of turns are still read well within their TTL.
+- A transient error of the broker does not end the router: it discards all sessions, joins the group again and restores
+  its cells from the log.
 """
 
 import time
@@ -29,9 +30,9 @@ from rose.topics.writer import Writer
 
 
 def run_router(settings: BusSettings, config: RouterConfig, stop: Event, name: str = "router-0") -> None:
-    """Route turns until `stop` is set, then flush and commit. Several routers, by name, share the cells.
+    """Route turns until `stop` is set, then flush and commit. Several routers of different names share the cells.
 
-    Raises RoseError: an unreachable broker, a missing topic.
+    Raises RoseError, for example if the broker is unreachable or a topic is missing.
     """
     loop = RouterService(settings, config, name=name)
     with export_metrics(loop):
@@ -39,52 +40,52 @@ def run_router(settings: BusSettings, config: RouterConfig, stop: Event, name: s
 
 
 READ_LIMIT = 500
-"""Records taken at once."""
+"""Records in one batch."""
 
 IDLE_SECONDS = 0.02
-"""How long to wait for records before looking whether anything else is due."""
+"""How long a read waits for records before the router's other work."""
 
 FETCH_AHEAD = {"fetch.message.max.bytes": "1048576", "fetch.max.bytes": "8388608", "queued.max.messages.kbytes": "8192"}
-"""8 MiB fetched ahead are about 9,000 turns of 150 tokens, which take about a second to decide on."""
+"""Limits of the fetch queue. 8 MiB are about 9,000 turns of 150 tokens, which take about a second to decide on."""
 
 OWNERSHIP_WAIT_SECONDS = 0.2
-"""How long one look for a seat lasts; also how soon a waiting router notices that it is to stop."""
+"""Duration of one poll for a cell; a waiting router notices within this time that it is to stop."""
 
 RETRY_SECONDS = 1.0
-"""Pause after trouble with the broker."""
+"""Pause after a transient error of the broker."""
 
 MISSING_TOPIC_SECONDS = 30.0
-"""How long a topic may be out of sight that was there."""
+"""How long a topic that was there may be missing before that is an error."""
 
 
 class RouterService:
-    """One router, which serves its cells or waits for one."""
+    """One router process: serves the cells that it owns, or waits for one."""
 
     def __init__(self, settings: BusSettings, config: RouterConfig, *, name: str = "router-0") -> None:
-        """`name`: no two routers of a run have the same. Raises TopicMissing or BusError."""
+        """`name`: unique among the routers of a run. Raises TopicMissing or BusError."""
         self._settings = settings
         self._config = config
         self._name = name
         self._log = structlog.get_logger("router").bind(router=name)
         self._membership = RouterMembership(settings, name)
         self._context: RouterContext | None = None
-        """While it serves."""
+        """The reader and writer of the sessions; None while there is no session."""
         self.sessions: dict[CellOwnership, CellSession] = {}
-        """Of the cells that it serves now."""
+        """The sessions of the cells that the router serves now."""
         self._served_cells = ""
-        """Which cells, in words."""
+        """The served cells, as text for the health report."""
         self._positions_current = True
-        """What is read is what these reigns are to be told, and nothing that they were not told is passed over."""
+        """Whether the reader reads the positions of exactly these sessions, so that no record is skipped."""
         self._last_success_at: float | None = None
-        """When it last turned over."""
+        """Monotonic time of the last complete round."""
 
     @property
     def cells(self) -> int:
-        """How many there are, whoever serves them."""
+        """Number of cells of the run."""
         return self._membership.cells
 
     def run(self, stop: Event) -> None:
-        """Until `stop` is set. Raises TopicMissing, or BusError for what time does not mend."""
+        """Serve until `stop` is set, then flush and commit. Raises TopicMissing, or BusError for a permanent error."""
         try:
             while not stop.is_set():
                 try:
@@ -101,7 +102,7 @@ class RouterService:
             self.close()
 
     def run_once(self) -> None:
-        """Serve its cells once, or wait a moment for one. Raises TopicMissing or BusError."""
+        """Serve each owned cell once, or poll for a cell. Raises TopicMissing or BusError."""
         try:
             owned = self._membership.owned if self.sessions else self._membership.poll(OWNERSHIP_WAIT_SECONDS)
             if owned != self.sessions.keys() or not self._positions_current:
@@ -117,12 +118,12 @@ class RouterService:
             self._end_sessions(self._membership.owned)
 
     def close(self) -> None:
-        """Leave the broker as it is: what it has not stored yet is not written any more."""
+        """Discard the sessions and leave the group. Records that the broker has not stored yet are dropped."""
         self._discard_sessions()
         self._membership.close()
 
     def _serve(self, owned: frozenset[CellOwnership]) -> None:
-        """Serve these seats' cells from now on. Raises OwnershipLost, TopicMissing or BusError."""
+        """Begin sessions for newly owned cells, and end the others. Raises OwnershipLost, TopicMissing or BusError."""
         self._end_sessions(owned)
         if not owned:
             return
@@ -147,15 +148,15 @@ class RouterService:
         self._positions_current = True
 
     def _end_sessions(self, owned: frozenset[CellOwnership]) -> None:
-        """Know nothing any more of the cells that none of these seats is of."""
+        """End the sessions whose ownership is not among `owned`."""
         self._positions_current = False
-        # Another dictionary each time: a scrape may be looking at the one before.
+        # A new dictionary each time, because a metrics scrape may iterate over the old one.
         self.sessions = {ownership: session for ownership, session in self.sessions.items() if ownership in owned}
         if not self.sessions:
             self._discard_sessions()
 
     def _serve_once(self) -> None:
-        """Take in what there is, waiting a moment for it. Raises OwnershipLost, TopicMissing or BusError."""
+        """Read one batch and pass it to the sessions. Raises OwnershipLost, TopicMissing or BusError."""
         assert self._context is not None
         found: defaultdict[int, list[Item]] = defaultdict(list)
         for item in self._context.reader.read(READ_LIMIT, IDLE_SECONDS):
@@ -164,30 +165,30 @@ class RouterService:
         if self._membership.owned != self.sessions.keys():
             raise OwnershipLost("the group has decided anew who serves what")
         for ownership, session in self.sessions.items():
-            self._membership.ensure_owner(ownership)  # the one before may have taken long
+            self._membership.ensure_owner(ownership)  # the session before may have taken long
             session.run_once(found[ownership.cell])
         self._context.writer.poll()
 
     def _flush_and_commit(self) -> None:
-        """See to it that all decisions are on the broker, and commit. Raises BusError."""
+        """Wait until all decisions are stored on the broker, and commit the low water. Raises BusError."""
         if self._context is not None:
             self._context.writer.flush()
         for session in self.sessions.values():
             session.finish()
 
     def _discard_sessions(self) -> None:
-        """Know nothing of any cell, and give up what is not stored by now."""
+        """Discard all sessions, and drop the records that are not stored yet."""
         self.sessions = {}
         if self._context is not None:
             self._context.close()
             self._context = None
 
     def _raise_unless_transient(self, error: BusError | TopicMissing) -> None:
-        """Raise what time does not mend. A topic that was there may be out of sight while its leaders move."""
+        """Raise the error if it is permanent. A topic may be missing for a time while its leaders move."""
         if isinstance(error, TopicMissing):
             if self._last_success_at is None or time.monotonic() - self._last_success_at > MISSING_TOPIC_SECONDS:
                 raise error
-        elif error.is_permanent or error.code == KafkaError.FENCED_INSTANCE_ID:  # another router has this one's name
+        elif error.is_permanent or error.code == KafkaError.FENCED_INSTANCE_ID:  # another router has the same name
             raise error
 
 

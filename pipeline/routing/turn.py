@@ -13,25 +13,27 @@ from rose.schemas.arrays import count
 from rose.schemas.turns import Part, TurnKey, TurnRequest
 
 LENGTH_WEIGHT = 0.02
-"""Of the newest result in a running mean: the last hundred or so turns count."""
+"""Weight of the newest result in a running mean. The mean covers about the last hundred turns."""
 
 TRACKED_TURNS = 64
-"""Turns whose numbers are told apart; all later ones are as one."""
+"""Turn numbers with a running mean each. All higher turn numbers share the last mean."""
 
 TRACKED_ENVIRONMENTS = 64
-"""Environments that are told apart, those that were asked for first; all others are as one."""
+"""Environments with running means each, in order of their first request. All other environments share one set."""
 
 
 class OutputLengths:
-    """Of one environment: running means of the fraction of `max_tokens` that turns really used."""
+    """Running means, by turn number, of the fraction of `max_tokens` that turns of one environment generate."""
 
     def __init__(self) -> None:
         self._fractions = [1.0] * TRACKED_TURNS
         self._seen = [0] * TRACKED_TURNS
         self._begins = 1.0
-        """Where the mean of a turn begins that was not seen yet: at that of the newest result's turn; 1 before it."""
+        """Fraction that is expected of a turn number without a result: the mean of the newest result's turn number; 1
+        before the first result."""
 
     def record(self, turn: int, tokens: int, max_tokens: int) -> None:
+        """Add a result: turn number `turn` generated `tokens` tokens."""
         if turn >= TRACKED_TURNS:
             turn = TRACKED_TURNS - 1
         seen = self._seen[turn] = self._seen[turn] + 1
@@ -41,6 +43,7 @@ class OutputLengths:
         self._fractions[turn] = self._begins = fraction
 
     def expected(self, turn: int, max_tokens: int) -> float:
+        """Expected tokens of a turn, between 1 and `max_tokens`."""
         if turn >= TRACKED_TURNS:
             turn = TRACKED_TURNS - 1
         tokens = max_tokens * (self._fractions[turn] if self._seen[turn] else self._begins)
@@ -48,14 +51,14 @@ class OutputLengths:
 
 
 class LengthsByEnvironment:
-    """Of all environments."""
+    """The `OutputLengths` of each environment."""
 
     def __init__(self) -> None:
         self._by_environment: dict[str, OutputLengths] = {}
         self._others = OutputLengths()
 
     def for_environment(self, environment: str) -> OutputLengths:
-        """What is learned of it, and goes on to be."""
+        """The lengths of an environment; the shared lengths once TRACKED_ENVIRONMENTS are known."""
         known = self._by_environment.get(environment)
         if known is not None:
             return known
@@ -65,34 +68,36 @@ class LengthsByEnvironment:
 
 
 MAX_KEPT_BYTES = 1024
-"""Of a request: one that is larger goes whole with its first dispatch, and by its place with those that may follow."""
+"""Largest request that every dispatch carries whole. A larger request is carried whole by its first dispatch; later
+dispatches carry its offset and all but its tokens."""
 
 NO_TOKENS = msgspec.Raw(msgspec.msgpack.encode(b""))
 
 _fields = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
-"""A record's fields by name, none of them looked into: who decoded the record has passed over what it does not know."""
+"""Decodes a record's fields by name and leaves their values encoded, so fields that this version does not know are
+kept."""
 
 
 def without_tokens(wire: bytes) -> bytes:
-    """The request's bytes less what it appends: all else, known here or not, is as it came, and takes no more room."""
+    """The request's bytes with an empty `appended`. All other fields, also unknown fields, stay as they came."""
     return msgspec.msgpack.encode({**_fields.decode(wire), "appended": NO_TOKENS})
 
 
 class TrajectoryState(msgspec.Struct, eq=False, gc=False):
-    """What is known of a trajectory between its turns."""
+    """State of a trajectory between its turns: the newest finished turn, and the cached prefix."""
 
     turn: int = -1
-    """The newest that has finished, one way or the other."""
+    """The newest finished turn, completed or failed."""
     worker: str = ""
-    """Where its newest execution left its tokens; empty where none has."""
+    """Executor whose cache has the tokens of the newest execution; empty if there is none."""
     incarnation: int = 0
     cache_generation: int = 0
-    """Of that start."""
+    """Cache generation of the incarnation."""
     version: int = -1
     tokens: int = 0
 
     def set_prefix(self, worker: str, incarnation: int, cache_generation: int, version: int, tokens: int) -> None:
-        """Remember where the newest execution left its tokens."""
+        """Record the executor, cache and policy version that hold the first `tokens` tokens of the context."""
         self.worker, self.incarnation, self.cache_generation, self.version = (
             worker,
             incarnation,
@@ -103,7 +108,7 @@ class TrajectoryState(msgspec.Struct, eq=False, gc=False):
 
 
 class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
-    """One unfinished turn. Times are the router's own, in seconds. The request is not kept, but its bytes."""
+    """One unfinished turn. Times are seconds on the router's clock. The request is kept as bytes."""
 
     trajectory_id: str
     group_id: str
@@ -113,58 +118,59 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
     seeded: bool
     patience_seconds: float
     requested_at: float
-    """Unix seconds, of the environment worker's clock."""
+    """Unix seconds on the environment worker's clock."""
     digest: bytes
-    """Of its context."""
+    """Digest of the context."""
     is_anchor: bool
-    """Whether it was asked for with its context whole."""
+    """Whether the request holds the whole context."""
     request_bytes: bytes
-    """The request as it came, for its dispatches."""
+    """The encoded request, for dispatches."""
     offset: int
-    """Of the request in its home."""
+    """Offset of the request in its home."""
     trajectory: TrajectoryState
-    """What is known of its trajectory."""
     lengths: OutputLengths
-    """Of its environment."""
+    """Output lengths of the turn's environment."""
     context_tokens: int
     epoch: int
-    """The router's epoch in which it was asked for."""
+    """The router's epoch in which the request was accepted."""
     room_tokens: int
-    """Context and the most that it may generate; of a turn at an executor, as it was sent there."""
+    """Tokens of the context and the most tokens that the turn may generate; as dispatched, while an executor holds the
+    turn."""
     due: float
-    """When its first patience ends: its place in the order."""
+    """When the turn's first patience ends. Orders the queue."""
     queued_at: float
-    """Since when it waits, or waited before it was dispatched."""
+    """Since when the turn is queued, or was queued before its dispatch."""
     attempt: int = 0
-    """The one that runs or is to run next."""
+    """The attempt that runs or runs next."""
     next_attempt: int = 0
-    """Above that of every dispatch of it."""
+    """Greater than the attempt number of every dispatch of the turn."""
     failures: int = 0
-    """Attempts that ended by somebody's fault."""
+    """Attempts that ended by a fault."""
     worker: str = ""
-    """The executor that holds it; empty while it waits."""
+    """The executor that holds the turn; empty while the turn is queued."""
     execution_key: bytes = b""
-    """The dispatch that is outstanding, as heartbeats list it."""
+    """The outstanding dispatch, as heartbeats list it."""
     new_tokens: float = 0.0
-    """Expected when it was dispatched."""
+    """New tokens that were expected at the dispatch."""
     prefill_seconds: float = 0.0
-    """The same."""
+    """Seconds of prefill that were expected at the dispatch."""
     seen_at: float = 0.0
-    """When it was dispatched, or its executor said last but one that it holds it: see `Executor.listed`."""
+    """When the turn was dispatched, or was last listed before it was missing. While the newest heartbeat lists the
+    turn, `Executor.heartbeat_at` counts instead."""
     seen_clock: float = 0.0
-    """The same, on the clock of `Liveness`."""
+    """`seen_at` on the liveness clock."""
     unlisted_since: float = 0.0
     """See `Execution`."""
     preempted_by: str = ""
-    """The executor that took it back, until it is known what that costs."""
+    """The executor that preempted the turn, until the next dispatch shows how many tokens are computed again."""
     ticket: int = 0
-    """Its place in the waiting order, 0 when it does not wait."""
+    """Ticket in the queue; 0 while the turn is not queued."""
     partial: Part | None = None
-    """The most that any attempt handed back of it: the next one goes on from there."""
+    """The longest partial of any attempt; the next attempt continues from it."""
     by_reference: bool = False
-    """`request_bytes` lacks what the request appends."""
+    """Whether `request_bytes` lacks the appended tokens."""
     context_missing: bool = False
-    """It waits for its anchor: no executor can read its context back."""
+    """Whether the turn waits for its anchor because no executor can read its context back."""
 
     @classmethod
     def from_request(
@@ -178,7 +184,7 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
         epoch: int,
         now: float,
     ) -> "Turn":
-        """One that waits since now. `request_bytes`: the request's bytes as they came; `offset`: where, in its home."""
+        """A turn that is queued since `now`. `request_bytes`: the encoded request; `offset`: its offset in its home."""
         sampling = request.sampling
         return cls(
             trajectory_id=request.trajectory_id,
@@ -203,14 +209,14 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
         )
 
     def replace_request(self, request: TurnRequest, request_bytes: bytes, offset: int) -> None:
-        """It is asked for by this from now on, which has the same context."""
+        """Use another request, an anchor of the same context, for the later dispatches of this turn."""
         self.is_anchor, self.requested_at = request.is_anchor, request.requested_at
         self.patience_seconds = request.patience_seconds
         self.max_tokens, self.seeded = request.sampling.max_tokens, request.sampling.seed is not None
         self.request_bytes, self.offset, self.by_reference = request_bytes, offset, False
 
     def on_dispatched(self) -> None:
-        """What it appends is with an executor, and on the log."""
+        """Drop the tokens of a large request: the executor has them, and the log keeps them."""
         if len(self.request_bytes) > MAX_KEPT_BYTES and not self.by_reference:
             self.request_bytes, self.by_reference = without_tokens(self.request_bytes), True
 
@@ -223,7 +229,7 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
         return 0 if self.partial is None else count(self.partial.tokens)
 
     def keep_partial(self, part: Part) -> None:
-        """Go on from this if it is sound, leaves something to sample, and is more than what is known."""
+        """Keep a partial for the next attempt if it is valid, longer than the known partial, and not complete."""
         longer = self.partial_tokens < count(part.tokens) < self.max_tokens
         if longer and not part.validation_error:
             self.partial = part

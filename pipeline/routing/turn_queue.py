@@ -1,13 +1,14 @@
-"""Turns that wait for room.
+"""The turn queue: turns that wait for room, in order of urgency.
 
 Keeps true
-- They leave in the order of their `urgency`, which is the whole policy. To be issued again costs a turn nothing of its
-  place, and nothing of what was generated of it.
-- Nobody overtakes: a turn behind the first one is not tried while the first one could run on some executor. So small
-  turns cannot starve a big one.
-- A turn that no executor could run even if it were idle is set aside, and comes back when the fleet has changed.
-- A turn whose context is torn waits for its anchor, whoever else waits.
-- What has left is not held: neither the turn nor what it appends.
+- Turns leave in the order of their `urgency`, which is the whole policy. A reissued turn keeps its place and its
+  partial.
+- Turns do not overtake: a turn behind the first turn is not tried while the first turn could run on some executor. So
+  small turns cannot starve a big turn.
+- A turn that no executor could run even if the executor were idle is skipped, and returns to the queue when the fleet
+  has changed.
+- A turn whose context is missing waits for its anchor, apart from the order of urgency.
+- The queue holds no reference to a turn that has left.
 """
 
 import heapq
@@ -28,45 +29,46 @@ class ReceivedRequest(NamedTuple):
 
     @classmethod
     def from_record(cls, request: TurnRequest, offset: int = 0) -> "ReceivedRequest":
-        """As its writer would send it."""
+        """A received request, encoded here as its writer would encode it."""
         return cls(request, encode(request), offset)
 
 
 Urgency = tuple[float, int]
-"""The least goes first."""
+"""Sort key of a turn; the least key leaves first."""
 
 
 def urgency(turn: Turn) -> Urgency:
-    """The policy: who was asked for first with the least patience, then the turn that is furthest on. A step of the
-    trainer ends with its longest trajectories, so theirs are the turns that must not wait.
+    """The turn's sort key: the earliest due time first, then the highest turn number.
+
+    A step of the trainer ends with its longest trajectories, so their turns must not wait.
     """
     return turn.due, -turn.turn
 
 
 QueueEntry = tuple[Urgency, int]
-"""In the order: of equally urgent turns the one goes first that has waited longer, by its ticket."""
+"""Urgency and ticket. Of equally urgent turns, the turn with the lower ticket, which waited longer, leaves first."""
 
 
 @dataclass(slots=True)
 class TurnQueue:
-    """The waiting turns. A place whose turn has left holds nothing of it, and is dropped when it comes up."""
+    """The queued turns. The heap entry of a turn that has left is dropped when the entry comes up."""
 
     turns: dict[int, Turn] = field(default_factory=dict)
-    """All that wait, by ticket."""
+    """All queued turns, by ticket."""
     heap: list[QueueEntry] = field(default_factory=list)
     skipped: dict[int, QueueEntry] = field(default_factory=dict)
-    """By ticket, those that wait and are set aside."""
+    """Heap entries of the skipped turns, by ticket."""
     awaiting_anchor: set[int] = field(default_factory=set)
-    """By ticket, those that wait for their anchor."""
+    """Tickets of the turns that wait for their anchor."""
     tickets: int = 0
-    """Given out so far."""
+    """Number of tickets given out; the newest ticket."""
 
     def __len__(self) -> int:
         return len(self.turns)
 
     @property
     def waiting_for_room(self) -> int:
-        """How many wait for an executor, and not for a request that is still to be read."""
+        """Number of turns that wait for an executor, without the turns that wait for their anchor."""
         return len(self.turns) - len(self.awaiting_anchor)
 
     def push(self, turn: Turn) -> None:
@@ -74,7 +76,7 @@ class TurnQueue:
         heapq.heappush(self.heap, (urgency(turn), turn.ticket))
 
     def first(self) -> Turn | None:
-        """The turn whose move it is; None when nobody waits who is not set aside."""
+        """The most urgent turn; None if no turn waits that is neither skipped nor waiting for its anchor."""
         while self.heap:
             turn = self.turns.get(self.heap[0][1])
             if turn is not None:
@@ -83,25 +85,25 @@ class TurnQueue:
         return None
 
     def await_anchor(self, turn: Turn) -> None:
-        """Let a turn wait for its anchor; `remove` it to push it."""
+        """Let a turn wait for its anchor. Call `remove` before the turn is pushed."""
         self._push_entry(turn)
         turn.context_missing = True
         self.awaiting_anchor.add(turn.ticket)
 
     def remove(self, turn: Turn) -> None:
-        """Take a waiting turn out, wherever it stands."""
+        """Remove a queued turn, also if it is skipped or waits for its anchor."""
         del self.turns[turn.ticket]
         self.skipped.pop(turn.ticket, None)
         self.awaiting_anchor.discard(turn.ticket)
         turn.ticket, turn.context_missing = 0, False
 
     def skip_first(self) -> None:
-        """Let the others pass the first one."""
+        """Skip the first turn until `restore_skipped`. The heap must not be empty."""
         place = heapq.heappop(self.heap)
         self.skipped[place[1]] = place
 
     def restore_skipped(self) -> None:
-        """Bring back those set aside."""
+        """Return the skipped turns to the heap."""
         for place in self.skipped.values():
             heapq.heappush(self.heap, place)
         self.skipped.clear()

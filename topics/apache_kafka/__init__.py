@@ -1,9 +1,9 @@
-"""Apache Kafka on loopback: one node, or a cluster that survives the loss of one.
+"""Apache Kafka on loopback: a single node, or a cluster that survives the loss of one node.
 
 Keeps true
 - Every node is broker and controller in one process (KRaft), with its data and log in a folder of its own.
-- In a cluster of three every topic and internal topic may have a copy on each node, and two of them acknowledge: while
-  two nodes live, nothing acknowledged is lost and nothing stops.
+- In a cluster of three nodes, every topic and internal topic may have a replica on each node, and two replicas
+  acknowledge. While two nodes run, no acknowledged record is lost and the cluster works.
 
 Example
     with start_cluster(folder, kafka_home=home) as cluster:
@@ -35,21 +35,21 @@ from rose.topics.settings import BusSettings
 
 _SPARING = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 LONE_JAVA = ("-Xmx512m", *_SPARING)
-"""Java's options for a node that is alone. The process takes about 460 MB; started, it has taken half the CPU time that
-it takes with the collectors and compilers of a server."""
+"""Java's options for a single node. The process takes about 460 MB, and its start half the CPU time of a start with
+Java's default garbage collector and compilers."""
 CLUSTER_JAVA = ("-Xmx256m", *_SPARING)
-"""Java's options for each of several nodes; the process takes about 330 MB."""
+"""Java's options for each node of a cluster. The process takes about 330 MB."""
 JAVA_VERSION = 17
 """The oldest Java that runs an Apache Kafka 4 broker."""
 LOOK_SECONDS = 0.2
-"""Between two looks at whether the copies are in sync."""
+"""Time between two checks whether the replicas are in sync."""
 
 _JAR = re.compile(r"kafka_\d+\.\d+-(\d+\.\d+\.\d+)\.jar")
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where one node of a cluster lives."""
+    """Ports and folder of one node of a cluster."""
 
     node: int
     port: int
@@ -59,27 +59,27 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addition:
-    """What a node has beyond the plain one."""
+    """Settings of a node in addition to those of a plain node."""
 
     settings: str = ""
-    """Lines of server.properties: what is said again there is what counts. Its ports are words between at signs."""
+    """Lines appended to server.properties, which override earlier lines. `@PORT@` and the like stand for values."""
     logging: str = ""
-    """Lines of log4j2.yaml, at the end of its list of loggers."""
+    """Lines appended to the list of loggers in log4j2.yaml."""
     format_options: tuple[str, ...] = ()
-    """For the tool that formats a new node."""
+    """Options of the tool that formats a new node."""
     client: Mapping[str, str] = field(default_factory=dict)
-    """librdkafka settings without which the node does not answer."""
+    """librdkafka settings that clients of the node need."""
 
 
 PLAIN = Addition()
 
 
 class Cluster:
-    """Several nodes on this machine. Made by `start_cluster`; a context manager that stops them."""
+    """A cluster of several nodes on this machine, made by `start_cluster`. As a context manager it stops them."""
 
     def __init__(self, nodes: tuple[Broker, ...]) -> None:
         self.nodes = nodes
-        """Each can be killed and restarted by itself; the node with id n is nodes[n - 1]."""
+        """The nodes, which can be killed and restarted one by one. The node with id n is nodes[n - 1]."""
         self.name = f"{len(nodes)} nodes of {nodes[0].name}"
         self.bootstrap = ",".join(node.bootstrap for node in nodes)
 
@@ -90,18 +90,18 @@ class Cluster:
         self.stop()
 
     def settings(self, namespace: str = "", properties: Mapping[str, str] | None = None) -> BusSettings:
-        """How to reach it."""
+        """Settings for clients of this cluster."""
         return BusSettings(self.bootstrap, namespace, properties or {})
 
     def in_sync(self) -> bool:
-        """Whether all nodes answer and each knows all copies to be in sync: one more node may be lost.
+        """Whether all nodes answer and each reports all replicas in sync, so that one node may be lost.
 
-        Every node is asked: for some seconds the others believe that one which is gone is still there.
+        Every node is queried, because for some seconds the others still report a node that is gone.
         """
         return all(node.alive() and self._knows_all(node) for node in self.nodes)
 
     def await_in_sync(self, seconds: float) -> None:
-        """Wait until every partition has all its copies in sync. Raises BrokerFailed after the time given."""
+        """Wait until every partition has all its replicas in sync. Raises BrokerFailed after `seconds`."""
         deadline = time.monotonic() + seconds
         while not self.in_sync():
             if time.monotonic() > deadline:
@@ -119,7 +119,7 @@ class Cluster:
         )
 
     def stop(self) -> None:
-        """End all nodes at once: the last ones would have no quorum to take their leave of. Acknowledged is kept."""
+        """Kill all nodes: an orderly stop needs a quorum, which the last nodes lack. Acknowledged records are kept."""
         for node in self.nodes:
             node.kill()
 
@@ -127,7 +127,10 @@ class Cluster:
 def lone_node(
     data_folder: Path, port: int, kafka_home: Path, java: Sequence[str] = LONE_JAVA, addition: Addition = PLAIN
 ) -> BrokerKind:
-    """A node that is alone, formatted. Raises BrokerFailed: no Kafka there, no Java, a folder that it cannot format."""
+    """A single node with a formatted folder. Raises BrokerFailed without Kafka or Java, or if the formatting fails.
+
+    `kafka_home`: a folder with Kafka's `libs/`. `java`: Java's options.
+    """
     own = data_folder / "apache-kafka"
     own.mkdir(exist_ok=True)
     [kind] = _kinds([_Place(1, port, free_ports(1)[0], own)], kafka_home, java, addition)
@@ -137,7 +140,7 @@ def lone_node(
 def start_cluster(data_folder: Path, *, kafka_home: Path, nodes: int = 3) -> Cluster:
     """Start a cluster on loopback with a folder for each node in `data_folder`, and wait until all nodes answer.
 
-    Call it from a thread that lives as long as the cluster should. Raises BrokerFailed.
+    Call this from a thread that lives as long as the cluster should. Raises BrokerFailed.
     """
     folders = [data_folder.resolve() / f"node-{node}" for node in range(1, nodes + 1)]
     ports = free_ports(2 * nodes)
@@ -149,7 +152,7 @@ def start_cluster(data_folder: Path, *, kafka_home: Path, nodes: int = 3) -> Clu
     started = [Broker(kind, place.folder.parent, place.port) for kind, place in zip(kinds, places, strict=True)]
     cluster = Cluster(tuple(started))
     try:
-        for node in started:  # all before the first can answer: two of them make the quorum
+        for node in started:  # all are launched first, because a node answers only once there is a quorum
             node.launch()
         for node in started:
             node.await_ready()
@@ -162,7 +165,7 @@ def start_cluster(data_folder: Path, *, kafka_home: Path, nodes: int = 3) -> Clu
 def _kinds(
     places: list[_Place], kafka_home: Path, options: Sequence[str], addition: Addition = PLAIN
 ) -> list[BrokerKind]:
-    """How the nodes of one cluster are run; formats the folders of those that are new."""
+    """Write the configuration of the nodes of one cluster, format new folders, and return how the nodes are run."""
     libs = kafka_home / "libs"
     found = sorted(match[1] for jar in libs.glob("kafka_*.jar") if (match := _JAR.fullmatch(jar.name)))
     if not found:
@@ -204,13 +207,13 @@ def _write_configuration(place: _Place, places: list[_Place], addition: Addition
 
 
 def _format(places: list[_Place], java: list[str], options: Sequence[str]) -> None:
-    """Prepare the folders of new nodes, all at once."""
+    """Format the folders of new nodes, in parallel. Raises BrokerFailed."""
     tool = "kafka.tools.StorageTool", "format"
     cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
     new = [place for place in places if not (place.folder / "log" / "meta.properties").exists()]
     formatters = [
         subprocess.Popen(
-            # with "=": an id may begin with "-"
+            # with "=", because an id may begin with "-"
             [*java, *tool, f"--cluster-id={cluster_id}", "-c", str(_server(place)), *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -234,7 +237,7 @@ def _logging(place: _Place) -> Path:
 
 
 def _java() -> str:
-    """The Java to run Apache Kafka with: that of JAVA_HOME, else the one on the PATH."""
+    """The Java program of JAVA_HOME if that is set, otherwise on the PATH. Raises BrokerFailed if it is too old."""
     home = os.environ.get("JAVA_HOME")
     java = shutil.which("java", path=None if home is None else f"{home}/bin")
     advice = f"Apache Kafka needs Java {JAVA_VERSION} or newer: install it, or set JAVA_HOME"

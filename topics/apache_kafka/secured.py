@@ -1,11 +1,12 @@
-"""An Apache Kafka node on loopback that asks who is there: TLS, SCRAM-SHA-512, and nobody may what no ACL allows.
+"""A secured Apache Kafka node on loopback: TLS, SCRAM-SHA-512 authentication, and access by ACLs only.
 
-For trying rights out, and for what is measured and tested with them; a cluster of yours has its own certificates.
+For trials, tests and measurements of rights. A production cluster has its own certificates.
 
 Keeps true
-- Every listener is encrypted; a client signs in, the node proves itself to its controller by its certificate.
-- Only the node's own user may everything. What another may is what `allow` gave it.
-- A right that was given or taken counts when the call returns.
+- Every listener is encrypted. Clients authenticate with SCRAM; the node authenticates to its controller with its
+  certificate.
+- Only the node's own user has all rights. Another user has the rights that `allow` has given.
+- A right that was given or taken away is in effect when the call returns.
 
 Example
     with start_secured(folder, kafka_home=home) as node:
@@ -55,13 +56,13 @@ NODE_NAME = "node"
 """The common name of the node's certificate."""
 
 VALID_DAYS = 30
-"""Of the certificates: for one machine, and not for long."""
+"""Validity of the certificates."""
 
 ITERATIONS = 4096
-"""Of SCRAM: the fewest that Kafka takes. The passwords here are random, so more would buy nothing."""
+"""SCRAM iterations: the fewest that Kafka accepts. Random passwords gain nothing from more."""
 
 COUNTS_SECONDS = 30.0
-"""How long the node may take to go by a right."""
+"""How long a changed right may take to be in effect."""
 
 LOOK_SECONDS = 0.02
 
@@ -76,12 +77,12 @@ _RESOURCES = {
 
 
 class SecuredNode:
-    """A node that runs. Made by `start_secured`; a context manager that stops it."""
+    """A running node, made by `start_secured`. As a context manager it stops the node."""
 
     def __init__(self, broker: Broker, ca: Path) -> None:
         self.broker = broker
         self.ca = ca
-        """PEM file by which clients know the node."""
+        """PEM file of the certificate authority that clients trust."""
         self._admin = AdminClient(broker.settings().client("rose-secured"))
 
     def __enter__(self) -> Self:
@@ -91,11 +92,11 @@ class SecuredNode:
         self.broker.stop()
 
     def settings(self, namespace: str = "") -> BusSettings:
-        """How to reach it as who may everything."""
+        """Settings for clients of the node's own user, which has all rights."""
         return self.broker.settings(namespace)
 
     def settings_of(self, user: str, namespace: str = "") -> BusSettings:
-        """How to reach it as this user, under a new password."""
+        """Settings for clients of this user. Each call sets a new password."""
         password = secrets.token_hex(16)
         credential = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, ITERATIONS)
         asked = [UserScramCredentialUpsertion(user, credential, password.encode())]
@@ -127,7 +128,7 @@ class SecuredNode:
         self._await(user, lambda found: taken not in found)
 
     def _await(self, user: str, done: Callable[[set[AclBinding]], bool]) -> None:
-        """Wait until the node, which hears of rights from its controller, goes by them."""
+        """Wait until the node has the user's rights from its controller. Raises BrokerFailed after COUNTS_SECONDS."""
         of_user = AclBindingFilter(
             ResourceType.ANY,
             None,
@@ -149,14 +150,14 @@ def start_secured(
 ) -> SecuredNode:
     """Start a node with its data, keys and log in `data_folder`, and wait until it answers.
 
-    What it refuses is in its log; with `audit` what it allows as well. While the node is formatted its user's password
-    is among the arguments of a process: Kafka's tool takes it nowhere else. Call it from a thread that lives as long as
-    the node should. Raises BrokerFailed.
+    `audit`: whether the node logs the requests that it allows, and not only those that it refuses. While the node is
+    formatted, its user's password is among the arguments of a process, because Kafka's tool has no other input for it.
+    Call this from a thread that lives as long as the node should. Raises BrokerFailed.
     """
     data_folder = data_folder.resolve()
     keys = data_folder / "keys"
     keys.mkdir(parents=True)
-    data_folder.chmod(0o700)  # its user's password is in the node's settings
+    data_folder.chmod(0o700)  # the node's settings contain its user's password
     _make_certificates(keys)
     password = secrets.token_hex(16)
     settings = (files("rose.topics.apache_kafka") / "secured.properties.in").read_text(encoding="utf-8")
@@ -177,7 +178,7 @@ def start_secured(
 
 
 def _signed_in(user: str, password: str, ca: Path) -> dict[str, str]:
-    """What librdkafka has to be told."""
+    """librdkafka settings with which a client authenticates as this user."""
     return {
         "security.protocol": "SASL_SSL",
         "sasl.mechanism": "SCRAM-SHA-512",
@@ -200,7 +201,7 @@ def _binding(user: str, acl: Acl) -> AclBinding:
 
 
 def _make_certificates(folder: Path) -> None:
-    """A certificate authority (ca.pem; its key is forgotten), and what the node has of it: node.pem, key and all."""
+    """Write ca.pem, a certificate authority whose key is not kept, and node.pem, the node's certificate and key."""
     authority, own = generate_private_key(SECP256R1()), generate_private_key(SECP256R1())
     issuer = _name("rose-test-ca")
     root = _certificate(issuer, issuer, authority).add_extension(x509.BasicConstraints(ca=True, path_length=0), True)

@@ -1,1 +1,1 @@
-"""The broker of one machine: the embedded default or an Apache Kafka node, and the idle back-off of its consumers."""
+"""The local broker: the embedded default or an Apache Kafka node, and the idle back-off of its consumers."""

@@ -1,14 +1,15 @@
-"""Rest for readers of a broker that answers a fetch at once though it has nothing to give.
+"""Idle back-off: pauses of a consumer of the embedded broker, which answers an empty fetch at once.
 
-Apache Kafka holds an empty fetch for up to `fetch.wait.max.ms`. The embedded broker does not: a reader that waits for
-its next record asks it thousands of times a second, and the two keep most of a core busy. A reader of that broker rests
-by itself: it pauses its partitions, and later asks once more.
+Apache Kafka holds an empty fetch for up to `fetch.wait.max.ms`. The embedded broker does not, so a waiting consumer
+would send thousands of fetches a second, and consumer and broker would keep most of a core busy. A consumer of the
+embedded broker therefore rests: it pauses its partitions for a short time and then fetches again.
 
 Keeps true
-- A reader rests only once every partition that it reads has answered that it is at its end, anew after each rest.
-- A rest is a fixed share of the silence before it: who waits long hears a little later, who is busy never rests.
-- Nothing is lost or doubled by it: librdkafka goes on after the last record that was handed out.
-- Partitions that the application paused stay so.
+- A consumer rests only once every partition that it reads has reported its end since the last rest.
+- A rest is a fixed share of the silence before it. So a consumer that waits long gets its next record a little later,
+  and a busy consumer never rests.
+- A rest neither loses nor repeats records: librdkafka continues after the last record that it returned.
+- Partitions that the application has paused stay paused.
 """
 
 import math
@@ -19,20 +20,20 @@ from contextlib import suppress
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 MIN_SILENCE_SECONDS = 0.02
-"""Silence before the first rest. Records that come more often never meet one."""
+"""Silence before the first rest. A consumer whose records come more often never rests."""
 REST_FRACTION = 1 / 8
-"""Rest over silence."""
+"""Length of a rest as a fraction of the silence before it."""
 MAX_REST_SECONDS = 0.02
-"""The longest rest, and so the most by which it makes a record late."""
+"""Longest rest, and so the longest delay of a record by a rest."""
 ANSWER_SECONDS = 0.1
-"""How long waking up waits for a word of the broker: longer than one that is there takes, short for who polls."""
+"""How long a wake waits for an answer of the broker: longer than a running broker takes, and short for a poll."""
 
 PartitionName = tuple[str, int]
 """A topic's name on the broker, and a partition."""
 
 
 class IdleBackoff:
-    """When to rest and when to wake: events and seconds on any one clock in, decisions out."""
+    """Decides when a consumer rests and wakes. Pure: `now` is seconds on any clock."""
 
     def __init__(self, now: float) -> None:
         self._record_at = now
@@ -46,7 +47,7 @@ class IdleBackoff:
 
     @property
     def partitions(self) -> set[PartitionName]:
-        """The partitions that it reads whenever it does not rest."""
+        """The partitions that the consumer reads while it does not rest."""
         return self._reads
 
     def add(self, partitions: Sequence[PartitionName]) -> None:
@@ -58,16 +59,16 @@ class IdleBackoff:
         self._awaited.difference_update(partitions)
 
     def on_record(self, partition: PartitionName, now: float) -> None:
-        """A record came: more may follow."""
+        """Record that a record came; the partition may have more, so its end is awaited again."""
         self._record_at = now
         self._awaited.add(partition)
 
     def on_end(self, partition: PartitionName) -> None:
-        """The broker says that it has no more of it."""
+        """Record that the broker has reported the end of the partition."""
         self._awaited.discard(partition)
 
     def due_seconds(self, now: float) -> float:
-        """Seconds until it is time to rest, or, while resting, to wake; infinite while an answer is awaited."""
+        """Seconds until the next rest, or during a rest until the wake; infinite while an end is awaited."""
         if self._rests_until is not None:
             return max(0.0, self._rests_until - now)
         if self._awaited or not self._reads:
@@ -82,11 +83,11 @@ class IdleBackoff:
         self._awaited = set(self._reads)
 
 
-class IdleConsumer(Consumer):  # type: ignore[misc]  # it has no types
-    """A consumer that pauses and resumes its partitions at a `IdleBackoff`.
+class IdleConsumer(Consumer):  # type: ignore[misc]  # confluent-kafka's Consumer is untyped
+    """A consumer that pauses and resumes its partitions as `IdleBackoff` decides.
 
-    Offsets that it is assigned are numbers: librdkafka would look for OFFSET_END anew after each rest, and pass over
-    what came meanwhile.
+    Assigned offsets must be numbers: librdkafka would resolve OFFSET_END again after each rest, and skip the records
+    that came in between.
     """
 
     def __init__(self, config: Mapping[str, object]) -> None:
@@ -126,7 +127,7 @@ class IdleConsumer(Consumer):  # type: ignore[misc]  # it has no types
         return [message for message in super().consume(num_messages, timeout) if self._is_visible(message)]
 
     def _is_visible(self, message: Message) -> bool:
-        """Tell the pace; whether the caller wants to see it."""
+        """Pass a message to the back-off; return whether the caller shall get it."""
         error, partition = message.error(), (str(message.topic()), int(message.partition() or 0))
         if error is None:
             self._backoff.on_record(partition, time.monotonic())
@@ -136,7 +137,7 @@ class IdleConsumer(Consumer):  # type: ignore[misc]  # it has no types
         return True
 
     def _rest_or_wake(self) -> float:
-        """Rest or wake if it is time to. Returns the seconds until it is again."""
+        """Rest or wake if that is due. Returns the seconds until the next rest or wake is due."""
         now = time.monotonic()
         if self._backoff.due_seconds(now) == 0:
             if self._backoff.is_resting:
@@ -152,13 +153,13 @@ class IdleConsumer(Consumer):  # type: ignore[misc]  # it has no types
         if not partitions:
             return
         super().resume(partitions)
-        # librdkafka's thread sleeps for up to a second more, unless there is something to ask the broker. When that is
-        # away, fetching begins again once it is back.
+        # Without a query, librdkafka's thread would sleep for up to another second. If the broker is away, fetching
+        # continues once it is back.
         with suppress(KafkaException):
             self.get_watermark_offsets(partitions[0], timeout=ANSWER_SECONDS)
 
     def _forget(self) -> None:
-        """Before another assignment: librdkafka would keep what rests paused over it."""
+        """Reset the back-off before another assignment, over which librdkafka would keep resting partitions paused."""
         if self._backoff.is_resting:
             super().resume(_partitions(self._backoff.partitions))
         self._backoff = IdleBackoff(time.monotonic())

@@ -1,11 +1,12 @@
-"""A broker process on this machine: started, watched, killed and started again, of whatever kind it is.
+"""A broker process on this machine, of any kind: start, check, stop, kill and restart.
 
 Keeps true
 - A broker that was started answers on loopback, and every partition has its leader.
-- The broker never outlives its parent, however the parent ends; a lone one whose parent is killed has time to save.
-- All data of a broker and its log lie in one folder; starting again on that folder finds every record that was saved.
-- The port is the same across `restart`, so clients reconnect by themselves.
-- A broker that can no longer save what it acknowledges is reported by `check`, never left to be found out later.
+- The broker never outlives its parent, however the parent ends. A single broker whose parent is killed has time to
+  save.
+- All data of a broker and its log are in one folder. A restart on that folder finds every record that was saved.
+- The port stays the same over `restart`, so clients reconnect by themselves.
+- `check` reports a broker that can no longer save the records that it acknowledges.
 """
 
 import itertools
@@ -31,29 +32,29 @@ from rose.topics.processes import die_with_parent
 from rose.topics.settings import BusSettings
 
 HOST = "127.0.0.1"
-"""Brokers started here listen on loopback only: but for `topics/apache_kafka/secured.py` they have neither
+"""Brokers started here listen on loopback only. Except for `topics/apache_kafka/secured.py` they have neither
 authentication nor encryption."""
 PORTS = range(20_000, 32_000)
-"""Where a free port is looked for: below the ephemeral range, or a client that reconnects to a broker which is down can
-be given the broker's own port as its source, connect to itself, and keep the broker from coming back."""
+"""Range of ports for brokers, below the ephemeral range. A client that reconnects to a stopped broker on an ephemeral
+port could be given the same port as its source, connect to itself, and so prevent the restart of the broker."""
 START_SECONDS = 180.0
 """How long a broker may take to answer. Apache Kafka needs about 4 s on an idle machine and 6 s after it was killed,
 but more than a minute where many processes want few cores."""
 STOP_SECONDS = 60.0
-"""How long a broker may take to save and leave after it was asked to."""
+"""How long a broker may take to save and end after SIGTERM."""
 RESERVE_BYTES = 256 * 2**20
-"""Free disk below which a broker counts as out of space: some seconds of writing at the rate of a busy machine."""
+"""Free disk space below which a broker counts as out of space: some seconds of writing on a busy machine."""
 
 _POLL_SECONDS = 0.05
 QUIET: Mapping[str, str | int] = {"log_level": 0, "reconnect.backoff.ms": 50, "reconnect.backoff.max.ms": 250}
-"""For clients that look for a broker which may be down."""
+"""Settings of clients that poll for a broker which may be down."""
 
 _RESERVED: list[socket.socket] = []
-"""One for each port that was given away, held until this process ends."""
+"""One socket for each port that `free_ports` has returned, open until this process ends."""
 
 
 class BrokerFailed(RoseError):
-    """The broker cannot be started, died, or cannot save what it is sent. The message says why, and what to do."""
+    """The broker cannot be started, died, or cannot save records. The message says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +64,13 @@ class BrokerKind:
     name: str
     command: list[str]
     node: int = 1
-    """Its id among the brokers of its cluster."""
+    """Id of the broker in its cluster."""
     snapshot: Path | None = None
-    """The one file into which the embedded broker writes its whole state again after each change; None for a log."""
+    """The file into which the embedded broker writes its whole state after each change; None for other brokers."""
     orphan_signal: signal.Signals = signal.SIGTERM
-    """What the kernel sends it when whoever started it is gone."""
+    """Signal that the kernel sends to the broker when its parent has ended."""
     client_settings: Mapping[str, str] = field(default_factory=dict)
-    """librdkafka settings without which it does not answer."""
+    """librdkafka settings that clients of the broker need."""
 
 
 class Broker:
@@ -82,14 +83,14 @@ class Broker:
         self._kind = kind
         self._port = port
         self._process: subprocess.Popen[bytes] | None = None
-        self._started_at = 0  # bytes into the log, where the present start begins
+        self._started_at = 0  # position in the log, in bytes, at which the present start begins
         self.name = kind.name
         """Kind and version, e.g. "noida-db 0.2.3" or "Apache Kafka 4.3.1"."""
         self.bootstrap = f"{HOST}:{port}"
         self.embedded = kind.snapshot is not None
         self.data_folder = data_folder
         self.log = data_folder / "broker.log"
-        """What the broker printed, over all its starts."""
+        """The broker's output, over all its starts."""
 
     def __enter__(self) -> Self:
         return self
@@ -98,26 +99,26 @@ class Broker:
         self.stop()
 
     def settings(self, namespace: str = "", properties: Mapping[str, str] | None = None) -> BusSettings:
-        """How to reach it, with these librdkafka settings."""
+        """Settings for clients of this broker, with additional librdkafka settings."""
         properties_used = {**self._kind.client_settings, **(properties or {})}
         return BusSettings(self.bootstrap, namespace, properties_used, embedded=self.embedded)
 
     def alive(self) -> bool:
-        """Whether the process runs; says nothing about whether it can save (`check` does)."""
+        """Whether the process runs. `check` also tells whether it can save."""
         return self._process is not None and self._process.poll() is None
 
     def check(self) -> None:
-        """Raise BrokerFailed if the broker died, or if the disk has no room for what it is sent. Cheap: call it often.
+        """Raise BrokerFailed if the broker died, or if the disk is too full. Cheap enough to call often.
 
-        The embedded broker acknowledges records that it cannot save, prints nothing and leaves with status 0 (measured
-        by tests/conformance/test_disk.py), so the launcher watches the space in its place.
+        The embedded broker acknowledges records that it cannot save, prints nothing and exits with status 0 (measured
+        by tests/conformance/test_disk.py), so the free space is checked here.
         """
-        self._check_space()  # first: Apache Kafka dies of a full disk
+        self._check_space()  # first, because a full disk is what ends Apache Kafka
         if not self.alive():
             raise BrokerFailed(f"{self.name} died: {self._exit_reason()}")
 
     def stop(self) -> None:
-        """Let the broker save and leave. Does nothing when it is down. Raises BrokerFailed if it could not save."""
+        """Let the broker save and end. Does nothing if it is down. Raises BrokerFailed if it could not save in time."""
         if self._process is None or self._process.poll() is not None:
             return
         self._process.terminate()
@@ -140,26 +141,26 @@ class Broker:
             self._process.wait()
 
     def send_signal(self, number: signal.Signals) -> None:
-        """To the process, if it runs. Once it was told to stop (SIGSTOP), it answers nothing more when this returns."""
+        """Send a signal to the process, if it was started. After SIGSTOP, returns once all its threads are stopped."""
         if self._process is None:
             return
         self._process.send_signal(number)
-        if number is signal.SIGSTOP and self._process.returncode is None:  # another of its threads may go on until then
+        if number is signal.SIGSTOP and self._process.returncode is None:  # until then, other threads may still run
             os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def restart(self) -> None:
-        """Start again on the same port and data, and wait until it answers; one that still runs is stopped first."""
+        """Start the broker again on the same port and data, and wait until it answers. Stops it first if it runs."""
         self.stop()
         self.launch()
         self.await_ready()
 
     def launch(self) -> None:
-        """Start the process. Raises BrokerFailed when its port is taken or the disk is full."""
+        """Start the process. Raises BrokerFailed if its port is taken or the disk is too full."""
         if _is_taken(self._port):
             raise BrokerFailed(f"port {self._port} of {HOST} is taken by another program: free it, or name another")
         unsaved = self._save_error()
         if unsaved is not None:
-            unsaved.unlink(missing_ok=True)  # of a kill in the middle of a save; a later one means a save that failed
+            unsaved.unlink(missing_ok=True)  # left by a kill during a save; `stop` takes a new one for a failed save
         self._check_space()
         with self.log.open("ab") as log:
             self._started_at = log.tell()
@@ -168,7 +169,7 @@ class Broker:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches whoever started the broker; the broker goes last
+                start_new_session=True,  # Ctrl-C does not reach the broker: its parent ends it last
                 preexec_fn=die_with_parent(os.getpid(), self._kind.orphan_signal),
             )
 
@@ -197,7 +198,11 @@ class Broker:
         raise BrokerFailed(f"{self.name} did not answer on {self.bootstrap} in {START_SECONDS:.0f} s; see {self.log}")
 
     def _check_space(self) -> None:
-        """The embedded broker writes its state beside the old one before it takes its place: it needs that much too."""
+        """Raise BrokerFailed if the disk is too full.
+
+        The embedded broker writes its new state to a second file before it replaces the old one, so it needs that much
+        space, too.
+        """
         snapshot, unsaved = self._kind.snapshot, self._save_error()
         needed = RESERVE_BYTES + (_size(snapshot) if snapshot is not None else 0)
         free = shutil.disk_usage(self.data_folder).free + (_size(unsaved) if unsaved is not None else 0)
@@ -211,7 +216,7 @@ class Broker:
         return None if self._kind.snapshot is None else self._kind.snapshot.with_suffix(".tmp")
 
     def _exit_reason(self) -> str:
-        """Why a broker that is down went, as far as it said so."""
+        """Exit status of a broker that has ended, with the last error in its log."""
         assert self._process is not None
         with self.log.open("rb") as log:
             log.seek(self._started_at)
@@ -223,24 +228,24 @@ class Broker:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody has at this moment, and that no other process is given by this while ours lives."""
-    looked_at = random.SystemRandom().sample(PORTS, len(PORTS))  # whoever seeds `random` does not choose for us
+    """Free ports of loopback, which this function returns to no other process while this process runs."""
+    looked_at = random.SystemRandom().sample(PORTS, len(PORTS))  # independent of the seed of `random`
     free = itertools.islice((port for port in looked_at if _reserve(port) and not _is_taken(port)), count)
     return list(free)
 
 
 def _forbid_auto_create(admin: AdminClient) -> None:
-    """The embedded broker makes a topic out of any misspelt name until it is told not to; it has no option for it."""
+    """Turn off the creation of topics by name on the embedded broker, which has no start option for that."""
     never = ConfigEntry("auto.create.topics.enable", "false", incremental_operation=AlterConfigOpType.SET)
     broker = ConfigResource(ConfigResource.Type.BROKER, "1", incremental_configs=[never])
     admin.incremental_alter_configs([broker])[broker].result()
 
 
 def _reserve(port: int) -> bool:
-    """Take the port from all that ask here: whoever is given one listens on it only seconds later."""
+    """Reserve a port among the callers of `free_ports`: a broker listens on it only seconds later."""
     claim = socket.socket(socket.AF_UNIX)
     try:
-        claim.bind(f"\0rose-port-{port}")  # a name that goes with its last holder, and as far as loopback reaches
+        claim.bind(f"\0rose-port-{port}")  # an abstract name, freed with its process and local to the network
     except OSError:
         claim.close()
         return False
@@ -250,7 +255,7 @@ def _reserve(port: int) -> bool:
 
 def _is_taken(port: int) -> bool:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections of a broker killed just now
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores closed connections of a killed broker
         try:
             probe.bind((HOST, port))
         except OSError:

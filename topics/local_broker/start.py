@@ -1,8 +1,8 @@
-"""The broker of one machine: the embedded default, or an Apache Kafka node, behind one interface.
+"""Starts a local broker, the embedded default or an Apache Kafka node, behind one interface.
 
 Keeps true
 - `start_broker` returns only when the broker answers on loopback and every partition has its leader.
-- No topic comes into being by being named.
+- The broker does not create a topic because a client names it.
 
 Example
     with start_broker(run_folder / "broker", kafka_home=settings.kafka_home) as broker:
@@ -24,10 +24,9 @@ def start_broker(
 ) -> Broker:
     """Start a broker on loopback with its data and log in `data_folder`, and wait until it answers.
 
-    `kafka_home` is any folder with Apache Kafka's `libs/`; without one the embedded broker runs. `port` is picked when
-    left out; `kafka_java` are Java's options for Apache Kafka. Call it from a thread that lives as long as the broker
-    should: the broker ends with that thread.
-    Raises BrokerFailed with one sentence: what is missing, taken or full, and what to do.
+    `kafka_home`: a folder with Apache Kafka's `libs/`; None starts the embedded broker. `port`: None picks a free port.
+    `kafka_java`: Java's options for Apache Kafka. Call this from a thread that lives as long as the broker should: the
+    broker ends with that thread. Raises BrokerFailed with a sentence that names the cause and the remedy.
     """
     data_folder.mkdir(parents=True, exist_ok=True)
     data_folder = data_folder.resolve()
