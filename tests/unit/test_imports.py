@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,18 @@ def test_imports_go_downward_only() -> None:
         )
     ]
     assert upward == []
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """A circle of modules can only be read, and changed, as one."""
+    files = dict(modules())
+    names = {module.removesuffix(".__init__"): module for module in files}
+    graph = {
+        module: {names[each] for name in imported(file) for each in (name, name.rpartition(".")[0]) if each in names}
+        - {module}
+        for module, file in files.items()
+    }
+    TopologicalSorter(graph).prepare()
 
 
 def test_a_module_of_the_product_is_named_under_rose_everywhere() -> None:
