@@ -47,5 +47,8 @@ def test_the_same_tasks_are_played_with_the_same_luck() -> None:
 
 
 def test_an_environment_that_fails_amid_a_task_ends_it_in_one_sentence() -> None:
-    with pytest.raises(EnvironmentFailed, match=r"RaisesLate: ValueError: the sandbox is gone \(task of seed"):
+    with pytest.raises(
+        EnvironmentFailed,
+        match=r"RaisesLate: ValueError: the sandbox is gone \(.*test_evaluate\.py, line \d+, in step\) \(task of seed",
+    ):
         evaluated(f"{__name__}:RaisesLate")

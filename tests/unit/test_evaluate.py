@@ -91,11 +91,17 @@ def evaluated(environment: Callable[..., object]) -> None:
 @pytest.mark.parametrize(
     ("environment", "reason"),
     [
-        (Raises, r"Raises: RuntimeError: no sandbox is free \(task of seed 3\)"),
+        (
+            Raises,
+            r"Raises: RuntimeError: no sandbox is free \(.*test_evaluate\.py, line \d+, in fail\) \(task of seed 3\)",
+        ),
         (GivesNone, r"GivesNone: .*NoneType"),
         (Waits, r"Waits: TimeoutError: took longer than 0\.4 s"),
         (Exits, r"Exits: SystemExit: 7"),
-        (cannot_be_made, r"cannot_be_made: OSError: no licence \(task of seed"),
+        (
+            cannot_be_made,
+            r"cannot_be_made: OSError: no licence \(.*test_evaluate\.py, line \d+, in cannot_be_made\) \(task of seed",
+        ),
     ],
 )
 def test_an_environment_that_fails_ends_the_evaluation_in_one_sentence(
