@@ -1,6 +1,7 @@
 """The wheel, installed into an environment that has other packages with the names of ROSE's own folders."""
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -80,6 +81,13 @@ def test_the_wheel_installs_rose_and_nothing_else(wheel: Path) -> None:
     assert {top for top in tops if not top.endswith(".dist-info")} == {"rose"}
     files = {file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.is_file()}
     assert {f"rose/{file.relative_to(ROOT)}" for file in files if "__pycache__" not in file.parts} <= names
+
+
+def test_the_wheel_has_the_model_that_the_compose_file_names(wheel: Path) -> None:
+    compose = (ROOT / "deploy" / "compose.yaml").read_text(encoding="utf-8")
+    [folder] = re.findall(r"site-packages/([\w/]+)", compose)
+    with zipfile.ZipFile(wheel) as archive:
+        assert f"{folder}/config.json" in archive.namelist()
 
 
 def test_the_command_runs_beside_packages_of_the_same_names(environment: Path, tmp_path: Path) -> None:
