@@ -4,7 +4,7 @@ Keeps true: the message of a RoseError is one sentence that says what is wrong a
 """
 
 MAX_LEAVES = 5
-"""Of a group of errors so many are told in words."""
+"""The number of errors of a group that a sentence describes."""
 
 
 class RoseError(Exception):
@@ -24,15 +24,15 @@ class RecordError(RoseError):
 
 
 def message_of(error: BaseException) -> str:
-    """What the error says, also one that does not let itself be told."""
+    """Return the message of the error, also where its `__str__` raises."""
     try:
         return f"{error}".encode(errors="replace").decode()
-    except BaseException:  # noqa: BLE001  whoever waits for the answer is told all the same
+    except BaseException:  # noqa: BLE001  the caller needs a message whatever the error's own code raises
         return "it does not let itself be told"
 
 
 def describe_error(error: BaseException) -> str:
-    """What went wrong; of a group of errors, what each of them is."""
+    """Return the type and message of the error; for a group, also those of its first MAX_LEAVES errors."""
     sentence = f"{type(error).__name__}: {message_of(error)}"
     if not isinstance(error, BaseExceptionGroup):
         return sentence

@@ -64,7 +64,7 @@ class PromptSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 ENVIRONMENT_CHARACTERS = 256
-"""Of an environment's name."""
+"""The longest name of an environment."""
 
 Environment = Annotated[str, Meta(min_length=1, max_length=ENVIRONMENT_CHARACTERS)]
 

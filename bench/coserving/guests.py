@@ -48,7 +48,7 @@ GIVE_UP_SECONDS = 10.0
 
 
 class GuestOrders(msgspec.Struct, frozen=True):
-    """What a sidecar is to keep going."""
+    """The work that a sidecar keeps in progress."""
 
     socket: str
     trajectories: int

@@ -36,7 +36,7 @@ for each in others:
     assert each is importlib.import_module(each.__name__) and each.NAME == f"{{each.__name__}} of another project"
     print(importlib.import_module(f"{{each.__name__}}.metrics").NAME)
 """
-"""As vLLM loads it in a server that uses the other packages itself."""
+"""vLLM loads the plugin in this way, here in a server that uses the other packages itself."""
 
 
 @pytest.fixture(scope="module")

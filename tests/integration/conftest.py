@@ -38,7 +38,7 @@ def reader(settings: BusSettings) -> Iterator[Reader]:
 
 @pytest.fixture(scope="session")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a policy that a trainer can train."""
+    """The folder of a policy that a trainer can train."""
     from tests.support.trainer_fixtures import make_policy  # heavy, and few want it
 
     return make_policy(tmp_path_factory.mktemp("policy"))
