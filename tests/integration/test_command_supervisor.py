@@ -19,16 +19,7 @@ from rose.topics.admin import create_topics
 from rose.topics.catalog import Partitions
 from rose.topics.settings import BusSettings
 from tests.support.brokers import AnyBroker, any_broker, flags
-from tests.support.waiting import until
-
-
-def alive(process_id: int) -> bool:
-    """Whether it runs; a zombie does not."""
-    stat = Path(f"/proc/{process_id}/stat")
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+from tests.support.waiting import has_ended, until
 
 
 def fork_server_of(role: int) -> int:
@@ -100,7 +91,7 @@ def test_a_killed_role_comes_back_and_stop_leaves_none(router: Role, fork_server
     assert "confluent_kafka" in imported
     assert "libtorch" not in imported
     supervisor.stop()
-    assert not alive(second)
+    assert has_ended(second)
 
 
 class Played:
@@ -139,15 +130,15 @@ def test_a_killed_nursery_takes_its_roles_with_it_and_they_come_back(
     first = supervisor.process_ids["router"]
     os.kill(fork_server_of(first), signal.SIGKILL)
     until(lambda: any("router was killed by signal SIGKILL" in line for line in supervisor.tick()))
-    until(lambda: not alive(first))
+    until(lambda: has_ended(first))
     until(lambda: any("starts again" in line for line in supervisor.tick()))
     second = supervisor.process_ids["router"]
     until(lambda: "event=started" in (tmp_path / "router.log").read_text())
     its_nursery = fork_server_of(second)
     supervisor.stop()
-    assert alive(its_nursery) and not alive(second)
+    assert not has_ended(its_nursery) and has_ended(second)
     fork_server.close()
-    assert not alive(its_nursery)
+    assert has_ended(its_nursery)
 
 
 @any_broker
@@ -170,9 +161,9 @@ def test_roles_do_not_outlive_a_supervisor_that_is_killed(router: Role, tmp_path
         child = int(parent.stdout.readline())
         until(lambda: "event=started" in (tmp_path / "router.log").read_text())
         fork_server = fork_server_of(child)
-        assert alive(child) and alive(fork_server)
+        assert not has_ended(child) and not has_ended(fork_server)
         parent.kill()
-    until(lambda: not alive(child) and not alive(fork_server))
+    until(lambda: has_ended(child) and has_ended(fork_server))
 
 
 STARTING = """
@@ -223,7 +214,7 @@ def test_the_process_id_of_a_role_that_has_ended_is_not_free_while_anything_that
 
     def ended() -> bool:
         free = not psutil.pid_exists(process.pid)  # looked at first: what runs after that has run before
-        left = [each for each in children(tmp_path) if alive(each)]
+        left = [each for each in children(tmp_path) if not has_ended(each)]
         assert not (free and left)
         return not left
 
@@ -252,11 +243,11 @@ def test_nothing_that_a_role_has_started_outlives_it_whoever_is_killed(
             "fork server": fork_server_of(role),
             "supervisor": supervisor.pid,
         }
-        assert all(alive(each) for each in [*started, *chain.values()])
+        assert not any(has_ended(each) for each in [*started, *chain.values()])
         os.kill(chain[killed], number)
-        until(lambda: not any(alive(each) for each in [role, *started]))
+        until(lambda: all(has_ended(each) for each in [role, *started]))
         supervisor.kill()
-    until(lambda: not any(alive(each) for each in chain.values()))
+    until(lambda: all(has_ended(each) for each in chain.values()))
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from rose.workers.environments.transitions import StepResult
 from tests.support.environment_fixtures import WAIT_SECONDS, act, answers, answers_of
 from tests.support.misbehaving_environment import CHANGES, FOLDER, FORKS, NAME
 from tests.support.scripted_executors import model_folder
-from tests.support.waiting import until
+from tests.support.waiting import has_ended, until
 
 ENDINGS = {
     "end": "ended with status 3",
@@ -394,13 +394,6 @@ def alive(folder: Path) -> set[int]:
         except OSError:
             continue
     return found
-
-
-def has_ended(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 @pytest.mark.slow

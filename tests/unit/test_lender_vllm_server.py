@@ -16,7 +16,7 @@ from rose.workers.lender.shared_folder import PREFIX, make_folder
 from rose.workers.lender.vllm import SETTING
 from rose.workers.lender.vllm_server import CORE_LOST_STATUS
 from rose.workers.lender.watchdog_page import StatusPage
-from tests.support.waiting import until
+from tests.support.waiting import has_ended, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -166,18 +166,13 @@ def test_a_folder_is_removed_by_the_next_start_once_all_who_had_it_were_killed(f
     make_folder()
     assert held.exists()
     os.kill(child, signal.SIGKILL)
-    until(lambda: _is_gone(child))
+    until(lambda: has_ended(child))
     make_folder()
     assert held.exists(), "what the server has become has it still"
     holder.kill()
     holder.wait()
     make_folder()
     assert not held.exists()
-
-
-def _is_gone(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_what_is_another_users_or_no_folder_is_left_alone(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
