@@ -182,7 +182,8 @@ def run_roles(
     supervisor = Supervisor(roles_of(config, configuration), config.run_folder / LOG_FOLDER, fork_server)
     stop = stop_on_signals()
     watch = follow_run(config, broker.settings, whole=work.trajectories > 0)
-    screen = Screen(watch, console, title=title, total=work.trajectories)
+    executors = [f"executor-{n}" for n in range(config.settings.run.executors + config.settings.run.lenders)]
+    screen = Screen(watch, console, title=title, total=work.trajectories, started_executors=executors)
 
     def look_after() -> list[str]:
         broker.check()
