@@ -69,7 +69,7 @@ LOG_FOLDER = "logs"
 
 LOOPBACK = "127.0.0.1"
 
-NICENESS_BESIDE_SERVERS = 10
+NICENESS_BESIDE_SERVERS = 5
 """Niceness of the other roles beside servers that lend. In a deployment the roles run on other machines, and do not
 compete with the server for its processors."""
 
