@@ -90,7 +90,7 @@ def topics_check(common: Common) -> None:
 @with_common
 def topics_asyncapi(common: Common) -> None:
     """AsyncAPI of all topics and records, for this namespace and these partitions."""
-    from rose.pipeline.contracts.asyncapi import print_asyncapi
+    from rose.pipeline.asyncapi import print_asyncapi
 
     print_asyncapi(common)
 
@@ -99,7 +99,7 @@ def topics_asyncapi(common: Common) -> None:
 @keep_docstring
 def topics_prompt_schema() -> None:
     """JSON Schema of a prompt as JSON."""
-    from rose.pipeline.contracts.asyncapi import print_prompt_schema
+    from rose.pipeline.asyncapi import print_prompt_schema
 
     print_prompt_schema()
 

@@ -21,7 +21,7 @@ BARE = re.compile(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})(?:\.\w+|(?= import))")
 
 COMMAND = (
     "rose.pipeline.config",
-    "rose.pipeline.contracts",
+    "rose.pipeline.asyncapi",
     "rose.pipeline.process",
     "rose.pipeline.monitor",
     "rose.pipeline.report.write",
