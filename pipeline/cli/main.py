@@ -15,8 +15,14 @@ import typer
 from rose.pipeline.cli.command_groups import dlq, topics
 from rose.pipeline.config.field_docs import keep_docstring
 from rose.pipeline.config.options import Common, with_common
-from rose.pipeline.process.standard_streams import flush_streams, print_error, repair_streams
-from rose.pipeline.process.terminal import WaitNotice, escape_control_chars, file_error
+from rose.pipeline.process.terminal import (
+    WaitNotice,
+    escape_control_chars,
+    file_error,
+    flush_streams,
+    print_error,
+    repair_streams,
+)
 from rose.schemas.errors import RoseError, UsageError
 from rose.schemas.setting_bounds import MAX_FINISH_SECONDS
 
@@ -251,7 +257,7 @@ def grant(
     ] = False,
 ) -> None:
     """Have a lending server lend, or park, whatever the control app says, until that is taken back."""
-    from rose.pipeline.cli.grants import release_grant, send_grant
+    from rose.pipeline.cli.interventions import release_grant, send_grant
 
     if not release:
         send_grant(common, worker, lend=lend, kv_bytes=kv_bytes, token_budget=token_budget, reason=reason)
@@ -280,8 +286,8 @@ def drain(
     release: Annotated[bool, typer.Option("--release", help="Take the drain back: it takes turns again.")] = False,
 ) -> None:
     """Have an executor or a lending server take no more turns, and wait until it holds none: its node can go then."""
-    from rose.pipeline.cli.grants import DRAIN_TIMEOUT_SECONDS, release_drain
-    from rose.pipeline.cli.grants import drain as drain_worker
+    from rose.pipeline.cli.interventions import DRAIN_TIMEOUT_SECONDS, release_drain
+    from rose.pipeline.cli.interventions import drain as drain_worker
 
     if not release:
         drain_worker(common, worker, within_seconds=DRAIN_TIMEOUT_SECONDS if within is None else within, reason=reason)
@@ -299,7 +305,7 @@ def settle(
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="For people.")] = "",
 ) -> None:
     """End a trajectory, or all of a group, as a failure of the infrastructure: one that ends its worker, say."""
-    from rose.pipeline.cli.settle import settle_by_hand as settle_by_hand
+    from rose.pipeline.cli.interventions import settle_by_hand
 
     settle_by_hand(common, name, reason)
 
