@@ -18,6 +18,7 @@ from rose.pipeline.local.broker import run_broker
 from rose.pipeline.local.fork_server import ForkServer
 from rose.pipeline.local.run import (
     LOG_FOLDER,
+    RunConsole,
     RunInterrupted,
     lending_servers,
     prepare_run,
@@ -26,7 +27,6 @@ from rose.pipeline.local.run import (
 )
 from rose.pipeline.local.supervisor import Role, Supervisor
 from rose.pipeline.process.process_setup import stop_on_signals
-from rose.pipeline.process.run_console import RunConsole
 from rose.pipeline.process.run_folder import RUN_LOCK, ensure_folder, run_folder_lock
 from rose.pipeline.process.terminal import escape_control_chars
 from rose.pipeline.report.summary import Success, Summary

@@ -24,7 +24,6 @@ from rose.pipeline.local.supervisor import Role, Supervisor
 from rose.pipeline.monitor.follower import follow_run
 from rose.pipeline.monitor.screen import Screen
 from rose.pipeline.process.process_setup import stop_on_signals
-from rose.pipeline.process.run_console import RunConsole
 from rose.pipeline.process.run_folder import RUN_LOCK, run_folder_lock
 from rose.pipeline.report.summary import Success
 from rose.pipeline.report.write import print_summary, run_metadata, write_report
@@ -32,6 +31,17 @@ from rose.schemas.prompts import Prompt
 from rose.topics.admin import create_topics
 from rose.topics.local_broker.process import free_ports
 from rose.workers.weights.trust import require_signing_key
+
+
+class RunConsole(Console):
+    """Says nothing more once nobody reads it, as `tee` that Ctrl-C has ended: the run goes on, and has its report."""
+
+    def on_broken_pipe(self) -> None:
+        """Say nothing from now on."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())  # what is written and not flushed goes there
+        os.close(nowhere)
 
 
 def run_up(common: Common, prompts_file: Path | None, without: Path | None) -> None:
