@@ -40,7 +40,7 @@ from rose.pipeline.control.config import ControlConfig
 from rose.pipeline.routing.config import RouterConfig
 from rose.schemas.errors import UsageError
 from rose.schemas.prompts import ENVIRONMENT_CHARACTERS
-from rose.schemas.unique_keys import reject_duplicate_keys
+from rose.schemas.wire import reject_duplicate_keys
 from rose.topics.catalog import Partitions
 from rose.topics.required_settings import check_required_settings
 from rose.topics.settings import PREFIX as NAMES
