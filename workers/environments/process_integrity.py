@@ -5,12 +5,18 @@ Keeps true
   that are not what they were) is told in words after any environment's code has run in the event loop: before an answer
   that it may have spoiled is given.
 - The event loop is as it was whenever an environment's code begins: running, with its pool and no task factory.
+- A call to `asyncio.to_thread` that hangs takes its own thread and no other's: each call has a thread, and an idle
+  thread serves again. Nobody joins these threads, so a process ends whatever hangs. Calls that go on after they were
+  given up are counted.
+- A child that an environment's code has forked, and that comes back from that code, ends: no process has a twin that
+  goes on with its event loop, its jobs and its line to the worker.
 """
 
 import asyncio
 import builtins
 import json
 import os
+import queue
 import resource
 import shutil
 import signal
@@ -18,12 +24,17 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from asyncio import AbstractEventLoop
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from operator import itemgetter
-from os import close, dup, fstat  # as they are now: an environment may take them away
+from os import _exit, close, dup, fstat, getpid  # as they are now: an environment may take them away
+from threading import Lock, Thread
 from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
 
 SPARE_FILES = 64
 """A process that can open fewer further files than this, or than an eighth of its limit, is unfit."""
@@ -187,3 +198,112 @@ def _limits() -> dict[str, tuple[int, int]]:
 
 def _height(limit: tuple[int, int]) -> float:
     return float("inf") if limit[0] == resource.RLIM_INFINITY else limit[0]
+
+
+def end_if_forked(home: int, error: BaseException | None = None) -> None:
+    """End this process if it is another than `home`, as a program ends by this error (0 without one)."""
+    if getpid() == home:
+        return
+    status = 0
+    with suppress(BaseException):
+        if isinstance(error, SystemExit):
+            if error.code is not None:
+                status = error.code if isinstance(error.code, int) else 1
+            if isinstance(error.code, str):
+                sys.stderr.write(f"{error.code}\n")
+        elif error is not None:
+            status = 1
+            traceback.print_exception(error)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BaseException):
+            stream.flush()
+    _exit(status & 0xFF)
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+IDLE_KEPT = 8
+"""Threads that wait for the next call, at most."""
+
+_getpid = os.getpid
+
+Call = Callable[[], None]
+
+
+class _Outcome(Future[T]):
+    """Of one call."""
+
+    def __init__(self, stuck: "set[_Outcome[Any]]") -> None:
+        super().__init__()
+        self._stuck = stuck
+        self._pid = _getpid()
+
+    def cancel(self) -> bool:
+        """As any future; one whose call goes on all the same counts as stuck until that ends."""
+        cancelled = super().cancel()
+        if self.running():
+            self._stuck.add(self)
+            if not self.running():  # it has ended meanwhile
+                self._stuck.discard(self)
+        return cancelled
+
+    def run(self, call: Callable[[], T]) -> None:
+        """Make the call, in the present thread."""
+        if not self.set_running_or_notify_cancel():
+            return
+        try:
+            outcome = call()
+        except BaseException as error:  # noqa: BLE001 - user code: whoever awaits the call is told
+            end_if_forked(self._pid, error)
+            self.set_exception(error)
+        else:
+            end_if_forked(self._pid)
+            self.set_result(outcome)
+        self._stuck.discard(self)
+
+
+class EnvironmentThreadPool(ThreadPoolExecutor):
+    """A default executor of an event loop. asyncio takes no other class than ThreadPoolExecutor for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._guard = Lock()
+        self._calls: queue.Queue[Call | None] = queue.Queue()
+        self._waiting = 0
+        self._stuck: set[_Outcome[Any]] = set()
+
+    @property
+    def stuck(self) -> int:
+        """Calls that go on though they were given up."""
+        return len(self._stuck)
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Call the function in a thread that does nothing else meanwhile."""
+        outcome = _Outcome[T](self._stuck)
+        call = partial(outcome.run, partial(function, *args, **kwargs))
+        with self._guard:
+            served = self._waiting > 0
+            self._waiting -= served
+        if served:
+            self._calls.put(call)
+        else:
+            Thread(target=self._serve, args=(call,), name="environment-call", daemon=True).start()
+        return outcome
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the threads that wait; a call that hangs is left behind."""
+        with self._guard:
+            idle, self._waiting = self._waiting, -(1 << 60)
+        for _ in range(max(0, idle)):
+            self._calls.put(None)
+
+    def _serve(self, call: Call | None) -> None:
+        while call is not None:
+            call()
+            del call  # and all that it held
+            with self._guard:
+                if not 0 <= self._waiting < IDLE_KEPT:
+                    return
+                self._waiting += 1
+            call = self._calls.get()

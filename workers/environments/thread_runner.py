@@ -28,7 +28,6 @@ import structlog
 
 from rose.schemas.arrays import pack_tokens, unpack_tokens
 from rose.schemas.errors import UsageError, describe_error, message_of
-from rose.workers.environments.forked_child import end_if_forked
 from rose.workers.environments.home import ResetResult
 from rose.workers.environments.jobs import (
     NO_JOB,
@@ -41,12 +40,21 @@ from rose.workers.environments.jobs import (
     RunnerLimits,
     StepJob,
 )
-from rose.workers.environments.process_integrity import LoopRepair, ProcessIntegrity
+from rose.workers.environments.process_integrity import (
+    EnvironmentThreadPool,
+    LoopRepair,
+    ProcessIntegrity,
+    end_if_forked,
+)
 from rose.workers.environments.protocol import Environment
-from rose.workers.environments.protocol_checks import ProtocolViolation, check_observation, check_snapshot, check_step
-from rose.workers.environments.raised_at import raised_at
+from rose.workers.environments.protocol_checks import (
+    ProtocolViolation,
+    check_observation,
+    check_snapshot,
+    check_step,
+    raised_at,
+)
 from rose.workers.environments.runner_status import BEATS, COUNTERS, LIVE, STUCK, StatusCounters, TrackedCall
-from rose.workers.environments.thread_pool import EnvironmentThreadPool
 from rose.workers.environments.transitions import FAILURE_CHARACTERS, StepResult
 from rose.workers.environments.turn_format import TurnFormat
 
