@@ -87,14 +87,7 @@ def run_demo(common: Common) -> None:
                 before = measure(settings.model.folder, "before")
                 _wait_for_users(config, serving, console)
                 run_roles(
-                    config,
-                    broker,
-                    fork_server,
-                    console,
-                    configuration=configuration,
-                    serving=serving,
-                    prompts=prompts,
-                    title=settings.run.name,
+                    config, broker, fork_server, console, configuration=configuration, serving=serving, prompts=prompts
                 )
                 after = measure(settings.trainer.exported, "after")
         except RunInterrupted:

@@ -56,14 +56,7 @@ def run_up(common: Common, prompts_file: Path | None, without: Path | None) -> N
             configuration = prepare_run(config, broker)
             with lending_servers(config, configuration, fork_server) as serving:
                 run_roles(
-                    config,
-                    broker,
-                    fork_server,
-                    console,
-                    configuration=configuration,
-                    serving=serving,
-                    prompts=prompts,
-                    title=config.settings.run.name,
+                    config, broker, fork_server, console, configuration=configuration, serving=serving, prompts=prompts
                 )
         except RunInterrupted:
             console.print("ended before the trainer was done; the same command goes on from here")
@@ -174,7 +167,6 @@ def run_roles(
     configuration: Path,
     serving: Supervisor,
     prompts: Sequence[Prompt],
-    title: str,
 ) -> None:
     """Run everything until the trainer is done. Of the prompts those are sent that the log does not know.
 
@@ -186,7 +178,7 @@ def run_roles(
     supervisor = Supervisor(roles_of(config, configuration), config.run_folder / LOG_FOLDER, fork_server)
     stop = stop_on_signals()
     watch = follow_run(config, broker.settings, whole=work.trajectories > 0)
-    screen = Screen(watch, console, title=title, total=work.trajectories)
+    screen = Screen(watch, console, title=config.settings.run.name, total=work.trajectories)
 
     def look_after() -> list[str]:
         broker.check()
