@@ -42,9 +42,8 @@ from rose.schemas.errors import UsageError
 from rose.schemas.prompts import ENVIRONMENT_CHARACTERS
 from rose.schemas.wire import reject_duplicate_keys
 from rose.topics.catalog import Partitions
-from rose.topics.required_settings import check_required_settings
 from rose.topics.settings import PREFIX as NAMES
-from rose.topics.settings import BusSettings, parse_properties
+from rose.topics.settings import BusSettings, check_required_settings, parse_properties
 from rose.workers.environments.config import EnvironmentConfig
 from rose.workers.environments.registry import BUILT_IN
 from rose.workers.executor.config import NAME, ExecutorConfig
