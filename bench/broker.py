@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rose.topics.acl import Role, acls
-from rose.topics.apache_kafka.secured import SecuredNode, start_secured
 from rose.topics.local_broker.process import Broker
 from rose.topics.local_broker.start import start_broker
 from rose.topics.settings import BusSettings
+from tests.support.secured_node import SecuredNode, start_secured
 
 SERVER_JAVA = ("-Xms1g", "-Xmx1g", "-XX:+UseG1GC", "-XX:MaxGCPauseMillis=20", "-XX:InitiatingHeapOccupancyPercent=35")
 """As Apache Kafka's own scripts start a node. With a small heap Java holds all up for some 12 ms a second, and whether

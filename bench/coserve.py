@@ -35,8 +35,8 @@ from bench.coserving.server import LENT, LONGEST_TOKENS, SERVED, VOCABULARY, Lau
 from bench.coserving.windows import Budgets, Window, busy, figures, run_window
 from rose.schemas.errors import RoseError
 from rose.workers.loadgen.completion_stream import StreamedCompletion
-from rose.workers.loadgen.trace_requests import TraceScaling, TraceWindow, scale_requests
-from rose.workers.loadgen.traces import SQUARE, read_trace
+from rose.workers.loadgen.config import SQUARE
+from rose.workers.loadgen.traces import TraceScaling, TraceWindow, read_trace, scale_requests
 
 TRIES = 3
 """Windows that an arm may have in a round until one counts."""

@@ -31,7 +31,7 @@ from bench.check import Check, keep, options
 from rose.pipeline.config.load import load
 from rose.pipeline.config.options import Common
 from rose.pipeline.local.demo import CONFIGURATION, training_prompts
-from rose.pipeline.replay.turn_latency import latency_stages
+from rose.pipeline.replay.description import latency_stages
 from rose.schemas.partitioning import home_partition
 from rose.schemas.prompts import Prompt
 from rose.schemas.samples import Sample

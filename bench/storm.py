@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.check import Check, keep, options, say
-from rose.topics.apache_kafka import start_cluster
 from rose.topics.local_broker.start import start_broker
+from tests.support.kafka_cluster import start_cluster
 from tests.support.storm.plan import draw
 from tests.support.storm.run import LEAST_ASKED, MOST_STALL_SECONDS, Report, blow
 from tests.support.storm.shape import Shape, leaving

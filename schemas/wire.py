@@ -12,7 +12,7 @@ Keeps true
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -32,7 +32,6 @@ from rose.schemas.role_starts import RoleBegun
 from rose.schemas.samples import Sample, SampleOutcome
 from rose.schemas.trace_context import span_of, traceparent
 from rose.schemas.turns import TurnDispatch, TurnRequest, TurnResult
-from rose.schemas.unique_keys import reject_duplicate_keys
 from rose.schemas.weights import WeightChunk, WeightManifest
 
 RECORDS: tuple[type[Record], ...] = (
@@ -208,3 +207,20 @@ def _check_schema(record: type[Record], headers: Headers) -> None:
             announced = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
             if announced.partition("/")[0] != record.SCHEMA.partition("/")[0]:
                 raise RecordError(f"header {SCHEMA_HEADER} says {announced}, the topic holds {record.SCHEMA}")
+
+
+SHOWN_KEY_CHARACTERS = 64
+"""Characters of a duplicate key that the error shows."""
+
+
+def reject_duplicate_keys(pairs: Iterable[tuple[Hashable, Any]]) -> dict[Hashable, Any]:
+    """Return the map of the pairs. Raises ValueError if two pairs have the same key.
+
+    Example: `json.loads(text, object_pairs_hook=reject_duplicate_keys)`.
+    """
+    found: dict[Hashable, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key `{str(key)[:SHOWN_KEY_CHARACTERS]}` is there twice: leave one of them out")
+        found[key] = value
+    return found

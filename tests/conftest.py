@@ -15,12 +15,12 @@ import hypothesis
 import pytest
 
 from rose.pipeline.local.fork_server import ForkServer
-from rose.topics.apache_kafka import Cluster
 from rose.topics.local_broker.process import Broker
 from tests.support import roles
 from tests.support.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, AnyBroker, ExternalBroker, clear, start, start_nodes
 from tests.support.forked_processes import Forks
 from tests.support.jvm_cache import JvmClassArchive
+from tests.support.kafka_cluster import Cluster
 
 LONGEST = (
     "chaos/test_lending.py",

@@ -32,7 +32,6 @@ from rose.topics.catalog import (
     PartitionSetting,
     Topic,
 )
-from rose.topics.clients import new_client
 from rose.topics.errors import (
     AUTHORIZATION_CODES,
     UNAVAILABLE_CODES,
@@ -42,7 +41,7 @@ from rose.topics.errors import (
     BusError,
 )
 from rose.topics.queries import metadata_of, offset_in
-from rose.topics.settings import TRANSACTION_MILLISECONDS, BusSettings
+from rose.topics.settings import TRANSACTION_MILLISECONDS, BusSettings, new_client
 
 SAFE_REPLICAS = 3
 """Number of replicas from which on a partition should survive the loss of one replica."""

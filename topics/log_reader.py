@@ -16,12 +16,11 @@ from typing import Any
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
 
 from rose.topics.catalog import LOG_GROUP, Topic
-from rose.topics.clients import new_client
 from rose.topics.errors import UNAVAILABLE_CODES, BusError
 from rose.topics.queries import UNKNOWN_PARTITION_CODES, missing_error, noop, watermarks_of
 from rose.topics.reader import Reader
 from rose.topics.records import EndOfPartition, Envelope, InvalidMessage, Place, RawMessage, raw_of
-from rose.topics.settings import BusSettings
+from rose.topics.settings import BusSettings, new_client
 
 MESSAGE_BATCH = 500
 """Messages taken from librdkafka at once."""

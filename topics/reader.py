@@ -30,7 +30,6 @@ from rose.schemas.record import Record
 from rose.schemas.wire import decode
 from rose.topics import counts
 from rose.topics.catalog import LOG_GROUP, Topic
-from rose.topics.clients import new_client
 from rose.topics.errors import AUTHORIZATION_CODES, UNAVAILABLE_CODES, BusError
 from rose.topics.local_broker.idle_consumer import IdleConsumer
 from rose.topics.queries import (
@@ -48,7 +47,7 @@ from rose.topics.queries import (
     watermarks_of,
 )
 from rose.topics.records import EndOfPartition, Envelope, InvalidMessage, Item, Place, SkippedMessage, raw_of
-from rose.topics.settings import BusSettings
+from rose.topics.settings import BusSettings, new_client
 
 REJOIN_SECONDS = 5.0
 """Time after which a member of a group on the embedded broker joins again. The broker waits 0.3 s for other members

@@ -28,13 +28,12 @@ from rose.schemas.wire import encode, headers_of
 from rose.topics import counts, tracing
 from rose.topics.admin import connect
 from rose.topics.catalog import PROMPTS, Topic
-from rose.topics.clients import new_client
 from rose.topics.dead_letter_headers import to_dead_letter
 from rose.topics.errors import BusError
 from rose.topics.queries import noop, partition_count
 from rose.topics.reader import Reader
 from rose.topics.records import Envelope, InvalidMessage, Place, RawMessage
-from rose.topics.settings import BusSettings
+from rose.topics.settings import BusSettings, new_client
 from rose.topics.transactions import (
     HUNG_CALL_LEAVING_SECONDS,
     PERMANENT_REJECTIONS,

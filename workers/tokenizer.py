@@ -4,21 +4,140 @@ Keeps true
 - A text always becomes the same tokens. State of earlier use in a `tokenizer.json` is not loaded: truncation, padding,
   a post-processor that adds tokens around a text, dropout of a BPE model.
 - Normalizer and pre-tokenizer belong to the policy's training and are loaded unchanged.
+- Names of special tokens (`bos_token`) and added tokens are those that transformers finds: from
+  `tokenizer_config.json`, and without its `added_tokens_decoder` also from `special_tokens_map.json` and
+  `added_tokens.json`.
 - Tokens that only the other files of the folder define are added as transformers adds them, with the ids in the files.
-- `check_vocabulary` refuses a tokenizer whose tokens lie outside of the model's vocabulary.
+- The vocabulary size is that of `config.json`; with several models in one configuration, that of the text model.
+  `check_vocabulary` refuses a tokenizer whose tokens lie outside of the model's vocabulary.
 
-Needs only the library `tokenizers`.
+Needs only the library `tokenizers`, and that only where a tokenizer is loaded.
 """
 
+import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from rose.workers.token_files import ADDED_FILE, CONFIG_FILE, Tokens, read_tokens
-from rose.workers.token_files import TokenizerError as TokenizerError
+from rose.schemas.errors import UsageError
+
+CONFIG_FILE, MAP_FILE, ADDED_FILE = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+MODEL_FILE = "config.json"
+"""Names of files in a model folder."""
+
+NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Names of the special tokens that every tokenizer may have. Other names also end in `_token`."""
+
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+"""Fields of an added token that say how the tokenizer matches the token in a text."""
+
+Token = dict[str, Any]
+"""An added token: its `content` and some of FLAGS."""
+
+
+class TokenizerError(UsageError):
+    """A token file of a model folder is unreadable or contradicts another one."""
+
+
+class Tokens(NamedTuple):
+    """The tokens that a folder defines."""
+
+    names: dict[str, str | None]
+    """Special tokens by name; None if a file sets the name to null."""
+    numbered: dict[int, Token]
+    """Added tokens by id. They replace tokens of `tokenizer.json` with the same id."""
+    missing: dict[int, Token]
+    """Added tokens by id, to be added only if `tokenizer.json` lacks them."""
+    special: tuple[str, ...]
+    """Special tokens without an id, to be added only if `tokenizer.json` lacks them."""
+
+
+def read_tokens(folder: Path) -> Tokens:
+    """Read the token files of a model folder. Raises TokenizerError."""
+    tokens = read_object(folder / CONFIG_FILE)
+    legacy = "added_tokens_decoder" not in tokens
+    if legacy:
+        tokens |= {name: value for name, value in read_object(folder / MAP_FILE).items() if value is not None}
+    extra = tokens.get("extra_special_tokens") or tokens.get("additional_special_tokens") or ()
+    own: dict[str, Any] = extra if isinstance(extra, dict) else {}
+    listed: list[Any] = extra if isinstance(extra, list) else []
+    names = {name: _text(tokens.get(name)) for name in NAMES if name in tokens}
+    others = {name: _text(value) for name, value in (tokens | own).items() if name.endswith("_token") or name in own}
+    names |= {name: text for name, text in others.items() if name not in names and text is not None}
+    special = tuple(dict.fromkeys(text for text in (*names.values(), *map(_text, listed)) if text))
+    if legacy:
+        return Tokens(names, {}, _added(folder, special), special)
+    try:
+        entries = {int(number): token for number, token in dict(tokens["added_tokens_decoder"] or {}).items()}
+        numbered = {number: _flagged(token) for number, token in sorted(entries.items())}
+    except (TypeError, ValueError, KeyError):
+        raise TokenizerError(f"{folder / CONFIG_FILE}: added_tokens_decoder is no map from ids to tokens") from None
+    return Tokens(names, numbered, {}, special)
+
+
+def _added(folder: Path, special: Iterable[str]) -> dict[int, Token]:
+    """The tokens of `added_tokens.json` by id."""
+    found = read_object(folder / ADDED_FILE)
+    if not all(isinstance(number, int) for number in found.values()):
+        raise TokenizerError(f"{folder / ADDED_FILE} is no map from tokens to ids")
+    by_id = sorted((number, text) for text, number in found.items())
+    return {
+        number: {"content": text, "special": text in special, "normalized": text not in special}
+        for number, text in by_id
+    }
+
+
+def _flagged(token: Token) -> Token:
+    return {"content": str(token["content"]), **{flag: bool(token[flag]) for flag in FLAGS if flag in token}}
+
+
+def _text(token: Any) -> str | None:
+    """The text of a token, which a file gives as a string or as an object with `content`; None for anything else."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def vocabulary_of(folder: Path) -> int | None:
+    """Vocabulary size of the folder's model; None if config.json does not give it. Raises TokenizerError."""
+    size = _of_model(folder, "vocab_size")
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def model_stops(folder: Path) -> tuple[int, ...]:
+    """Token ids that `config.json` names as the end of a sequence. Raises TokenizerError."""
+    named = _of_model(folder, "eos_token_id")
+    return tuple(
+        each for each in (named if isinstance(named, list) else [named]) if isinstance(each, int) and each >= 0
+    )
+
+
+def _of_model(folder: Path, name: str) -> Any:
+    """A field of the text model's configuration."""
+    config = read_object(folder / MODEL_FILE)
+    inner = config.get("text_config")
+    return inner[name] if isinstance(inner, dict) and inner.get(name) is not None else config.get(name)
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Read a JSON object from a file; empty if the file does not exist. Raises TokenizerError.
+
+    The object may hold Infinity and NaN, which Python and transformers write and read.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_bytes())
+        json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate is no valid text
+    except (OSError, ValueError, RecursionError) as error:
+        raise TokenizerError(f"{file}: {error}") from None
+    if not isinstance(found, dict):
+        raise TokenizerError(f"{file} is not a JSON object")
+    return found
+
 
 TOKENIZER_FILE = "tokenizer.json"
 """Name of the file in a model folder."""

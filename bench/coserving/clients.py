@@ -23,7 +23,7 @@ import aiohttp
 import msgspec
 
 from rose.workers.loadgen.completion_stream import StreamedCompletion, completion_body, http_session, stream_completion
-from rose.workers.loadgen.trace_requests import FIRST_WORD, Request
+from rose.workers.loadgen.traces import FIRST_WORD, Request
 
 REQUEST_SECONDS = 120.0
 """After which a request has failed."""

@@ -15,7 +15,7 @@ from bench.coserving.clients import REQUEST_SECONDS
 from bench.coserving.server import MODEL_NAME, Server
 from rose.schemas.errors import RoseError
 from rose.workers.loadgen.completion_stream import StreamedCompletion, completion_body, http_session, stream_completion
-from rose.workers.loadgen.trace_requests import TraceWindow
+from rose.workers.loadgen.traces import TraceWindow
 
 LEAST, WANTED, MOST = 0.17, 0.24, 0.33
 """Busy share of serving alone: within the fleet's 15 to 35 % also in another window."""

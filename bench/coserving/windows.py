@@ -20,7 +20,7 @@ from bench.coserving.figures import attainment, covered, latency, percentile
 from bench.coserving.processes import Client
 from bench.coserving.server import MODEL_NAME, Server
 from rose.workers.loadgen.completion_stream import StreamedCompletion
-from rose.workers.loadgen.trace_requests import TraceWindow
+from rose.workers.loadgen.traces import TraceWindow
 
 SETTLE_SECONDS = 2.0
 """Guests run so long before users come."""

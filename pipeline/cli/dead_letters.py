@@ -26,8 +26,7 @@ from rose.schemas.errors import RecordError, UsageError
 from rose.schemas.partitioning import home_partition
 from rose.schemas.prompts import Prompt, untrainable_reason
 from rose.schemas.record import Record
-from rose.schemas.unique_keys import reject_duplicate_keys
-from rose.schemas.wire import SCHEMA_HEADER, decode
+from rose.schemas.wire import SCHEMA_HEADER, decode, reject_duplicate_keys
 from rose.topics.acl import OPERATOR, VIEW, connect_as
 from rose.topics.catalog import DEAD_LETTER_SOURCES, PROMPTS, Topic
 from rose.topics.dead_letters import UNKNOWN_ORIGIN, DeadLetter, read_dead_letter_infos, read_dead_letters, resend

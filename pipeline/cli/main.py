@@ -8,15 +8,20 @@ Keeps true
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from rose.pipeline.cli.command_groups import dlq, topics
 from rose.pipeline.config.field_docs import keep_docstring
 from rose.pipeline.config.options import Common, with_common
-from rose.pipeline.process.standard_streams import flush_streams, print_error, repair_streams
-from rose.pipeline.process.terminal import WaitNotice, escape_control_chars, file_error
+from rose.pipeline.process.terminal import (
+    WaitNotice,
+    escape_control_chars,
+    file_error,
+    flush_streams,
+    print_error,
+    repair_streams,
+)
 from rose.schemas.errors import RoseError, UsageError
 from rose.schemas.setting_bounds import MAX_FINISH_SECONDS
 
@@ -35,8 +40,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+dlq = typer.Typer(help="Dead letters: list and show them, send mended ones back.", no_args_is_help=True)
+topics = typer.Typer(help="Create, describe and check the topics; their contracts and ACLs.", no_args_is_help=True)
 app.add_typer(topics, name="topics", rich_help_panel=LOOKING)
 app.add_typer(dlq, name="dlq", rich_help_panel=LOOKING)
+
+
+def number_option(help_text: str) -> Any:
+    """Return the option `--number` of a role of which several processes may run."""
+    return typer.Option("--number", metavar="N", min=0, max=MOST_NUMBER, help=help_text)
 
 
 @app.callback()
@@ -54,6 +66,9 @@ Without = Annotated[
     Path | None,
     typer.Option("--without", metavar="METRICS.jsonl", help="Leave out the groups that a run's metrics.jsonl names."),
 ]
+Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="For people.")]
+WorkerName = Annotated[str, typer.Argument(metavar="WORKER", help="As `rose status` names it.")]
+Place = Annotated[str, typer.Argument(metavar="PLACE", help="TOPIC/PARTITION/OFFSET, as `rose dlq list` has it.")]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of tasks, sampling and training.")]
 
 
@@ -115,9 +130,7 @@ def evaluate(
 @with_common
 def environment(
     common: Common,
-    number: Annotated[
-        int, typer.Option("--number", metavar="N", min=0, max=MOST_NUMBER, help="Which environment worker this is.")
-    ] = 0,
+    number: Annotated[int, number_option("Which environment worker this is.")] = 0,
 ) -> None:
     """An environment worker: opens groups, steps environments, asks for turns."""
     from rose.pipeline.cli.roles import run_environment
@@ -176,16 +189,7 @@ def loadgen(
 @with_common
 def router(
     common: Common,
-    number: Annotated[
-        int,
-        typer.Option(
-            "--number",
-            metavar="N",
-            min=0,
-            max=MOST_NUMBER,
-            help="Which router this is: they share the cells, any more wait.",
-        ),
-    ] = 0,
+    number: Annotated[int, number_option("Which router this is: they share the cells, any more wait.")] = 0,
 ) -> None:
     """The router: places every turn on an executor."""
     from rose.pipeline.cli.roles import run_router_role
@@ -197,16 +201,7 @@ def router(
 @with_common
 def control(
     common: Common,
-    number: Annotated[
-        int,
-        typer.Option(
-            "--number",
-            metavar="N",
-            min=0,
-            max=MOST_NUMBER,
-            help="Which control app this is: one decides, any others wait.",
-        ),
-    ] = 0,
+    number: Annotated[int, number_option("Which control app this is: one decides, any others wait.")] = 0,
 ) -> None:
     """The control app: decides which serving workers lend, by leases that it renews, and shows why on a page."""
     from rose.pipeline.cli.roles import run_control_role
@@ -237,7 +232,7 @@ def keys(file: Annotated[Path, typer.Argument(metavar="FILE", help="where the pr
 @with_common
 def grant(
     common: Common,
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `rose status` names it.")],
+    worker: WorkerName,
     lend: Annotated[bool, typer.Option("--lend/--no-lend", help="Lend, or park.")] = True,
     kv_bytes: Annotated[
         int, typer.Option("--kv-bytes", metavar="N", min=0, help="KV cache that turns may hold; 0: no limit.")
@@ -245,13 +240,13 @@ def grant(
     token_budget: Annotated[
         int, typer.Option("--token-budget", metavar="N", min=0, help="Tokens that turns may hold; 0: no limit.")
     ] = 0,
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="For people.")] = "",
+    reason: Reason = "",
     release: Annotated[
         bool, typer.Option("--release", help="Take the grant by hand back: the control app decides again.")
     ] = False,
 ) -> None:
     """Have a lending server lend, or park, whatever the control app says, until that is taken back."""
-    from rose.pipeline.cli.grants import release_grant, send_grant
+    from rose.pipeline.cli.interventions import release_grant, send_grant
 
     if not release:
         send_grant(common, worker, lend=lend, kv_bytes=kv_bytes, token_budget=token_budget, reason=reason)
@@ -265,7 +260,7 @@ def grant(
 @with_common
 def drain(
     common: Common,
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `rose status` names it.")],
+    worker: WorkerName,
     within: Annotated[
         float | None,
         typer.Option(
@@ -276,12 +271,12 @@ def drain(
             help="What it holds may end for so long; default 60.",
         ),
     ] = None,
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="For people.")] = "",
+    reason: Reason = "",
     release: Annotated[bool, typer.Option("--release", help="Take the drain back: it takes turns again.")] = False,
 ) -> None:
     """Have an executor or a lending server take no more turns, and wait until it holds none: its node can go then."""
-    from rose.pipeline.cli.grants import DRAIN_TIMEOUT_SECONDS, release_drain
-    from rose.pipeline.cli.grants import drain as drain_worker
+    from rose.pipeline.cli.interventions import DRAIN_TIMEOUT_SECONDS, release_drain
+    from rose.pipeline.cli.interventions import drain as drain_worker
 
     if not release:
         drain_worker(common, worker, within_seconds=DRAIN_TIMEOUT_SECONDS if within is None else within, reason=reason)
@@ -296,10 +291,10 @@ def drain(
 def settle(
     common: Common,
     name: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX, or a GROUP_ID: all of it.")],
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="For people.")] = "",
+    reason: Reason = "",
 ) -> None:
     """End a trajectory, or all of a group, as a failure of the infrastructure: one that ends its worker, say."""
-    from rose.pipeline.cli.settle import settle_by_hand as settle_by_hand
+    from rose.pipeline.cli.interventions import settle_by_hand
 
     settle_by_hand(common, name, reason)
 
@@ -390,6 +385,116 @@ def show_config(common: Common) -> None:
     from rose.pipeline.config.load import load, resolved_toml, without_secrets
 
     sys.stdout.write(without_secrets(resolved_toml(load(common), explained=True)))
+
+
+@dlq.command("list")
+@with_common
+def dlq_list(
+    common: Common,
+    topic: Annotated[str | None, typer.Option("--topic", metavar="TOPIC", help="Of this topic alone.")] = None,
+) -> None:
+    """Every dead letter in a line: its place, when, why, its key."""
+    from rose.pipeline.cli.dead_letters import list_dead_letters
+
+    list_dead_letters(common, topic)
+
+
+@dlq.command("show")
+@with_common
+def dlq_show(common: Common, place: Place) -> None:
+    """One dead letter whole: headers, and what it holds."""
+    from rose.pipeline.cli.dead_letters import show_dead_letter
+
+    show_dead_letter(common, place)
+
+
+@dlq.command("retry")
+@with_common
+def dlq_retry(
+    common: Common,
+    place: Place,
+    edit: Annotated[
+        Path | None, typer.Option("--edit", metavar="FILE", help="Send what is in this file instead.")
+    ] = None,
+    field: Annotated[
+        list[str] | None, typer.Option("--field", metavar="FIELD=VALUE", help="Set a field of it. Repeatable.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Even if it was sent back before.")] = False,
+) -> None:
+    """Send a dead letter back to its topic, mended or as it came."""
+    from rose.pipeline.cli.dead_letters import retry_dead_letter
+
+    retry_dead_letter(common, place, edit, field, again=again)
+
+
+@topics.command("create")
+@with_common
+def topics_create(common: Common) -> None:
+    """Create the topics that are not there yet, and inboxes that the one of dispatches lacks."""
+    from rose.pipeline.cli.topics import create_catalog
+
+    create_catalog(common)
+
+
+@topics.command("describe")
+@with_common
+def topics_describe(common: Common) -> None:
+    """The topics as the broker has them."""
+    from rose.pipeline.cli.topics import describe_catalog
+
+    describe_catalog(common)
+
+
+@topics.command("check")
+@with_common
+def topics_check(common: Common) -> None:
+    """Compare the broker with the catalog. Exit status 1 if they differ."""
+    from rose.pipeline.cli.topics import check_catalog
+
+    check_catalog(common)
+
+
+@topics.command("asyncapi")
+@with_common
+def topics_asyncapi(common: Common) -> None:
+    """AsyncAPI of all topics and records, for this namespace and these partitions."""
+    from rose.pipeline.asyncapi import print_asyncapi
+
+    print_asyncapi(common)
+
+
+@topics.command("prompt-schema")
+@keep_docstring
+def topics_prompt_schema() -> None:
+    """JSON Schema of a prompt as JSON."""
+    from rose.pipeline.asyncapi import print_prompt_schema
+
+    print_prompt_schema()
+
+
+@topics.command("acl")
+@with_common
+def topics_acl(
+    common: Common,
+    role: Annotated[
+        str,
+        typer.Option(
+            "--role",
+            metavar="ROLE",
+            help="environment, router, control, executor (so is a lender), trainer, producer, view, operator or admin.",
+        ),
+    ],
+    principal: Annotated[
+        str | None, typer.Option("--principal", metavar="TYPE:NAME", help="Whose; left out, User:rose-ROLE.")
+    ] = None,
+    strimzi: Annotated[
+        str | None, typer.Option("--strimzi", metavar="CLUSTER", help="A KafkaUser of this Strimzi cluster instead.")
+    ] = None,
+) -> None:
+    """The ACLs that a role needs, and no more: lines of options for kafka-acls.sh. Needs no broker."""
+    from rose.pipeline.cli.topics import print_acls
+
+    print_acls(common, role, principal, strimzi)
 
 
 def main() -> None:

@@ -40,11 +40,10 @@ from rose.pipeline.control.config import ControlConfig
 from rose.pipeline.routing.config import RouterConfig
 from rose.schemas.errors import UsageError
 from rose.schemas.prompts import ENVIRONMENT_CHARACTERS
-from rose.schemas.unique_keys import reject_duplicate_keys
+from rose.schemas.wire import reject_duplicate_keys
 from rose.topics.catalog import Partitions
-from rose.topics.required_settings import check_required_settings
 from rose.topics.settings import PREFIX as NAMES
-from rose.topics.settings import BusSettings, parse_properties
+from rose.topics.settings import BusSettings, check_required_settings, parse_properties
 from rose.workers.environments.config import EnvironmentConfig
 from rose.workers.environments.registry import BUILT_IN
 from rose.workers.executor.config import NAME, ExecutorConfig
@@ -189,9 +188,7 @@ class Config:
         for path in paths:
             if not path.exists():
                 own = ", ".join(self.settings.environment.environments) or "environments"
-                raise UsageError(
-                    f"environment.import_paths: {path} is not there (~ is not expanded) to import {own} from"
-                )
+                raise UsageError(f"environment.import_paths: {path} is not there to import {own} from")
         return [str(path) for path in paths]
 
     def trust(self, settings: BusSettings) -> Trust:
@@ -424,8 +421,11 @@ def _check_values(settings: Settings, origins: Mapping[str, str]) -> None:
                     f"{origin}{path} has {NOT_SHOWN} in it, which `rose config` writes in the place of a password: "
                     "say what is meant, or leave it out"
                 )
-            if isinstance(value, Path) and "\0" in str(value):
-                raise UsageError(f"{origin}{path} ({str(value)!r}) names no file: it has a NUL in it")
+            for file in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(file, Path) and "\0" in str(file):
+                    raise UsageError(f"{origin}{path} ({str(file)!r}) names no file: it has a NUL in it")
+                if isinstance(file, Path) and str(file).startswith("~"):
+                    raise UsageError(f"{origin}{path} ({file}): ~ is not expanded, write the whole path")
 
 
 def _texts(value: list[str] | dict[str, str]) -> Iterable[str]:

@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -15,48 +15,33 @@ import typer
 
 from rose.pipeline.config.field_docs import keep_docstring
 
-PANEL = "Configuration and broker"
+_option = partial(typer.Option, rich_help_panel="Configuration and broker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Common:
     """The values of the common options. `overrides` are further values: (flag, `section.field`, value)."""
 
-    config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="TOML configuration.", rich_help_panel=PANEL)
-    ] = None
+    config: Annotated[Path | None, _option("--config", metavar="FILE", help="TOML configuration.")] = None
     run: Annotated[
-        str | None,
-        typer.Option(
-            "--run", metavar="NAME", help="A run of this folder: its configuration, broker.", rich_help_panel=PANEL
-        ),
+        str | None, _option("--run", metavar="NAME", help="A run of this folder: its configuration, broker.")
     ] = None
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="SECTION.KEY=VALUE",
-            help="One setting; see `rose config`. Repeatable.",
-            rich_help_panel=PANEL,
-        ),
+        _option("--set", metavar="SECTION.KEY=VALUE", help="One setting; see `rose config`. Repeatable."),
     ] = None
     bootstrap_server: Annotated[
-        str | None,
-        typer.Option("--bootstrap-server", metavar="HOST:PORT", help="A running Kafka.", rich_help_panel=PANEL),
+        str | None, _option("--bootstrap-server", metavar="HOST:PORT", help="A running Kafka.")
     ] = None
     command_config: Annotated[
-        Path | None,
-        typer.Option(
-            "--command-config", metavar="FILE", help="librdkafka settings, key=value lines.", rich_help_panel=PANEL
-        ),
+        Path | None, _option("--command-config", metavar="FILE", help="librdkafka settings, key=value lines.")
     ] = None
     properties: Annotated[
-        list[str] | None,
-        typer.Option("-X", metavar="KEY=VALUE", help="One librdkafka setting. Repeatable.", rich_help_panel=PANEL),
+        list[str] | None, _option("-X", metavar="KEY=VALUE", help="One librdkafka setting. Repeatable.")
     ] = None
     namespace: Annotated[
         str | None,
-        typer.Option("--namespace", metavar="PREFIX", help="Before every topic, group and id.", rich_help_panel=PANEL),
+        _option("--namespace", metavar="PREFIX", help="Before every topic, group and id."),
     ] = None
     overrides: tuple[tuple[str, str, object], ...] = ()
 

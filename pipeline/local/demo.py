@@ -18,6 +18,7 @@ from rose.pipeline.local.broker import run_broker
 from rose.pipeline.local.fork_server import ForkServer
 from rose.pipeline.local.run import (
     LOG_FOLDER,
+    RunConsole,
     RunInterrupted,
     lending_servers,
     prepare_run,
@@ -26,7 +27,6 @@ from rose.pipeline.local.run import (
 )
 from rose.pipeline.local.supervisor import Role, Supervisor
 from rose.pipeline.process.process_setup import stop_on_signals
-from rose.pipeline.process.run_console import RunConsole
 from rose.pipeline.process.run_folder import RUN_LOCK, ensure_folder, run_folder_lock
 from rose.pipeline.process.terminal import escape_control_chars
 from rose.pipeline.report.summary import Success, Summary
@@ -87,14 +87,7 @@ def run_demo(common: Common) -> None:
                 before = measure(settings.model.folder, "before")
                 _wait_for_users(config, serving, console)
                 run_roles(
-                    config,
-                    broker,
-                    fork_server,
-                    console,
-                    configuration=configuration,
-                    serving=serving,
-                    prompts=prompts,
-                    title=settings.run.name,
+                    config, broker, fork_server, console, configuration=configuration, serving=serving, prompts=prompts
                 )
                 after = measure(settings.trainer.exported, "after")
         except RunInterrupted:

@@ -25,7 +25,6 @@ from rose.pipeline.local.supervisor import Role, Supervisor
 from rose.pipeline.monitor.follower import follow_run
 from rose.pipeline.monitor.screen import Screen
 from rose.pipeline.process.process_setup import stop_on_signals
-from rose.pipeline.process.run_console import RunConsole
 from rose.pipeline.process.run_folder import RUN_LOCK, run_folder_lock
 from rose.pipeline.report.summary import Success
 from rose.pipeline.report.write import print_summary, run_metadata, write_report
@@ -33,6 +32,17 @@ from rose.schemas.prompts import Prompt
 from rose.topics.admin import create_topics
 from rose.topics.local_broker.process import free_ports
 from rose.workers.weights.trust import require_signing_key
+
+
+class RunConsole(Console):
+    """Says nothing more once nobody reads it, as `tee` that Ctrl-C has ended: the run goes on, and has its report."""
+
+    def on_broken_pipe(self) -> None:
+        """Say nothing from now on."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())  # what is written and not flushed goes there
+        os.close(nowhere)
 
 
 def run_up(common: Common, prompts_file: Path | None, without: Path | None) -> None:
@@ -47,14 +57,7 @@ def run_up(common: Common, prompts_file: Path | None, without: Path | None) -> N
             configuration = prepare_run(config, broker)
             with lending_servers(config, configuration, fork_server) as serving:
                 run_roles(
-                    config,
-                    broker,
-                    fork_server,
-                    console,
-                    configuration=configuration,
-                    serving=serving,
-                    prompts=prompts,
-                    title=config.settings.run.name,
+                    config, broker, fork_server, console, configuration=configuration, serving=serving, prompts=prompts
                 )
         except RunInterrupted:
             console.print("ended before the trainer was done; the same command goes on from here")
@@ -170,7 +173,6 @@ def run_roles(
     configuration: Path,
     serving: Supervisor,
     prompts: Sequence[Prompt],
-    title: str,
 ) -> None:
     """Run everything until the trainer is done. Of the prompts those are sent that the log does not know.
 
@@ -183,7 +185,8 @@ def run_roles(
     stop = stop_on_signals()
     watch = follow_run(config, broker.settings, whole=work.trajectories > 0)
     executors = [f"executor-{n}" for n in range(config.settings.run.executors + config.settings.run.lenders)]
-    screen = Screen(watch, console, title=title, total=work.trajectories, started_executors=executors)
+    name = config.settings.run.name
+    screen = Screen(watch, console, title=name, total=work.trajectories, started_executors=executors)
 
     def look_after() -> list[str]:
         broker.check()

@@ -1,11 +1,38 @@
 """`python -m rose.pipeline.observability` in a checkout writes docs/metrics.md and deploy/dashboards/ from the code."""
 
+import json
 from pathlib import Path
 
-from rose.pipeline.observability.generated_files import generated_files
+from rose.pipeline.observability.dashboards import DASHBOARDS
+from rose.pipeline.observability.grafana import as_json
+from rose.pipeline.observability.metrics_table import as_markdown, metrics, servers
 
-for name, content in generated_files().items():
-    # Resolved: in a checkout the packages of `rose` are links.
-    path = Path(__file__).resolve().parents[2] / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content, encoding="utf-8")
+TABLE = "docs/metrics.md"
+FOLDER = "deploy/dashboards"
+
+
+def generated_files() -> dict[str, str]:
+    """Return the content of each file by its path in the checkout.
+
+    Raises UnknownMetric for a dashboard that asks for a metric that no process exports.
+    """
+    found = [*metrics(), *servers()]
+    known = {series for each in found for series in each.series}
+    pages = {
+        f"{FOLDER}/{each.name}.json": json.dumps(as_json(each, known), indent=2, ensure_ascii=False) + "\n"
+        for each in DASHBOARDS
+    }
+    return {TABLE: as_markdown(found), **pages}
+
+
+def main() -> None:
+    """Write the files."""
+    for name, content in generated_files().items():
+        # Resolved: in a checkout the packages of `rose` are links.
+        path = Path(__file__).resolve().parents[2] / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,17 +1,29 @@
-"""Output of a command to a terminal, with control characters escaped.
+"""Standard streams of a command: text for a terminal, notices and errors, and streams that are closed or unread.
 
-Keeps true: control characters in a record, a key or a reason are shown as text and do not reach the terminal.
+Keeps true
+- Control characters in a record, a key or a reason are shown as text and do not reach the terminal.
+- None of the three streams is missing: a closed stream is /dev/null, and no file that is opened later takes its number.
+- A character that the encoding of a terminal or a locale does not have is written as an escape that JSON and TOML have
+  too.
+- A program continues when no process reads its standard error any more, for example after the end of a log reader.
+- Output that cannot be written is reported in one sentence, once, and ends the command with its own exit status.
 
 Example: "\\x1b[2J" -> the four characters \\x1b, and [2J.
 """
 
+import codecs
 import errno
+import os
 import re
 import sys
+from contextlib import suppress
+from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
 from threading import Timer
+from typing import Any, Literal
 
 from rose.schemas.errors import RoseError, UsageError
+from rose.topics.unread_stream import unread_stream
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Characters that control a terminal or change the direction of text, except tabs and line ends."""
@@ -79,3 +91,97 @@ def _working_folder_error() -> UsageError | None:
     except OSError as error:
         return UsageError(f"the folder that this was started in cannot be used ({error.strerror}): change into another")
     return None
+
+
+ESCAPED = "rose.escaped"
+"""The name of what writes letters that an encoding does not have."""
+
+BROKEN_PIPE = 1
+"""Exit status when nobody reads on, as typer has it."""
+
+
+def repair_streams() -> None:
+    """To be called first."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+    sys.stdin = sys.stdin or _opened(0, "r")
+    sys.stdout = sys.stdout or _opened(1, "w")
+    sys.stderr = sys.stderr or _opened(2, "w")
+    codecs.register_error(ESCAPED, _escaped)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout = _named(sys.stdout)
+    if isinstance(sys.stderr, TextIOWrapper):
+        sys.stderr.reconfigure(errors=ESCAPED)
+        if _is_descriptor(sys.stderr, 2):
+            sys.stderr = unread_stream(2, sys.stderr)
+
+
+def _is_descriptor(stream: TextIOWrapper, number: int) -> bool:
+    try:
+        return stream.fileno() == number
+    except OSError:  # it is in memory
+        return False
+
+
+def flush_streams() -> None:
+    """To be called last: what is not written yet goes out. Raises RoseError, or SystemExit when nobody reads it."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        _discard(1)
+        if isinstance(error, BrokenPipeError):
+            sys.exit(BROKEN_PIPE)
+        raise RoseError(f"standard output cannot be written ({error.strerror}): give it another place") from None
+
+
+def print_error(sentence: str) -> None:
+    """A sentence on standard error, if that can be written."""
+    try:
+        sys.stderr.write(f"rose: {sentence}\n")
+        sys.stderr.flush()
+    except OSError:
+        _discard(2)
+
+
+class _Output(FileIO):
+    """Standard output, whose errors say so."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = "standard output"
+            raise
+
+
+def _named(stream: TextIOWrapper) -> TextIOWrapper:
+    return TextIOWrapper(
+        BufferedWriter(_Output(1, "w", closefd=False)),
+        encoding=stream.encoding,
+        errors=ESCAPED,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def _opened(number: int, mode: Literal["r", "w"]) -> TextIOWrapper:
+    return open(number, mode, encoding="utf-8", closefd=False)
+
+
+def _discard(number: int) -> None:
+    """What waits to be written goes nowhere: the interpreter would try again at its end."""
+    with suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    letters = error.object[error.start : error.end]
+    written = [f"\\u{ord(each):04x}" if ord(each) < 0x10000 else f"\\U{ord(each):08x}" for each in letters]
+    return "".join(written), error.end

@@ -1,16 +1,64 @@
-"""Text of a trajectory's history.
+"""Text of a trajectory's history, with the latency of each turn by stage.
 
-Keeps true: without a tokenizer the text gives the numbers of tokens and nothing else of them.
+Keeps true
+- Without a tokenizer the text gives the numbers of tokens and nothing else of them.
+- The stages of a turn add up to the time from the first station to the last. A station that the turn did not pass has
+  no stage: a turn that was given up has no prefill and no decode.
+
+A worker learns of its commit at about the time when others can read its records, so the stage after the commit can be
+slightly negative.
+
+Example: requested at 1.0, queued at 1.2, finished at 9.2 without a token -> to the router 0.2 s, to its end 8.0 s
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from rose.pipeline.clock import format_utc as moment
 from rose.pipeline.replay.episodes import ENDED, Attempt, Episode, EpisodeTurn, TrajectoryHistory
-from rose.pipeline.replay.turn_latency import latency_stages
 from rose.schemas.arrays import ITEM_BYTES, count, unpack_logprobs, unpack_tokens
 from rose.schemas.samples import Sample, SampleTurn
 from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes, VersionSpan
+
+
+class LatencyStage(NamedTuple):
+    """The way to one station, and its duration in seconds."""
+
+    name: str
+    seconds: float
+
+
+_STATIONS = (
+    ("", "requested_at"),
+    ("its transaction", "committed_at"),
+    ("to the router", "queued_at"),
+    ("wait for room", "dispatched_at"),
+    ("to the inbox", "received_at"),
+    ("engine's queue", "scheduled_at"),
+    ("prefill", "first_token_at"),
+    ("decode", "finished_at"),
+    ("back", "applied_at"),
+)
+"""Names of the stages with the station at which each one ends, in the order in which a turn passes them."""
+
+_CUT_SHORT = "to its end"
+"""Name of the stage to the end of a turn that has sampled no token."""
+
+
+def latency_stages(times: TurnTimes) -> list[LatencyStage]:
+    """Return the stages of one execution. Each station's time is by the clock of its own machine."""
+    legs: list[LatencyStage] = []
+    before = 0.0
+    for name, station in _STATIONS:
+        at = float(getattr(times, station))
+        if not at:
+            continue
+        if before:
+            cut_short = station == "finished_at" and not times.first_token_at
+            legs.append(LatencyStage(_CUT_SHORT if cut_short else name, at - before))
+        before = at
+    return legs
+
 
 Decode = Callable[[Sequence[int]], str]
 """Decodes token ids to text."""

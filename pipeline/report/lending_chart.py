@@ -9,8 +9,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from rose.pipeline.report.charts import AMBER, BLUE, INK, MUTED, ROSE, TEAL, styled
-from rose.pipeline.report.lending import LatencyBudgets
-from rose.pipeline.report.lending_seconds import LendingSecond
+from rose.pipeline.report.lending import LatencyBudgets, LendingSecond
 
 HEIGHTS = (0.15, 0.25, 0.25, 0.35)
 """Relative heights of the panels."""

@@ -11,9 +11,8 @@ from plotly.offline import get_plotlyjs
 
 from rose.pipeline.report import charts
 from rose.pipeline.report.history import RunHistory
-from rose.pipeline.report.lending import lending_sentence
+from rose.pipeline.report.lending import LendingSecond, lending_sentence
 from rose.pipeline.report.lending_chart import lending_chart
-from rose.pipeline.report.lending_seconds import LendingSecond
 from rose.pipeline.report.summary import Success, Summary
 
 

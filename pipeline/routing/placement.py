@@ -8,6 +8,8 @@ Keeps true
 - Only open executors are chosen, only executors with room for the turn (turns, tokens), and for a turn with a seed only
   executors that take seeds.
 - The choice equals that of a scan over all executors; the `candidates` index only makes it cheap.
+- `LargestBudget.tokens` is the greatest of the present budgets. While a `Shortage` lasts, every candidate with room for
+  at least its `min_tokens` is in `with_room`, so a full fleet is not searched again.
 - Costs within TIE_SECONDS are equal. Among equals the turn's key decides (`rendezvous`), whatever the order in which
   executors were added.
 
@@ -36,16 +38,73 @@ Example: 32 context tokens and 4 new tokens; a token takes 0.1 ms, and a step ta
     16 like turns held, none cached   32 * 0.1 * (1 + 0.5 + 16) + 4 * (3.0 + 1.6) + 32 * 0.1     = 78 ms
 """
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 
 from rose.pipeline.routing.candidates import CLOSED, Candidate, CandidateIndex, CheapestTwo, CostClass, PlacementQuery
-from rose.pipeline.routing.fleet_capacity import UNLIMITED, LargestBudget, Shortage
 from rose.pipeline.routing.rates import engine_step_rate, rate_bucket, turn_bucket
 from rose.pipeline.routing.rendezvous import HashRing, compared_count, name_hash
 from rose.schemas.heartbeats import SlackHeartbeat
 from rose.schemas.turns import PlacementCost
+
+UNLIMITED = 2**62
+"""More tokens than any turn needs."""
+
+MAX_TRACKED = 4
+"""Most candidates with room while a shortage lasts; one more ends the shortage. A search of the index costs about as
+much as considering five candidates individually, unless much of the fleet has nearly as much room as is needed."""
+
+
+@dataclass(slots=True)
+class LargestBudget:
+    """The largest token budget of the open executors."""
+
+    tokens: int = CLOSED
+    _counts: dict[int, int] = field(default_factory=dict)
+
+    def replace(self, old: int, new: int) -> bool:
+        """Replace one budget by another, where CLOSED means none; return whether the largest budget grew."""
+        largest_before, counts = self.tokens, self._counts
+        if old != CLOSED:
+            counts[old] -= 1
+            if not counts[old]:
+                del counts[old]
+        if new != CLOSED:
+            counts[new] = counts.get(new, 0) + 1
+        if new > largest_before:
+            self.tokens = new
+        elif old == largest_before and old not in counts:
+            self.tokens = max(counts, default=CLOSED)
+        return self.tokens > largest_before
+
+
+@dataclass(slots=True)
+class Shortage:
+    """No candidate had `min_tokens` tokens of room; since then only the candidates in `with_room` may have it."""
+
+    min_tokens: int = UNLIMITED
+    _grown: dict[int, Candidate] = field(default_factory=dict)
+
+    def record(self, room_tokens: int) -> None:
+        """Record that no candidate has `room_tokens` tokens of room."""
+        self.min_tokens = min(self.min_tokens, room_tokens)
+        self._grown = {
+            number: candidate for number, candidate in self._grown.items() if candidate.room >= self.min_tokens
+        }
+
+    def on_room_grown(self, candidate: Candidate) -> None:
+        """Record that a candidate has at least `min_tokens` tokens of room now."""
+        self._grown[candidate.number] = candidate
+        if len(self._grown) > MAX_TRACKED:
+            self.min_tokens = UNLIMITED
+            self._grown.clear()
+
+    @property
+    def with_room(self) -> list[Candidate]:
+        return list(self._grown.values())
+
 
 TIE_SECONDS = 1e-4
 """Costs closer than this are equal: measured rates are not more exact."""

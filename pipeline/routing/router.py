@@ -23,7 +23,7 @@ Pure: `now` is seconds on the router's own clock. Dispatches carry the time of t
 with it.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -177,10 +177,10 @@ BLAMELESS_REFUSALS = (Refusal.ROOM, Refusal.VERSION, Refusal.CONTEXT)
 class Router:
     """State and decisions of one cell. The cell session passes records in and writes the returned decisions."""
 
-    def __init__(self, config: RouterConfig | None = None, *, fencing_tokens: Mapping[int, int] | None = None) -> None:
-        """`fencing_tokens`: this router's fencing token by inbox slot. A slot that is missing has token 0."""
+    def __init__(self, config: RouterConfig | None = None) -> None:
         config = config or RouterConfig()
-        self.fencing_tokens = dict(fencing_tokens or {})
+        self.fencing_tokens: dict[int, int] = {}
+        """This router's fencing token by inbox slot. A slot that is missing has token 0."""
         self.liveness = Liveness(max_lag_versions=config.max_lag_versions)
         self.placement = Placement()
         self.prefix_locations = PrefixLocations(config.remembered_trajectories)

@@ -23,11 +23,11 @@ from rose.topics.catalog import Partitions
 from rose.topics.settings import BusSettings
 from rose.workers.weights.chunk_stores import AnchorStore
 from rose.workers.weights.config import WeightsConfig
-from rose.workers.weights.manifests import newest_manifest
 from rose.workers.weights.publish import WeightPublisher
 from rose.workers.weights.receive import WeightReceiver
 from rose.workers.weights.trust import make_trust
 from tests.support.brokers import AnyBroker, kafka_first
+from tests.support.weights_fixtures import newest_manifest
 
 MODEL = "policy"
 LAST = 14

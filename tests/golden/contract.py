@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
+from rose.pipeline.asyncapi import asyncapi
 from rose.pipeline.config.load import load
 from rose.pipeline.config.options import Common
-from rose.pipeline.contracts.asyncapi import asyncapi
 from rose.schemas.limits import MAX_INFO_BYTES, MAX_NESTING
 from rose.schemas.wire import RECORDS
 from rose.topics.catalog import CATALOG, Topic

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from rose.pipeline.contracts.asyncapi import render_document
+from rose.pipeline.asyncapi import render_document
 from rose.schemas.record import Record
 from rose.schemas.wire import encode
 from tests.golden.contract import contract

@@ -15,7 +15,7 @@ from rose.schemas.record import Record
 from rose.schemas.turns import TurnDispatch, TurnRequest
 from rose.schemas.wire import RECORDS, decode, encode
 from rose.workers.environments import trajectory
-from rose.workers.weights import digests
+from rose.workers.weights import layout
 from tests.golden.examples import EXAMPLES
 from tests.golden.release import RELEASES, name_of
 
@@ -80,5 +80,5 @@ def test_what_the_future_adds_to_a_struct_is_ignored(example: Record) -> None:
 def test_digests_are_those_that_the_documents_name() -> None:
     of_weights = bytes.fromhex("6437b3ac38465133ffb63b75273a8db5")  # b3sum -l 16
     others = bytes.fromhex("cf4ab791c62b8d2b2109c90275287816")  # b2sum -l 128
-    assert digests.digest_of(b"abc") == of_weights
+    assert layout.digest_of(b"abc") == of_weights
     assert context_digest(b"abc") == trajectory.digest_of(b"abc") == others

@@ -15,7 +15,6 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from rose.topics.admin import connect, create_topics
-from rose.topics.apache_kafka import Cluster
 from rose.topics.catalog import ENVIRONMENT_GROUP, OUTCOMES, Partitions
 from rose.topics.errors import BusError
 from rose.topics.local_broker.process import Broker
@@ -25,6 +24,7 @@ from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 from tests.golden.examples import OUTCOME
 from tests.support.brokers import KAFKA, flags, home_of
+from tests.support.kafka_cluster import Cluster
 from tests.support.waiting import until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -209,7 +209,7 @@ def test_who_sounds_a_cluster_out_survives_the_loss_of_a_coordinator(cluster: Cl
 PARENT = """
 import sys
 from pathlib import Path
-from rose.topics.apache_kafka import start_cluster
+from tests.support.kafka_cluster import start_cluster
 cluster = start_cluster(Path(sys.argv[1]), kafka_home=Path(sys.argv[2]), nodes=2)
 print("running", flush=True)
 sys.stdin.read()

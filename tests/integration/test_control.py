@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rose.pipeline.cli.grants import release_grant
+from rose.pipeline.cli.interventions import release_grant
 from rose.schemas.arrays import pack_logprobs, pack_tokens
 from rose.schemas.grants import CapacityGrant
 from rose.schemas.heartbeats import ExecutorState

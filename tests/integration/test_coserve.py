@@ -10,8 +10,7 @@ from bench.coserving.arms import PRIORITIES, Arm, Requesters
 from bench.coserving.pace import first_guess, unloaded
 from bench.coserving.server import SERVED, VOCABULARY, Server, make_model, serve
 from bench.coserving.windows import Budgets, Window, figures, guest_tokens, run_window
-from rose.workers.loadgen.trace_requests import TraceScaling, TraceWindow, scale_requests
-from rose.workers.loadgen.traces import BLOCK_TOKENS, Arrival
+from rose.workers.loadgen.traces import BLOCK_TOKENS, Arrival, TraceScaling, TraceWindow, scale_requests
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]

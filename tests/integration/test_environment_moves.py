@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from rose.schemas.partitioning import home_partition
@@ -281,6 +282,34 @@ def test_recovery_reads_what_is_live_and_nothing_is_deleted_that_it_needs(
     with worker_process(settings, 0, {"model_folder": model}):
         finish(executors, (GROUPS + 1) * SIZE)
     assert all(sample.failure == "" for sample in once(executors).values())
+
+
+@kafka_first
+@pytest.mark.slow
+def test_trajectories_of_a_home_whose_unread_results_were_deleted_fail_with_the_reason(
+    executors: ScriptedExecutors, model: str
+) -> None:
+    settings, prompt = executors.settings, prompt_of(0)
+    executors.answers = lambda request: request.turn < 1
+    executors.submit(prompt)
+    home = home_partition(prompt.group_id, PARTITIONS.home)
+    names = {f"{prompt.group_id}:{index}" for index in range(SIZE)}
+    with worker_process(settings, 0, {"model_folder": model}):
+        executors.pump_until(
+            lambda: {name for name, turn in executors.requests if turn == 1} >= names, what="the second turns"
+        )
+    read = end(settings, COMPLETED, home)
+    executors.answer([executors.requests[name, 1] for name in sorted(names)])
+    executors.pump_until(lambda: end(settings, COMPLETED, home) > read, what="the unread results")
+    place = TopicPartition(settings.topic(COMPLETED), home, end(settings, COMPLETED, home))
+    client = connect(settings)
+    client.delete_records([place])[place].result()
+    found = recovered(settings, home)
+    assert {lost.trajectory_id for _, lost in found.broken} == names
+    assert found.begins[COMPLETED, home] == end(settings, COMPLETED, home, first=True)
+    with worker_process(settings, 0, {"model_folder": model}):
+        finish(executors, SIZE)
+    assert all("deleted results that no worker had read" in each.failure for each in once(executors).values())
 
 
 def end(settings: BusSettings, topic: Topic, home: int, *, first: bool = False) -> int:

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
-from rose.pipeline.cli.grants import DrainTimeout, drain, release_drain, send_grant
+from rose.pipeline.cli.interventions import DrainTimeout, drain, release_drain, send_grant
 from rose.pipeline.config.options import Common
 from rose.schemas.errors import UsageError
 from rose.schemas.heartbeats import ExecutorState

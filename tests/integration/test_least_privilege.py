@@ -44,7 +44,6 @@ from rose.topics.acl import (
     connect_as,
 )
 from rose.topics.admin import connect, create_topics, durability_warnings
-from rose.topics.apache_kafka.secured import SecuredNode
 from rose.topics.catalog import (
     CHUNKS,
     COMPLETED,
@@ -81,6 +80,7 @@ from tests.support.executor_fixtures import Router
 from tests.support.lender_server_fixtures import MODEL, SERVING, Server, server_flags
 from tests.support.routing_fixtures import request
 from tests.support.secured_kafka import Users, rose, start_audited
+from tests.support.secured_node import SecuredNode
 from tests.support.waiting import WAIT_SECONDS, until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]

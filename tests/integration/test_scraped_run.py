@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import yaml
 
-from rose.pipeline.observability.generated_files import FOLDER
+from rose.pipeline.observability.__main__ import FOLDER
+from rose.pipeline.observability.dashboards import DASHBOARDS
+from rose.pipeline.observability.grafana import RATE
 from rose.pipeline.observability.metrics_table import metrics
-from rose.pipeline.observability.pages import DASHBOARDS
-from rose.pipeline.observability.panels import RATE
 from rose.topics.local_broker.process import free_ports
 from tests.support.brokers import EMBEDDED
 from tests.support.rose_command import Rose, small

@@ -22,13 +22,13 @@ from rose.topics.writer import Writer
 from rose.workers.weights import manifests, retention
 from rose.workers.weights.checks import Refusal
 from rose.workers.weights.config import DEFAULT_RUN, WeightsConfig
-from rose.workers.weights.digests import digest_of
-from rose.workers.weights.layout import Box
-from rose.workers.weights.manifests import newest_manifest, sign_manifest
+from rose.workers.weights.layout import Box, digest_of
+from rose.workers.weights.manifests import sign_manifest
 from rose.workers.weights.publish import WeightPublisher
 from rose.workers.weights.receive import StagedVersion, WeightReceiver
 from rose.workers.weights.trust import make_trust
 from tests.support.brokers import AnyBroker, kafka_first
+from tests.support.weights_fixtures import newest_manifest
 
 pytestmark = [pytest.mark.slow, kafka_first]
 

@@ -126,6 +126,17 @@ def take_the_pool() -> None:
     loop.set_task_factory(lambda *_: None)  # type: ignore[arg-type]
 
 
+class WithoutWatcher(asyncio.DefaultEventLoopPolicy):
+    """Like uvloop's policy, the policy watches no children of other event loops."""
+
+    def get_child_watcher(self) -> asyncio.AbstractChildWatcher:
+        raise NotImplementedError
+
+
+def set_policy() -> None:
+    asyncio.set_event_loop_policy(WithoutWatcher())
+
+
 class Late(Exception):
     """What took too long."""
 
@@ -227,6 +238,7 @@ CHANGES: dict[str, Callable[[], None]] = {
     "reaped children": reap_children,
     "nest": nest_a_loop,
     "pool": take_the_pool,
+    "policy": set_policy,
 }
 """What goes on in a process, which is that of others as well."""
 
@@ -256,6 +268,7 @@ class Wild:
 
     def __init__(self) -> None:
         self.steps = 0
+        self.large = False
 
     async def reset(self, seed: int, arguments: Mapping[str, JsonValue]) -> str:
         if deed := arguments.get("deed"):
@@ -272,10 +285,13 @@ class Wild:
         if action.startswith("task: "):
             with suppress(SystemExit, RuntimeError):
                 await asyncio.create_task(do_in_a_task(action.removeprefix("task: ")))
+        if action.startswith("gather: "):
+            await asyncio.gather(do_in_a_task(action.removeprefix("gather: ")), asyncio.sleep(0))
         if action == "use":
             await self.use()
         if action == "capture":
             await self.capture()
+        self.large = action == "large snapshot"
         if action == "late":
             leave_a_timer(signal.ITIMER_REAL, signal.SIGALRM)
             await asyncio.Event().wait()
@@ -318,9 +334,10 @@ class Wild:
         assert callable(os.unlink) and depth(500) == 0
         ended = await asyncio.to_thread(subprocess.run, ["false"], check=False)
         assert ended.returncode == 1
+        assert await (await asyncio.create_subprocess_exec("false")).wait() == 1
 
     async def snapshot(self) -> bytes:
-        return str(self.steps).encode()
+        return bytes(65 << 20) if self.large else str(self.steps).encode()
 
     async def restore(self, state: bytes) -> None:
         self.steps = int(state)

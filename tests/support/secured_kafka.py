@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rose.topics.acl import ROLES, Acl, Operation, Resource, Role, acls
-from rose.topics.apache_kafka.secured import SecuredNode, start_secured
 from rose.topics.settings import BusSettings
 from tests.support.brokers import KAFKA, home_of
+from tests.support.secured_node import SecuredNode, start_secured
 
 _SAID = re.compile(
     r"Principal = User:(?P<user>\S+) is (?P<verdict>Allowed|Denied) operation = (?P<operation>\w+) "

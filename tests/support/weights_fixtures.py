@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rose.schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightChunk, WeightManifest
+from rose.topics.settings import BusSettings
 from rose.workers.weights import codec
 from rose.workers.weights.chunk_stores import StoredChunk
-from rose.workers.weights.digests import NO_BASE, digest_of, whole_digest
-from rose.workers.weights.layout import Box, matrix, slices_of, whole
+from rose.workers.weights.layout import NO_BASE, Box, digest_of, matrix, slices_of, whole, whole_digest
+from rose.workers.weights.manifests import read_manifests
 from rose.workers.weights.publish import merge_manifests
 from rose.workers.weights.tensors import INFINITY, bits_of, read_box, spec_of, write_box
+from rose.workers.weights.trust import Trust
 
 Tensors = dict[str, Tensor]
 Place = tuple[int, int]
@@ -191,3 +193,9 @@ def covered(spec_shape: tuple[int, ...], boxes: list[Box]) -> NDArray[np.int64]:
     for box in boxes:
         write_box(times, box, read_box(times, box) + 1)
     return times
+
+
+def newest_manifest(settings: BusSettings, trust: Trust) -> WeightManifest | None:
+    """Return the newest trusted manifest on the log; None if there is none."""
+    found = filter(None, map(trust.verified, read_manifests(settings)))
+    return max(found, key=lambda manifest: manifest.order, default=None)

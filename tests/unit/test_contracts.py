@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rose.pipeline.asyncapi import asyncapi, prompt_schema, render_document
 from rose.pipeline.config.load import load
 from rose.pipeline.config.options import Common
-from rose.pipeline.contracts.asyncapi import asyncapi, prompt_schema, render_document
 from rose.schemas.errors import RecordError
 from rose.schemas.prompts import Prompt
 from rose.schemas.record import Record

@@ -35,6 +35,8 @@ ENDINGS = {
     "crash": "was ended by SIGSEGV",
     "kill": "was ended by SIGKILL",
     "end in a thread": "ended with status 3",
+    "task: end": "ended with status 3",
+    "gather: end": "ended with status 3",
     "close all files": "its process",
 }
 
@@ -120,6 +122,14 @@ def test_who_ends_its_process_while_no_job_has_it_is_found_among_many(folder: Pa
 
 
 @pytest.mark.slow
+def test_snapshot_beyond_the_size_of_a_message_fails_its_trajectory_with_the_size(folder: Path) -> None:
+    with processes(folder) as stage:
+        found = answers(stage, [step("good", "go", b"4"), step("bad", "large snapshot", b"4")])
+        assert stepped(found["good"]) == b"5"
+        assert isinstance(found["bad"], EnvironmentFailure) and "it hands back 68157" in found["bad"].failure
+
+
+@pytest.mark.slow
 def test_a_reset_that_ends_its_process_fails_alone(folder: Path) -> None:
     with processes(folder) as stage:
         found = answers(stage, [reset("good"), reset("bad", deed="end")])
@@ -128,9 +138,9 @@ def test_a_reset_that_ends_its_process_fails_alone(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deed", ["sleep", "hold"])
+@pytest.mark.parametrize("deed", ["sleep", "hold", "task: sleep", "gather: sleep"])
 def test_who_blocks_its_process_holds_up_nobody_and_fails_in_time(folder: Path, deed: str) -> None:
-    """Also where native code keeps the interpreter to itself."""
+    """Also where native code keeps the interpreter to itself, and in a task that the environment's code has made."""
     with processes(folder, timeout_seconds=10.0) as stage:
         stage.start([step("bad", deed), *(step(name, "go") for name in "abc")])
         order: list[str] = []

@@ -1,15 +1,27 @@
-"""What an environment hands back: scalars of NumPy are taken, and whatever cannot be used is told in a sentence."""
+"""Scalars of NumPy are taken from an environment, useless values are refused in a sentence, errors have a place."""
 
+import asyncio
+import json
 import math
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rose.schemas.limits import MAX_INFO_BYTES
+from rose.workers.environments.jobs import EnvironmentFailure
 from rose.workers.environments.protocol import Step
-from rose.workers.environments.protocol_checks import ProtocolViolation, check_observation, check_snapshot, check_step
+from rose.workers.environments.protocol_checks import (
+    ProtocolViolation,
+    check_observation,
+    check_snapshot,
+    check_step,
+    raised_at,
+)
+from tests.support.environment_fixtures import Counter, act, answers, pool_of
+from tests.support.scripted_executors import model_folder
 
 
 def step(**fields: Any) -> Step:
@@ -84,7 +96,10 @@ def test_remarks_are_plain_values_that_a_record_can_hold() -> None:
     assert check_step(step(info=None)).info == {}
 
 
-@pytest.mark.parametrize("info", [{"a": object()}, {"a": "\udc00"}, {"a": 2**70}, {1: "a"}, ["a"], {"a": np.arange(3)}])
+@pytest.mark.parametrize(
+    "info",
+    [{"a": object()}, {"a": "\udc00"}, {"a": 2**70}, {1: "a"}, {"a": [{0: 1}]}, ["a"], {"a": np.arange(3)}],
+)
 def test_remarks_that_no_record_can_hold_are_refused(info: Any) -> None:
     with pytest.raises(ProtocolViolation, match=r"step\(\) gave an info that"):
         check_step(step(info=info))
@@ -100,3 +115,60 @@ def test_what_is_no_step_or_no_snapshot_is_refused() -> None:
 def test_an_info_that_no_sample_holds_is_named_as_such() -> None:
     with pytest.raises(ProtocolViolation, match=f"an info of .* bytes: {MAX_INFO_BYTES} are allowed"):
         check_step(step(info={"log": "x" * (1 << 22)}))
+
+
+HERE = Path(__file__)
+
+
+def answer_of(row: dict[str, Any]) -> Any:
+    return row["answer"]  # the line that is told
+
+
+class Careless(Counter):
+    async def meddle(self, action: str) -> None:
+        if action == "key":
+            answer_of({})
+        if action == "assert":
+            assert action == "other"
+        if action == "json":
+            json.loads("{")
+        if action == "group":
+            async with asyncio.TaskGroup() as tools:
+                tools.create_task(self.meddle("key"))
+
+
+def failure_of(folder: Path, action: str) -> str:
+    with pool_of(folder, lambda _: Careless()) as stage:
+        failed = answers(stage, [act("bad", action)])["bad"]
+    assert isinstance(failed, EnvironmentFailure)
+    return failed.failure
+
+
+@pytest.mark.parametrize(
+    ("action", "line", "function"),
+    [
+        ("key", "# the line that is told", "answer_of"),
+        ("group", "# the line that is told", "answer_of"),
+        ("assert", 'assert action == "other"', "meddle"),
+        ("json", 'json.loads("{")', "meddle"),
+    ],
+)
+def test_a_failure_says_where_in_the_users_code_it_was_raised(
+    tmp_path: Path, action: str, line: str, function: str
+) -> None:
+    lines = HERE.read_text(encoding="utf-8").splitlines()
+    number = next(at for at, text in enumerate(lines, 1) if line in text)
+    failure = failure_of(model_folder(tmp_path), action)
+    assert failure.endswith(f"({HERE}, line {number}, in {function})")
+
+
+def test_an_error_that_no_code_of_a_user_has_met_has_no_place() -> None:
+    assert raised_at(TimeoutError("took longer than 1 s")) == ""
+
+
+def test_a_failure_with_a_long_message_says_where_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counter, "raises", ValueError("x" * 5000))
+    with pool_of(model_folder(tmp_path)) as stage:
+        failed = answers(stage, [act("bad", "raise")])["bad"]
+    assert isinstance(failed, EnvironmentFailure) and failed.failure.endswith("in meddle)")
+    assert len(failed.failure) == 1000

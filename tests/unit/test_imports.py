@@ -21,7 +21,7 @@ BARE = re.compile(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})(?:\.\w+|(?= import))")
 
 COMMAND = (
     "rose.pipeline.config",
-    "rose.pipeline.contracts",
+    "rose.pipeline.asyncapi",
     "rose.pipeline.process",
     "rose.pipeline.monitor",
     "rose.pipeline.report.write",
@@ -41,6 +41,9 @@ FLOORS = {
 
 ENGINES = ("rose.workers.executor.vllm", "rose.workers.lender.vllm")
 """The packages that import vLLM: the rollout engine, and what makes it a guest."""
+
+MAX_FILE_LINES = 550
+"""A longer file has more than one idea."""
 
 HEAVY = ("torch", "vllm", "transformers", "faust")
 
@@ -119,6 +122,15 @@ def named_in_strings(file: Path) -> Iterator[str]:
                 place = ROOT / name.replace(".", "/")
                 if place.is_dir() or place.with_suffix(".py").is_file():
                     yield name
+
+
+def test_product_file_has_no_more_lines_than_the_maximum() -> None:
+    too_long = [
+        f"{file.relative_to(ROOT)}: {lines} lines"
+        for _, file in modules()
+        if (lines := len(file.read_text(encoding="utf-8").splitlines())) > MAX_FILE_LINES
+    ]
+    assert too_long == []
 
 
 def test_vllm_is_imported_in_two_packages() -> None:

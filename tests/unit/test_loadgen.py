@@ -16,8 +16,7 @@ from rose.workers.loadgen import main
 from rose.workers.loadgen.config import TRACE_FILE, LoadgenConfig
 from rose.workers.loadgen.main import PAUSE_SECONDS, paced_requests, run_loadgen
 from rose.workers.loadgen.request_log import REQUEST_LOG, read_request_log
-from rose.workers.loadgen.trace_requests import Request, TraceWindow
-from rose.workers.loadgen.traces import read_trace
+from rose.workers.loadgen.traces import Request, TraceWindow, read_trace
 
 TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.0000000,64,4

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.workers.loadgen.trace_requests import TraceScaling, scale_requests
-from rose.workers.loadgen.traces import BLOCK_TOKENS, Arrival, TraceError, read_trace
+from rose.workers.loadgen.traces import BLOCK_TOKENS, Arrival, TraceError, TraceScaling, read_trace, scale_requests
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose.pipeline.clock import format_utc as moment
-from rose.pipeline.replay.description import describe_trajectory
+from rose.pipeline.replay.description import describe_trajectory, latency_stages
 from rose.pipeline.replay.episodes import TrajectoryRecords, fold_trajectory, sort_records
 from rose.pipeline.replay.search import UnknownTrajectory, find_group
-from rose.pipeline.replay.turn_latency import latency_stages
 from rose.pipeline.replay.why import GroupFacts, PromptAt, TrajectoryFacts, why_group, why_trajectory
 from rose.schemas.progress import Group, GroupState, TrajectoryProgress
 from rose.schemas.prompts import Prompt

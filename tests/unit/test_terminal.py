@@ -1,7 +1,12 @@
-"""What others wrote is shown on a terminal, and does nothing there."""
+"""Text from other programs is shown on a terminal without an effect, and a command works with any standard streams."""
 
 import errno
 import io
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +19,7 @@ from rose.pipeline.monitor.diagnosis import Finding, Severity
 from rose.pipeline.monitor.screen import Screen, finding_lines
 from rose.pipeline.process.process_setup import configure_logging
 from rose.pipeline.process.terminal import escape_control_chars, file_error, print_line
+from tests.unit.test_imports import ROOT
 
 NASTY = "\x1b]0;mine\x07 [/opt/model] is none \x9b2J [bold]\u202etxt"
 
@@ -66,3 +72,102 @@ def test_what_is_wrong_with_a_file_or_a_disk_is_a_sentence_and_nothing_else_is(
     refused = file_error(OSError(number, "why", file))
     assert (refused and refused.exit_status) == status
     assert refused is None or ("why" in str(refused) and (file or "") in str(refused))
+
+
+ROSE = f"{sys.executable} -m rose.pipeline.cli.main"
+
+
+def ran(words: str, *, cwd: Path = ROOT, python: str = "", **variables: str) -> subprocess.CompletedProcess[bytes]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ROSE_", "PYTHON", "LC_"))}
+    environment = inherited | {"PYTHONPATH": str(ROOT)} | variables
+    command = f"{sys.executable} {python} -m rose.pipeline.cli.main {words}"
+    return subprocess.run(["/bin/sh", "-c", command], cwd=cwd, env=environment, capture_output=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ("config >&-", 0),
+        ("config 2>&-", 0),
+        ("config <&- >&- 2>&-", 0),
+        ("config --set run.seed=x 2>&-", 2),
+        ("config --set run.seed=x <&- >&- 2>&-", 2),
+        ("config --set run.seed=x 2>/dev/full", 2),
+        ("config >/dev/full", 1),
+        ("topics asyncapi >/dev/full", 1),
+        ("config >&0 </dev/null", 2),
+        ("topics acl --role router >/dev/full", 1),
+        ("config | true", 0),
+    ],
+)
+def test_streams_that_are_closed_or_full_change_no_status_and_end_in_no_traceback(words: str, status: int) -> None:
+    done = ran(words)
+    assert done.returncode == status
+    assert b"Traceback" not in done.stderr and b"Exception ignored" not in done.stderr
+    if status == 1:
+        assert done.stderr.count(b"\n") == 1 and b"No space left on device" in done.stderr
+
+
+def test_what_a_locale_has_no_letter_for_is_an_escape_that_toml_reads_back() -> None:
+    done = ran("config --set tasks.environment='\u00e9\u732b\U0001f408:K'", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert tomllib.loads(done.stdout.decode("ascii"))["tasks"]["environment"] == "\u00e9\u732b\U0001f408:K"
+
+
+def test_a_folder_that_is_gone_is_told_in_a_sentence(tmp_path: Path) -> None:
+    done = ran(f"--help >/dev/null; mkdir {tmp_path}/gone; cd {tmp_path}/gone; rmdir {tmp_path}/gone; {ROSE} up")
+    assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and done.stderr.startswith(b"rose: ")
+
+
+@pytest.mark.parametrize("words", ["--help", "topics --help"])
+def test_help_is_the_same_without_docstrings(words: str) -> None:
+    assert ran(words, python="-OO").stdout == ran(words).stdout
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "3601", "-1"])
+def test_a_drain_within_no_time_that_it_may_take_is_refused_by_its_option(seconds: str) -> None:
+    done = ran(f"drain w --within {seconds}")
+    assert done.returncode == 2 and b"--within" in done.stderr and b"finish_seconds" not in done.stderr
+
+
+def test_a_grant_that_cannot_be_made_names_its_option() -> None:
+    done = ran("grant w --kv-bytes 99999999999999999999")
+    assert done.returncode == 2 and b"--kv-bytes" in done.stderr and b"$" not in done.stderr
+
+
+INHERITS = """
+import os, subprocess, sys
+from rose.pipeline.process.terminal import repair_streams
+repair_streams()
+subprocess.run([sys.executable, "-c", "import os; [os.fstat(number) for number in range(3)]"], check=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_was_closed_is_there_for_children_too(closed: str) -> None:
+    command = ["/bin/sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, INHERITS]
+    subprocess.run(command, check=True, cwd=ROOT, stderr=subprocess.DEVNULL)
+
+
+LOGS = """
+import sys
+from rose.pipeline.process.process_setup import configure_logging
+from rose.pipeline.process.terminal import repair_streams
+import structlog
+repair_streams()
+configure_logging()
+sys.stdin.read()
+for _ in range(3):
+    structlog.get_logger().warning("still_here", padding="x" * 9000)
+    sys.stderr.write("and here\\n")
+"""
+
+
+def test_a_program_goes_on_when_the_reader_of_its_log_has_gone() -> None:
+    reads, writes = os.pipe()
+    with subprocess.Popen([sys.executable, "-c", LOGS], cwd=ROOT, stdin=subprocess.PIPE, stderr=writes) as program:
+        os.close(writes)
+        os.close(reads)
+        program.communicate(timeout=60)
+    assert program.returncode == 0

@@ -13,8 +13,7 @@ from rose.schemas.weights import ChunkRef, WeightChunk, WeightManifest
 from rose.workers.weights import layout
 from rose.workers.weights.assembly import Assembled, Assembly
 from rose.workers.weights.checks import Refusal, VersionRefused, check_manifest
-from rose.workers.weights.digests import digest_of
-from rose.workers.weights.layout import Box, box_of, matrix
+from rose.workers.weights.layout import Box, box_of, digest_of, matrix
 from rose.workers.weights.tensors import TORCH_DTYPES
 from tests.support.weights_fixtures import (
     Shelf,

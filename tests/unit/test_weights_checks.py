@@ -24,8 +24,7 @@ from rose.schemas.wire import decode, encode
 from rose.workers.weights import layout
 from rose.workers.weights.checks import Refusal, VersionRefused, check_chunk, check_manifest
 from rose.workers.weights.chunk_stores import CHUNK_BYTES
-from rose.workers.weights.digests import NO_BASE, digest_of, whole_digest
-from rose.workers.weights.layout import DTYPE_BYTES, box_of
+from rose.workers.weights.layout import DTYPE_BYTES, NO_BASE, box_of, digest_of, whole_digest
 from rose.workers.weights.tensors import TORCH_DTYPES
 from tests.support.weights_fixtures import Shelf, Tensors, bare, changed, covered, random_tensors, with_slice
 

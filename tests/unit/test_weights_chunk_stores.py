@@ -8,7 +8,7 @@ import pytest
 from rose.schemas.weights import MAX_CHUNK_PARTITIONS, ChunkRef
 from rose.topics.writer import Writer
 from rose.workers.weights.chunk_stores import LogChunkSink, lowest_offsets, put_payload
-from rose.workers.weights.digests import NO_BASE
+from rose.workers.weights.layout import NO_BASE
 
 
 @pytest.mark.parametrize(("there", "used"), [(3, 3), (MAX_CHUNK_PARTITIONS + 5, MAX_CHUNK_PARTITIONS)])

@@ -23,8 +23,7 @@ from rose.schemas.weights import (
 from rose.schemas.wire import decode, encode
 from rose.workers.weights import chunk_stores, manifests
 from rose.workers.weights.checks import Refusal, VersionRefused
-from rose.workers.weights.digests import NO_BASE, digest_of
-from rose.workers.weights.layout import LayoutError
+from rose.workers.weights.layout import NO_BASE, LayoutError, digest_of
 from rose.workers.weights.manifests import INLINE_BYTES, check_layout, read_index, write_index
 from tests.support.weights_fixtures import RUN, Shelf, random_tensors
 

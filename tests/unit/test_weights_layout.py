@@ -12,8 +12,16 @@ from safetensors.torch import save_file
 
 from rose.workers.weights import layout
 from rose.workers.weights.checks import check_manifest
-from rose.workers.weights.digests import digest_of
-from rose.workers.weights.layout import DTYPE_BYTES, SLICE_ELEMENTS, Box, LayoutError, matrix, slices_of, whole
+from rose.workers.weights.layout import (
+    DTYPE_BYTES,
+    SLICE_ELEMENTS,
+    Box,
+    LayoutError,
+    digest_of,
+    matrix,
+    slices_of,
+    whole,
+)
 from rose.workers.weights.model_folder import FolderError, folder_shapes
 from rose.workers.weights.tensors import (
     TORCH_DTYPES,

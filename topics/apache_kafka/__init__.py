@@ -1,15 +1,8 @@
-"""Apache Kafka on loopback: a single node, or a cluster that survives the loss of one node.
+"""Apache Kafka on loopback: the nodes of a cluster, which is a single node unless more are asked for.
 
 Keeps true
 - Every node is broker and controller in one process (KRaft), with its data and log in a folder of its own.
-- In a cluster of three nodes, every topic and internal topic may have a replica on each node, and two replicas
-  acknowledge. While two nodes run, no acknowledged record is lost and the cluster works.
-
-Example
-    with start_cluster(folder, kafka_home=home) as cluster:
-        ...  # cluster.bootstrap names all nodes
-        cluster.nodes[1].kill()  # its leaders move
-        cluster.nodes[1].restart()
+- Every topic and internal topic may have a replica on each node, and more than half of the replicas acknowledge.
 """
 
 import base64
@@ -18,37 +11,27 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from confluent_kafka import KafkaException
-from confluent_kafka.admin import AdminClient
+from rose.topics.local_broker.process import HOST, BrokerFailed, BrokerKind, free_ports
 
-from rose.topics.local_broker.process import HOST, QUIET, Broker, BrokerFailed, BrokerKind, free_ports
-from rose.topics.settings import BusSettings
-
-_SPARING = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
-LONE_JAVA = ("-Xmx512m", *_SPARING)
+SPARING_JAVA = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+"""Java's options for a start that takes little CPU time."""
+LONE_JAVA = ("-Xmx512m", *SPARING_JAVA)
 """Java's options for a single node. The process takes about 460 MB, and its start half the CPU time of a start with
 Java's default garbage collector and compilers."""
-CLUSTER_JAVA = ("-Xmx256m", *_SPARING)
-"""Java's options for each node of a cluster. The process takes about 330 MB."""
 JAVA_VERSION = 17
 """The oldest Java that runs an Apache Kafka 4 broker."""
-LOOK_SECONDS = 0.2
-"""Time between two checks whether the replicas are in sync."""
 
 _JAR = re.compile(r"kafka_\d+\.\d+-(\d+\.\d+\.\d+)\.jar")
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class NodePlace:
     """Ports and folder of one node of a cluster."""
 
     node: int
@@ -74,56 +57,6 @@ class Addition:
 PLAIN = Addition()
 
 
-class Cluster:
-    """A cluster of several nodes on this machine, made by `start_cluster`. As a context manager it stops them."""
-
-    def __init__(self, nodes: tuple[Broker, ...]) -> None:
-        self.nodes = nodes
-        """The nodes, which can be killed and restarted one by one. The node with id n is nodes[n - 1]."""
-        self.name = f"{len(nodes)} nodes of {nodes[0].name}"
-        self.bootstrap = ",".join(node.bootstrap for node in nodes)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.stop()
-
-    def settings(self, namespace: str = "", properties: Mapping[str, str] | None = None) -> BusSettings:
-        """Settings for clients of this cluster."""
-        return BusSettings(self.bootstrap, namespace, properties or {})
-
-    def in_sync(self) -> bool:
-        """Whether all nodes answer and each reports all replicas in sync, so that one node may be lost.
-
-        Every node is queried, because for some seconds the others still report a node that is gone.
-        """
-        return all(node.alive() and self._knows_all(node) for node in self.nodes)
-
-    def await_in_sync(self, seconds: float) -> None:
-        """Wait until every partition has all its replicas in sync. Raises BrokerFailed after `seconds`."""
-        deadline = time.monotonic() + seconds
-        while not self.in_sync():
-            if time.monotonic() > deadline:
-                raise BrokerFailed(f"{self.name}: the copies were not in sync after {seconds:.0f} s")
-            time.sleep(LOOK_SECONDS)
-
-    def _knows_all(self, node: Broker) -> bool:
-        try:
-            found = AdminClient({"bootstrap.servers": node.bootstrap, **QUIET}).list_topics(timeout=2)
-        except KafkaException:
-            return False
-        partitions = [partition for topic in found.topics.values() for partition in topic.partitions.values()]
-        return len(found.brokers) == len(self.nodes) and all(
-            partition.leader >= 0 and len(partition.isrs) == len(partition.replicas) for partition in partitions
-        )
-
-    def stop(self) -> None:
-        """Kill all nodes: an orderly stop needs a quorum, which the last nodes lack. Acknowledged records are kept."""
-        for node in self.nodes:
-            node.kill()
-
-
 def lone_node(
     data_folder: Path, port: int, kafka_home: Path, java: Sequence[str] = LONE_JAVA, addition: Addition = PLAIN
 ) -> BrokerKind:
@@ -133,37 +66,12 @@ def lone_node(
     """
     own = data_folder / "apache-kafka"
     own.mkdir(exist_ok=True)
-    [kind] = _kinds([_Place(1, port, free_ports(1)[0], own)], kafka_home, java, addition)
+    [kind] = node_kinds([NodePlace(1, port, free_ports(1)[0], own)], kafka_home, java, addition)
     return kind
 
 
-def start_cluster(data_folder: Path, *, kafka_home: Path, nodes: int = 3) -> Cluster:
-    """Start a cluster on loopback with a folder for each node in `data_folder`, and wait until all nodes answer.
-
-    Call this from a thread that lives as long as the cluster should. Raises BrokerFailed.
-    """
-    folders = [data_folder.resolve() / f"node-{node}" for node in range(1, nodes + 1)]
-    ports = free_ports(2 * nodes)
-    places = []
-    for number, folder in enumerate(folders):
-        (folder / "apache-kafka").mkdir(parents=True, exist_ok=True)
-        places.append(_Place(number + 1, ports[2 * number], ports[2 * number + 1], folder / "apache-kafka"))
-    kinds = _kinds(places, kafka_home, CLUSTER_JAVA)
-    started = [Broker(kind, place.folder.parent, place.port) for kind, place in zip(kinds, places, strict=True)]
-    cluster = Cluster(tuple(started))
-    try:
-        for node in started:  # all are launched first, because a node answers only once there is a quorum
-            node.launch()
-        for node in started:
-            node.await_ready()
-    except BaseException:
-        cluster.stop()
-        raise
-    return cluster
-
-
-def _kinds(
-    places: list[_Place], kafka_home: Path, options: Sequence[str], addition: Addition = PLAIN
+def node_kinds(
+    places: list[NodePlace], kafka_home: Path, options: Sequence[str], addition: Addition = PLAIN
 ) -> list[BrokerKind]:
     """Write the configuration of the nodes of one cluster, format new folders, and return how the nodes are run."""
     libs = kafka_home / "libs"
@@ -187,7 +95,7 @@ def _kinds(
     ]
 
 
-def _write_configuration(place: _Place, places: list[_Place], addition: Addition) -> None:
+def _write_configuration(place: NodePlace, places: list[NodePlace], addition: Addition) -> None:
     templates = files("rose.topics.apache_kafka")
     filled = {
         "@NODE@": str(place.node),
@@ -206,7 +114,7 @@ def _write_configuration(place: _Place, places: list[_Place], addition: Addition
     _logging(place).write_text(logging, encoding="utf-8")
 
 
-def _format(places: list[_Place], java: list[str], options: Sequence[str]) -> None:
+def _format(places: list[NodePlace], java: list[str], options: Sequence[str]) -> None:
     """Format the folders of new nodes, in parallel. Raises BrokerFailed."""
     tool = "kafka.tools.StorageTool", "format"
     cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
@@ -228,11 +136,11 @@ def _format(places: list[_Place], java: list[str], options: Sequence[str]) -> No
             raise BrokerFailed(f"Apache Kafka could not format {place.folder / 'log'}: {told.strip()}")
 
 
-def _server(place: _Place) -> Path:
+def _server(place: NodePlace) -> Path:
     return place.folder / "server.properties"
 
 
-def _logging(place: _Place) -> Path:
+def _logging(place: NodePlace) -> Path:
     return place.folder / "log4j2.yaml"
 
 

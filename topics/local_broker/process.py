@@ -32,8 +32,7 @@ from rose.topics.processes import die_with_parent
 from rose.topics.settings import BusSettings
 
 HOST = "127.0.0.1"
-"""Brokers started here listen on loopback only. Except for `topics/apache_kafka/secured.py` they have neither
-authentication nor encryption."""
+"""Brokers started here listen on loopback only, and have neither authentication nor encryption."""
 PORTS = range(20_000, 32_000)
 """Range of ports for brokers, below the ephemeral range. A client that reconnects to a stopped broker on an ephemeral
 port could be given the same port as its source, connect to itself, and so prevent the restart of the broker."""

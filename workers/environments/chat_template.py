@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from rose.schemas.errors import UsageError
-from rose.workers.token_files import CONFIG_FILE, NAMES, TokenizerError, read_object
+from rose.workers.tokenizer import CONFIG_FILE, NAMES, TokenizerError, read_object
 
 TEMPLATE_FILE = "chat_template.jinja"
 """Where a folder keeps its template, if that is no field of the tokenizer's configuration."""

@@ -4,13 +4,20 @@ Keeps true
 - What could make another trajectory come out differently without a word (a working folder, streams, functions, limits
   that are not what they were) is told in words after any environment's code has run in the event loop: before an answer
   that it may have spoiled is given.
-- The event loop is as it was whenever an environment's code begins: running, with its pool and no task factory.
+- The event loop is as it was whenever an environment's code begins: running, with its pool, its task factory and its
+  policy.
+- A call to `asyncio.to_thread` that hangs takes its own thread and no other's: each call has a thread, and an idle
+  thread serves again. Nobody joins these threads, so a process ends whatever hangs. Calls that go on after they were
+  given up are counted.
+- A child that an environment's code has forked, and that comes back from that code, ends: no process has a twin that
+  goes on with its event loop, its jobs and its line to the worker.
 """
 
 import asyncio
 import builtins
 import json
 import os
+import queue
 import resource
 import shutil
 import signal
@@ -18,12 +25,17 @@ import socket
 import subprocess
 import sys
 import time
-from asyncio import AbstractEventLoop
+import traceback
+from asyncio import AbstractEventLoop, get_event_loop_policy, set_event_loop_policy
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from operator import itemgetter
-from os import close, dup, fstat  # as they are now: an environment may take them away
+from os import _exit, close, dup, fstat, getpid  # as they are now: an environment may take them away
+from threading import Lock, Thread
 from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
 
 SPARE_FILES = 64
 """A process that can open fewer further files than this, or than an eighth of its limit, is unfit."""
@@ -44,6 +56,9 @@ LIMITS = {
 TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 
 HERE = "."
+
+POLICY = get_event_loop_policy()
+"""The policy says who waits for the children of every event loop, so it is no environment's to choose."""
 
 _stat, _getrlimit, _getitimer, _getsignal = os.stat, resource.getrlimit, signal.getitimer, signal.getsignal
 
@@ -147,12 +162,17 @@ class _Functions:
         return not all(map(callable, present))
 
 
+TaskFactory = Callable[..., "asyncio.Task[Any]"]
+"""Called with the loop, a coroutine and asyncio's own keyword arguments."""
+
+
 class LoopRepair:
     """The event loop that environments share."""
 
-    def __init__(self, loop: AbstractEventLoop, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, loop: AbstractEventLoop, pool: ThreadPoolExecutor, make_task: TaskFactory) -> None:
         self._loop = loop
         self._pool = pool
+        self._make_task = make_task
         loop.shutdown_default_executor = _nothing  # type: ignore[method-assign]
         self.repair()
         asyncio._set_running_loop(None)  # it has yet to run
@@ -160,8 +180,10 @@ class LoopRepair:
     def repair(self) -> None:
         """Undo what an environment's code has done to it. Called in the loop's thread."""
         self._loop.set_default_executor(self._pool)
-        if self._loop.get_task_factory() is not None:
-            self._loop.set_task_factory(None)
+        if self._loop.get_task_factory() is not self._make_task:
+            self._loop.set_task_factory(self._make_task)
+        if get_event_loop_policy() is not POLICY:
+            set_event_loop_policy(POLICY)
         asyncio._set_running_loop(self._loop)
 
 
@@ -187,3 +209,112 @@ def _limits() -> dict[str, tuple[int, int]]:
 
 def _height(limit: tuple[int, int]) -> float:
     return float("inf") if limit[0] == resource.RLIM_INFINITY else limit[0]
+
+
+def end_if_forked(home: int, error: BaseException | None = None) -> None:
+    """End this process if it is another than `home`, as a program ends by this error (0 without one)."""
+    if getpid() == home:
+        return
+    status = 0
+    with suppress(BaseException):
+        if isinstance(error, SystemExit):
+            if error.code is not None:
+                status = error.code if isinstance(error.code, int) else 1
+            if isinstance(error.code, str):
+                sys.stderr.write(f"{error.code}\n")
+        elif error is not None:
+            status = 1
+            traceback.print_exception(error)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BaseException):
+            stream.flush()
+    _exit(status & 0xFF)
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+IDLE_KEPT = 8
+"""Threads that wait for the next call, at most."""
+
+_getpid = os.getpid
+
+Call = Callable[[], None]
+
+
+class _Outcome(Future[T]):
+    """Of one call."""
+
+    def __init__(self, stuck: "set[_Outcome[Any]]") -> None:
+        super().__init__()
+        self._stuck = stuck
+        self._pid = _getpid()
+
+    def cancel(self) -> bool:
+        """As any future; one whose call goes on all the same counts as stuck until that ends."""
+        cancelled = super().cancel()
+        if self.running():
+            self._stuck.add(self)
+            if not self.running():  # it has ended meanwhile
+                self._stuck.discard(self)
+        return cancelled
+
+    def run(self, call: Callable[[], T]) -> None:
+        """Make the call, in the present thread."""
+        if not self.set_running_or_notify_cancel():
+            return
+        try:
+            outcome = call()
+        except BaseException as error:  # noqa: BLE001 - user code: whoever awaits the call is told
+            end_if_forked(self._pid, error)
+            self.set_exception(error)
+        else:
+            end_if_forked(self._pid)
+            self.set_result(outcome)
+        self._stuck.discard(self)
+
+
+class EnvironmentThreadPool(ThreadPoolExecutor):
+    """A default executor of an event loop. asyncio takes no other class than ThreadPoolExecutor for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._guard = Lock()
+        self._calls: queue.Queue[Call | None] = queue.Queue()
+        self._waiting = 0
+        self._stuck: set[_Outcome[Any]] = set()
+
+    @property
+    def stuck(self) -> int:
+        """Calls that go on though they were given up."""
+        return len(self._stuck)
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Call the function in a thread that does nothing else meanwhile."""
+        outcome = _Outcome[T](self._stuck)
+        call = partial(outcome.run, partial(function, *args, **kwargs))
+        with self._guard:
+            served = self._waiting > 0
+            self._waiting -= served
+        if served:
+            self._calls.put(call)
+        else:
+            Thread(target=self._serve, args=(call,), name="environment-call", daemon=True).start()
+        return outcome
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the threads that wait; a call that hangs is left behind."""
+        with self._guard:
+            idle, self._waiting = self._waiting, -(1 << 60)
+        for _ in range(max(0, idle)):
+            self._calls.put(None)
+
+    def _serve(self, call: Call | None) -> None:
+        while call is not None:
+            call()
+            del call  # and all that it held
+            with self._guard:
+                if not 0 <= self._waiting < IDLE_KEPT:
+                    return
+                self._waiting += 1
+            call = self._calls.get()

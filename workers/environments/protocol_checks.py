@@ -1,4 +1,4 @@
-"""What an environment hands back, held to the protocol: one sentence says what cannot be used. Pure.
+"""Checks of what an environment returns, and the place at which an environment raised an error. Pure.
 
 Keeps true
 - What a NumPy or torch program has at hand is taken as what it stands for: their scalars are numbers and truths.
@@ -6,11 +6,14 @@ Keeps true
 """
 
 import math
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rose.schemas.errors import message_of
+from rose.schemas.errors import leaves_of, message_of
 from rose.schemas.limits import MAX_INFO_BYTES
 from rose.workers.environments.protocol import Step
 
@@ -76,11 +79,15 @@ def _truth(given: object, what: str) -> bool:
     raise ProtocolViolation(f"step() gave {what} of type {type(given).__name__}: it must be True or False")
 
 
+MAX_INFO_DEPTH = 64
+"""Levels of dicts and lists in an info."""
+
+
 def _info(given: Any) -> dict[str, Any]:
     if given is None or given == {}:
         return {}
-    if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
-        raise ProtocolViolation("step() gave an info that is no dict with text keys")
+    if not isinstance(given, dict) or not _has_text_keys(given):
+        raise ProtocolViolation("step() gave an info that is no dict with text keys, at every depth")
     try:
         written = msgspec.msgpack.encode(given, enc_hook=_plain)
         info: dict[str, Any] = msgspec.msgpack.decode(written)
@@ -89,6 +96,15 @@ def _info(given: Any) -> dict[str, Any]:
     if len(written) > MAX_INFO_BYTES:
         raise ProtocolViolation(f"step() gave an info of {len(written)} bytes: {MAX_INFO_BYTES} are allowed")
     return info
+
+
+def _has_text_keys(value: object, depth: int = 0) -> bool:
+    """Whether every dict in `value` has text keys: readers of MessagePack refuse others by default."""
+    if depth > MAX_INFO_DEPTH:
+        raise ProtocolViolation(f"step() gave an info of more than {MAX_INFO_DEPTH} levels")
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _has_text_keys(each, depth + 1) for key, each in value.items())
+    return not isinstance(value, list | tuple) or all(_has_text_keys(each, depth + 1) for each in value)
 
 
 def _plain(value: object) -> object:
@@ -109,3 +125,38 @@ def _scalar(value: object) -> object:
         return item()
     except Exception:  # noqa: BLE001 - an array of several values is none
         return value
+
+
+_PATHS = sysconfig.get_paths()
+
+INSTALLED = tuple({f"{_PATHS[name]}/" for name in ("purelib", "platlib")})
+"""Folders of installed packages."""
+
+LIBRARY = (*{f"{_PATHS[name]}/" for name in ("stdlib", "platstdlib")}, "<")
+"""How file names of Python's own modules begin."""
+
+CALLERS = tuple(
+    str(Path(__file__).with_name(f"{name}.py")) for name in ("thread_runner", "runner_status", "runner_server", "main")
+)
+"""Files of ROSE from which environments are called."""
+
+
+def raised_at(error: BaseException) -> str:
+    """File, line and function of the innermost frame of the user's code, of an installed package where there is none;
+    empty where the error has met neither. Of a group of errors: of the first.
+    """
+    frames = list(_frames(leaves_of(error)[0])) or list(_frames(error))
+    own = [(file, where) for file, where in frames if not file.startswith((*LIBRARY, *CALLERS))]
+    users = [where for file, where in own if not file.startswith(INSTALLED)]
+    installed = [where for file, where in frames if file.startswith(INSTALLED) and not file.startswith(CALLERS)]
+    return (users or installed or [""])[-1]
+
+
+def _frames(error: BaseException) -> Iterator[tuple[str, str]]:
+    """The file of each frame, and the place in it, the innermost last."""
+    at = error.__traceback__
+    while at is not None:
+        code = at.tb_frame.f_code
+        place = f"{code.co_filename}, line {at.tb_lineno}, in {code.co_name}"
+        yield code.co_filename, place.encode(errors="replace").decode()
+        at = at.tb_next

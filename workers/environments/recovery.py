@@ -6,6 +6,8 @@ Keeps true
 - Only records of live trajectories are fetched: the cost of a trajectory depends on its turns, not on the length of the
   log.
 - A trajectory whose records are gone, or contradict its progress, fails with the reason; none is dropped.
+- Inputs that the broker deleted before a worker had read them are reported. If they were results, the home's live
+  trajectories fail: any of them may wait for one of those results.
 """
 
 import sys
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
+import structlog
 from confluent_kafka import OFFSET_BEGINNING
 
 from rose.schemas.arrays import ITEM_BYTES, count
@@ -29,6 +32,8 @@ from rose.topics.records import Envelope, Place
 from rose.topics.settings import BusSettings
 from rose.workers.environments.home import Home
 from rose.workers.environments.trajectory import Trajectory, TrajectoryRules, digest_of, result_error
+
+log = structlog.get_logger()
 
 Turn = tuple[str, int]
 """A trajectory and one of its turns."""
@@ -55,6 +60,8 @@ class Recovery:
     """
 
     home: Home
+    results_deleted: bool = False
+    """Whether results may have been deleted before they were read."""
     _progress: dict[str, TrajectoryProgress] = field(default_factory=dict)
     _snapshots: dict[str, EnvSnapshot] = field(default_factory=dict)
     _requests: dict[Turn, tuple[int, TurnRequest]] = field(default_factory=dict)
@@ -152,6 +159,8 @@ class Recovery:
 
     def _rebuilt(self, progress: TrajectoryProgress, prompt: Prompt, max_context_tokens: int) -> Trajectory:
         name = progress.trajectory_id
+        if self.results_deleted:
+            raise _Gap("the broker deleted results that no worker had read, and its own may be among them")
         if prompt.sampling.max_tokens is None:
             raise _Gap("the record of its group does not say how it is sampled")
         snapshot = self._snapshots.get(name)
@@ -249,11 +258,15 @@ def recover_homes(
     written = (GROUPS, PROGRESS, SNAPSHOTS, REQUESTED)
     await_transactions(settings, [(topic, partition) for topic in written for partition in partitions], on_wait=on_wait)
     new = [place for place, offset in committed.items() if offset is None]
-    ends = reader.all_watermarks([*new, *((REQUESTED, partition) for partition in partitions)])
+    ends = reader.all_watermarks([*committed, *((REQUESTED, partition) for partition in partitions)])
+    deleted = _deleted_unread(committed, ends)
     unknown = [place for place in new if ends[place][1] > 0]
     letters = _dead_letters(settings, unknown, on_wait)
     recoveries = {
-        partition: Recovery(Home(partition, homes=homes, dead_lettered=frozenset(letters.get(partition, ()))))
+        partition: Recovery(
+            Home(partition, homes=homes, dead_lettered=frozenset(letters.get(partition, ()))),
+            results_deleted=(COMPLETED, partition) in deleted,
+        )
         for partition in partitions
     }
     newest = _read_newest(settings, recoveries, on_wait)
@@ -275,11 +288,32 @@ def recover_homes(
 def _begin(
     recovery: Recovery, place: Place, committed: dict[Place, int | None], ends: dict[Place, tuple[int, int]]
 ) -> int:
+    low, end = ends[place]
     offset = committed[place]
     if offset is not None:
-        return offset
-    low, end = ends[place]
+        return max(offset, low)
     return min(end, recovery.prompts_from(low) if place[0] is PROMPTS else recovery.results_from(low, end))
+
+
+def _deleted_unread(committed: dict[Place, int | None], ends: dict[Place, tuple[int, int]]) -> list[Place]:
+    """Report and return the inputs of which the broker has deleted records that no worker had read.
+
+    The deleted records may all be transaction markers, which have offsets too; nobody can tell any more.
+    """
+    places = []
+    for place, offset in committed.items():
+        if offset is not None and offset < ends[place][0]:
+            places.append(place)
+            again = ": send those prompts again" if place[0] is PROMPTS else ""
+            log.error(
+                "inputs_deleted_unread",
+                topic=place[0].name,
+                partition=place[1],
+                offset=offset,
+                begins_at=ends[place][0],
+                reason=f"the broker deleted records before a worker had read them{again}",
+            )
+    return places
 
 
 def _dead_letters(

@@ -25,9 +25,8 @@ import structlog
 from rose.schemas.errors import UsageError, describe_error
 from rose.topics.processes import set_process_name
 from rose.topics.unread_stream import unread_stream
-from rose.workers.environments.forked_child import end_if_forked
 from rose.workers.environments.jobs import JOBS, EnvironmentFailure, Job, JobResult, RunnerLimits, decode_as
-from rose.workers.environments.process_integrity import ProcessIntegrity, restore_child_handling
+from rose.workers.environments.process_integrity import ProcessIntegrity, end_if_forked, restore_child_handling
 from rose.workers.environments.registry import UnknownEnvironment, load_environment
 from rose.workers.environments.runner_status import StatusCounters, map_counters
 from rose.workers.environments.thread_runner import CLOSE_SECONDS, ThreadRunner
@@ -157,7 +156,7 @@ class RunnerServer:
 
     def _failed(self, job: Job, reason: str) -> bytes:
         failed = EnvironmentFailure(f"environment {job.environment}: {reason}")
-        return msgspec.msgpack.encode(("answer", job.ticket, "Failed", failed))
+        return msgspec.msgpack.encode(("answer", job.ticket, EnvironmentFailure.__name__, failed))
 
     def _send(self, message: bytes) -> None:
         try:

@@ -7,6 +7,7 @@ import asyncio
 import mmap
 import os
 from collections.abc import Callable, Coroutine, Generator, MutableSequence
+from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
 from rose.workers.environments.jobs import Job
@@ -25,6 +26,16 @@ COUNTERS = 4
 COUNTERS_BYTES = COUNTERS * 8
 
 
+class NoOwner:
+    """Stands for the job of code that is no environment's."""
+
+
+NO_OWNER = NoOwner()
+
+OWNER: ContextVar[Job | NoOwner | None] = ContextVar("owner", default=NO_OWNER)
+"""The job whose code runs, also in the tasks that this code makes; None for the code that closes an environment."""
+
+
 def map_counters(shared: int) -> StatusCounters:
     """The signs of life in this shared memory, whose descriptor is closed."""
     memory = mmap.mmap(shared, COUNTERS_BYTES)
@@ -33,7 +44,7 @@ def map_counters(shared: int) -> StatusCounters:
 
 
 class TrackedCall(Coroutine[Any, Any, T]):
-    """A call into an environment, which is named in the signs of life whenever its own code runs.
+    """Code of an environment in a task of its own. The job is named in the signs of life whenever the code runs.
 
     `look` is called with false before that and with true after it, while it is still named. Where `has_left` is true
     the code is cancelled instead.
@@ -51,6 +62,7 @@ class TrackedCall(Coroutine[Any, Any, T]):
         self._signs = signs
         self._look = look
         self._has_left = has_left
+        self._job = job
         self._mark = job.ticket + 1 if job is not None and isinstance(job.ticket, int) else -1
 
     def send(self, value: Any) -> Any:
@@ -69,6 +81,7 @@ class TrackedCall(Coroutine[Any, Any, T]):
 
     def _run(self, code: Callable[..., Any], *given: Any) -> Any:
         self._look(False)
+        OWNER.set(self._job)
         outer, self._signs[RUNNING] = self._signs[RUNNING], self._mark
         try:
             return code(*given)

@@ -21,6 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from contextvars import Context
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -28,7 +29,6 @@ import structlog
 
 from rose.schemas.arrays import pack_tokens, unpack_tokens
 from rose.schemas.errors import UsageError, describe_error, message_of
-from rose.workers.environments.forked_child import end_if_forked
 from rose.workers.environments.home import ResetResult
 from rose.workers.environments.jobs import (
     NO_JOB,
@@ -41,12 +41,31 @@ from rose.workers.environments.jobs import (
     RunnerLimits,
     StepJob,
 )
-from rose.workers.environments.process_integrity import LoopRepair, ProcessIntegrity
+from rose.workers.environments.process_integrity import (
+    EnvironmentThreadPool,
+    LoopRepair,
+    ProcessIntegrity,
+    end_if_forked,
+)
 from rose.workers.environments.protocol import Environment
-from rose.workers.environments.protocol_checks import ProtocolViolation, check_observation, check_snapshot, check_step
-from rose.workers.environments.raised_at import raised_at
-from rose.workers.environments.runner_status import BEATS, COUNTERS, LIVE, STUCK, StatusCounters, TrackedCall
-from rose.workers.environments.thread_pool import EnvironmentThreadPool
+from rose.workers.environments.protocol_checks import (
+    ProtocolViolation,
+    check_observation,
+    check_snapshot,
+    check_step,
+    raised_at,
+)
+from rose.workers.environments.runner_status import (
+    BEATS,
+    COUNTERS,
+    LIVE,
+    NO_OWNER,
+    OWNER,
+    STUCK,
+    NoOwner,
+    StatusCounters,
+    TrackedCall,
+)
 from rose.workers.environments.transitions import FAILURE_CHARACTERS, StepResult
 from rose.workers.environments.turn_format import TurnFormat
 
@@ -118,14 +137,14 @@ class ThreadRunner:
         """The runner's own, each with the job that is to be answered. Nobody but an environment that cancels whatever
         it finds cancels these."""
         self._calls: dict[asyncio.Task[Any], Job | None] = {}
-        """Into environments, given up or not."""
+        """Into environments, given up or not, and the tasks that these have made."""
         self._withdrawn: set[str] = set()
         """Trajectories whose code runs no more, though the loop has not come to say so: others may block it."""
         self._closing = self._stopped = False
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._threads = EnvironmentThreadPool()
-        self._shared = LoopRepair(self._loop, self._threads)
+        self._shared = LoopRepair(self._loop, self._threads, self._make_task)
         self._loop.call_soon(self._beat)
         self._thread = Thread(target=self.run, name="environments", daemon=True)
         if integrity is None:
@@ -298,10 +317,7 @@ class ThreadRunner:
 
     async def _within(self, seconds: float, call: Callable[[], Awaitable[T]], job: Job | None) -> T | BaseException:
         """What the call gives or raises. One that is late is cancelled; one that goes on all the same is given up."""
-        code = _caught(call, self._pid)
-        task = self._loop.create_task(TrackedCall(code, self._signs, job, self._look, lambda: self._has_left(job)))
-        self._calls[task] = job
-        task.add_done_callback(self._calls.pop)
+        task = self._track(_caught(call, self._pid), job)
         in_time = ended = await _ends(task, seconds)
         for _ in range(CANCELS):
             if not ended:
@@ -311,6 +327,24 @@ class ThreadRunner:
         if isinstance(outcome, BaseException) and not in_time:
             return TimeoutError(f"took longer than {seconds:g} s")
         return outcome
+
+    def _make_task(
+        self, loop: asyncio.AbstractEventLoop, code: Coroutine[Any, Any, T], **options: Any
+    ) -> "asyncio.Task[T]":
+        """Make a task of the loop. A task that the code of a job makes runs code of that job."""
+        context: Context | None = options.get("context")
+        job = OWNER.get() if context is None else context.get(OWNER, NO_OWNER)
+        if isinstance(job, NoOwner):
+            return asyncio.tasks.Task(code, loop=loop, **options)
+        return self._track(code, job, **options)
+
+    def _track(self, code: Coroutine[Any, Any, T], job: Job | None, **options: Any) -> "asyncio.Task[T]":
+        """Make a task that runs code of the job; of an environment that is closed, for None."""
+        call = TrackedCall(code, self._signs, job, self._look, lambda: self._has_left(job))
+        task = asyncio.tasks.Task(call, loop=self._loop, **options)
+        self._calls[task] = job
+        task.add_done_callback(self._calls.pop)
+        return task
 
     def _has_left(self, job: Job | None) -> bool:
         return job is not None and job.trajectory_id in self._withdrawn

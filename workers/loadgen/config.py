@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rose.schemas.setting_bounds import MAX_COUNT, check_bounds
-from rose.workers.loadgen.traces import SQUARE
+
+SQUARE = "square:"
+"""Beginning of the name of a square wave, which is no file."""
 
 LEAST_PACE, MOST_PACE = 1e-6, 1e6
 

@@ -16,8 +16,7 @@ from rose.schemas.weights import ChunkRef, SliceRef, WeightChunk, WeightManifest
 from rose.workers.weights import codec
 from rose.workers.weights.checks import Refusal, VersionRefused, check_chunk
 from rose.workers.weights.codec import CodecError
-from rose.workers.weights.digests import digest_of
-from rose.workers.weights.layout import Box, box_of
+from rose.workers.weights.layout import Box, box_of, digest_of
 from rose.workers.weights.tensors import Matrix, bits_of, empty_tensor, finite, read_box, write_box
 
 Fetch = Callable[[list[ChunkRef]], Iterable[tuple[ChunkRef, WeightChunk | bytes]]]

@@ -11,8 +11,7 @@ from enum import Enum
 
 from rose.schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightChunk, WeightManifest
 from rose.workers.weights.config import HOLDS
-from rose.workers.weights.digests import digest_of, whole_digest
-from rose.workers.weights.layout import DTYPE_BYTES, matrix
+from rose.workers.weights.layout import DTYPE_BYTES, digest_of, matrix, whole_digest
 
 
 class Refusal(Enum):

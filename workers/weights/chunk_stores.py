@@ -20,7 +20,7 @@ from rose.schemas.weights import MAX_CHUNK_PARTITIONS, ChunkRef, FirstChunk, Wei
 from rose.topics.catalog import CHUNKS
 from rose.topics.writer import Writer
 from rose.workers.weights.config import WeightsConfig
-from rose.workers.weights.digests import digest_of
+from rose.workers.weights.layout import digest_of
 
 
 class StoreError(RoseError):

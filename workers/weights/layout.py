@@ -1,6 +1,10 @@
-"""How tensors are cut into slices, and which part of a model a rank of an engine needs, in Hugging Face's layout.
+"""How tensors are cut into slices, which part of a model a rank of an engine needs, and the digests of slices.
 
-Keeps true: slices tile every tensor, so each element is in exactly one slice. Pure; does not import torch.
+Keeps true
+- Slices tile every tensor, so each element is in exactly one slice. The layout is Hugging Face's.
+- Versions with the same digest have the same names, slices and bits.
+
+Pure; does not import torch.
 """
 
 import re
@@ -9,8 +13,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
+from blake3 import blake3
+
 from rose.schemas.errors import UsageError
-from rose.schemas.weights import SliceRef
+from rose.schemas.weights import SliceRef, WeightManifest
 
 VOCABULARY_PADDING = 64
 """vLLM pads the vocabulary to a multiple of this before it splits it over ranks."""
@@ -29,6 +35,12 @@ SLICE_ELEMENTS = 1 << 20
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Element types that can travel, with their sizes in bytes."""
+
+
+DIGEST_BYTES = 16
+
+NO_BASE = bytes(DIGEST_BYTES)
+"""Base digest of a slice of an anchor."""
 
 
 class LayoutError(UsageError):
@@ -137,3 +149,32 @@ def _share(name: str, shape: Sequence[int], rank: ShardRank) -> Box:
         start, stop = columns * number // size, columns * (number + 1) // size
         return Box(0, rows, start, stop - start)
     return whole(shape)
+
+
+def digest_of(data: bytes | memoryview) -> bytes:
+    """The digest that records carry: the first 16 bytes of BLAKE3 (six times as fast as BLAKE2b)."""
+    return blake3(memoryview(data).cast("B")).digest(length=DIGEST_BYTES)
+
+
+class WholeDigest:
+    """The digest of a version, over the coordinates and digests of all slices in the manifest's order."""
+
+    def __init__(self) -> None:
+        self._hash = blake3()
+
+    def add(self, name: str, box: Box, digest: bytes) -> None:
+        """Add a slice: its tensor's name, its box and its digest."""
+        place = (len(name), box.row_start, box.rows, box.column_start, box.columns)
+        self._hash.update(b"".join(number.to_bytes(8, "little") for number in place) + name.encode() + digest)
+
+    def digest(self) -> bytes:
+        """The digest of all slices that were added."""
+        return self._hash.digest(length=DIGEST_BYTES)
+
+
+def whole_digest(manifest: WeightManifest) -> bytes:
+    """The digest that the manifest must have, computed from its slices."""
+    digest = WholeDigest()
+    for piece in manifest.slices:
+        digest.add(manifest.tensors[piece.tensor].name, box_of(piece), piece.digest)
+    return digest.digest()

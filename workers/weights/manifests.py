@@ -37,7 +37,6 @@ from rose.topics.writer import Writer
 from rose.workers.weights.checks import Refusal, VersionRefused, check_chunk
 from rose.workers.weights.chunk_stores import CHUNK_BYTES, ChunkSink, lowest_offsets, put_payload
 from rose.workers.weights.layout import LayoutError
-from rose.workers.weights.trust import Trust
 
 INLINE_BYTES = MAX_RECORD_BYTES // 2
 """Largest encoded manifest with its tensors and slices in the record itself, without `first`."""
@@ -172,9 +171,3 @@ def read_manifests(settings: BusSettings, *, on_wait: Callable[[], None] = noop)
     BusError.
     """
     yield from read_to_end(settings, {MANIFEST_PARTITION: 0}, client_id="rose-weights", on_wait=on_wait)
-
-
-def newest_manifest(settings: BusSettings, trust: Trust) -> WeightManifest | None:
-    """The newest trusted manifest, or None. Raises TopicMissing or BusError."""
-    found = filter(None, map(trust.verified, read_manifests(settings)))
-    return max(found, key=lambda manifest: manifest.order, default=None)

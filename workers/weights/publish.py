@@ -45,8 +45,7 @@ from rose.topics.writer import Writer
 from rose.workers.weights import codec
 from rose.workers.weights.chunk_stores import AnchorStore, ChunkSink, LogChunkSink, StoredChunk, open_store, put_payload
 from rose.workers.weights.config import DEFAULT_RUN, WeightsConfig
-from rose.workers.weights.digests import NO_BASE, whole_digest
-from rose.workers.weights.layout import Box, LayoutError, slices_of
+from rose.workers.weights.layout import NO_BASE, Box, LayoutError, slices_of, whole_digest
 from rose.workers.weights.manifests import (
     MANIFEST_PARTITION,
     SignedManifest,
@@ -387,21 +386,16 @@ def _chunk_in_file(chunk: ChunkRef, file: int) -> ChunkRef:
 
 
 def make_publisher(
-    settings: BusSettings,
-    model_id: str,
-    config: WeightsConfig,
-    *,
-    run: str | None = None,
-    on_wait: Callable[[], None] = noop,
+    settings: BusSettings, model_id: str, config: WeightsConfig, *, on_wait: Callable[[], None] = noop
 ) -> WeightPublisher:
-    """The publisher that a configuration describes. `run` replaces the configuration's; `on_wait`: see WeightPublisher.
+    """Return the publisher that a configuration describes. `on_wait`: see WeightPublisher.
 
     Raises UsageError if a key file, the store or the run's name is invalid; TopicMissing, BusError.
     """
     return WeightPublisher(
         settings,
         model_id,
-        run=config.run if run is None else run,
+        run=config.run,
         dtype=TORCH_DTYPES[config.dtype] if config.dtype else None,
         anchor_every=config.anchor_every,
         anchor_max_age_seconds=config.anchor_max_age_seconds,

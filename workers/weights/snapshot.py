@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rose.schemas.weights import TensorSpec
-from rose.workers.weights.digests import WholeDigest, digest_of
-from rose.workers.weights.layout import DTYPE_BYTES, Box, LayoutError, matrix, slices_of
+from rose.workers.weights.layout import DTYPE_BYTES, Box, LayoutError, WholeDigest, digest_of, matrix, slices_of
 from rose.workers.weights.tensors import Matrix, bits_of, finite, read_box, spec_of, to_wire_dtype
 
 

@@ -20,9 +20,9 @@ from typing import TextIO
 import psutil
 
 from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
-from rose.topics.apache_kafka import Cluster
 from rose.topics.local_broker.process import Broker, free_ports
 from tests.support.installed_versions import InstalledVersions
+from tests.support.kafka_cluster import Cluster
 from tests.support.lender_server_fixtures import MODEL, server_flags
 from tests.support.storm.plan import Act, Deed, Part, Role, Worker, cell_of
 from tests.support.storm.stalls import Change, Happening

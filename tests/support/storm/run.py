@@ -18,12 +18,12 @@ from confluent_kafka import KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from rose.topics.admin import create_topics
-from rose.topics.apache_kafka import Cluster
 from rose.topics.catalog import OUTCOMES, PROMPTS, REQUESTED, SAMPLES, Partitions
 from rose.topics.local_broker.process import QUIET, Broker
 from rose.topics.queries import offset_in
 from rose.topics.settings import BusSettings
 from tests.support.brokers import flags
+from tests.support.kafka_cluster import Cluster
 from tests.support.lender_server_fixtures import SERVING
 from tests.support.storm.lines import Line, Sort
 from tests.support.storm.log_checks import Log, breaches, read_all, read_log

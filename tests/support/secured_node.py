@@ -1,6 +1,6 @@
 """A secured Apache Kafka node on loopback: TLS, SCRAM-SHA-512 authentication, and access by ACLs only.
 
-For trials, tests and measurements of rights. A production cluster has its own certificates.
+For tests and measurements of rights. A production cluster has its own certificates.
 
 Keeps true
 - Every listener is encrypted. Clients authenticate with SCRAM; the node authenticates to its controller with its
@@ -19,7 +19,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
-from importlib.resources import files
 from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
@@ -160,7 +159,7 @@ def start_secured(
     data_folder.chmod(0o700)  # the node's settings contain its user's password
     _make_certificates(keys)
     password = secrets.token_hex(16)
-    settings = (files("rose.topics.apache_kafka") / "secured.properties.in").read_text(encoding="utf-8")
+    settings = Path(__file__).with_name("secured.properties.in").read_text(encoding="utf-8")
     words = {"KEYS": str(keys), "ADMIN": ADMIN_USER, "PASSWORD": password, "NODE_NAME": NODE_NAME}
     for word, value in words.items():
         settings = settings.replace(f"@{word}@", value)

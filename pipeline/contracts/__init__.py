@@ -1,1 +1,0 @@
-"""Descriptions of ROSE's topics for other programs: AsyncAPI and JSON Schema."""
