@@ -6,7 +6,7 @@ from rose.pipeline.observability.grafana import as_json
 from rose.pipeline.observability.metrics_table import as_markdown, metrics, servers
 from rose.pipeline.observability.pages import DASHBOARDS
 
-TABLE = "docs/metrics.md"
+TABLE = "docs/reference/metrics.md"
 FOLDER = "deploy/dashboards"
 
 
