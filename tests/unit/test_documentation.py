@@ -8,7 +8,6 @@ import importlib
 import re
 import shlex
 import statistics
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -145,10 +144,15 @@ def test_diagrams_have_a_known_type(name: str) -> None:
 def test_snippets_are_valid(name: str) -> None:
     for code in snippets(name, "python"):
         ast.parse(code)
-    for code in snippets(name, "toml"):
-        tomllib.loads(code)
     for code in snippets(name, "yaml"):
         list(yaml.safe_load_all(code))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_toml_snippets_are_configurations(name: str, tmp_path: Path) -> None:
+    for code in snippets(name, "toml"):
+        (tmp_path / "rose.toml").write_text(code)
+        load(Common(config=tmp_path / "rose.toml"))
 
 
 def rose_commands(script: str) -> Iterator[list[str]]:
