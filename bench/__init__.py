@@ -1,1 +1,1 @@
-"""The benchmarks that `docs/figures.md` comes from."""
+"""The benchmarks that `docs/benchmarks/results.md` comes from."""

@@ -91,7 +91,10 @@ def render_document(document: Schema) -> str:
 
 
 def prompt_schema() -> Schema:
-    """Return the JSON Schema of a prompt as JSON. `docs/producers.md` has the rules that a schema cannot express."""
+    """Return the JSON Schema of a prompt as JSON.
+
+    `docs/guides/producers.md` has the rules that a schema cannot express.
+    """
     found = definitions([Prompt], ref=lambda name: f"#/$defs/{name}")
     for schema in found.values():
         schema["additionalProperties"] = False  # for producers; a prompt in a group's record may have more

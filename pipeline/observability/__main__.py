@@ -1,4 +1,4 @@
-"""`python -m rose.pipeline.observability` in a checkout writes docs/metrics.md and deploy/dashboards/ from the code."""
+"""`python -m rose.pipeline.observability` in a checkout writes docs/reference/metrics.md and the dashboards."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from rose.pipeline.observability.dashboards import DASHBOARDS
 from rose.pipeline.observability.grafana import as_json
 from rose.pipeline.observability.metrics_table import as_markdown, metrics, servers
 
-TABLE = "docs/metrics.md"
+TABLE = "docs/reference/metrics.md"
 FOLDER = "deploy/dashboards"
 
 

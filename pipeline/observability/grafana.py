@@ -87,7 +87,7 @@ def filter_by_job(query: str, known: Collection[str]) -> str:
     Example: `rate(rose_x_total{kind="a"}[5m])` -> `rate(rose_x_total{job=~"$job",kind="a"}[5m])`.
     """
     if unknown := names_in(query) - set(known):
-        raise UnknownMetric(f"{', '.join(sorted(unknown))} in {query}: no such metric in docs/metrics.md")
+        raise UnknownMetric(f"{', '.join(sorted(unknown))} in {query}: no such metric in docs/reference/metrics.md")
     chosen = NAME.sub(lambda name: f'{name[0]}{{job=~"$job"}}', query)
     return chosen.replace('"$job"}{', '"$job",')
 

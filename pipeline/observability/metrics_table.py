@@ -109,24 +109,37 @@ def _labels_of(declared: object) -> tuple[str, ...]:
 
 
 def as_markdown(metrics_found: Sequence[Metric]) -> str:
-    """`docs/metrics.md`."""
+    """`docs/reference/metrics.md`."""
     rows = "".join(
         f"| `{each.name}` | {each.kind} | {', '.join(f'`{label}`' for label in each.labels)} | {each.unit} | "
         f"{each.role} | {each.sentence} |\n"
         for each in metrics_found
     )
-    return f"{INTRODUCTION}\n| name | type | labels | unit | of | what it is |\n|---|---|---|---|---|---|\n{rows}"
+    table = f"| name | type | labels | unit | of | what it is |\n|---|---|---|---|---|---|\n{rows}"
+    return f"{INTRODUCTION}\n{table}\n**Next:** {NEXT}\n"
 
 
 INTRODUCTION = """# Metrics
 
-Every process serves Prometheus metrics on a port of its own where one is set (`metrics.*`, see `rose config`): the \
-trainer on its own, router, control app, environment worker, executor and lender *n* on the first one's plus *n*; of a \
-lender the sidecar of the server has it, and the server's own `/metrics` says how its users fare. A histogram has \
-`_bucket`, `_sum` and `_count`. What counts restarts at 0 with its process, so take `rate` or `increase`. Counters \
-whose labels are known begin at 0. An executor or lender that begins anew, as while its guest or the broker is away, \
-exports nothing of its engine and of versions until it has begun: such figures are missing rather than old. The \
-client's own `process_*` and `python_*` come beside these.
+Every process serves Prometheus metrics on its own port, if one is configured (`metrics.*`). Port 0 is off.
 
-`python -m rose.pipeline.observability` writes this page and the dashboards from the code; a test holds both against it.
+| role | port |
+|---|---|
+| any role in a container | `metrics.port` |
+| trainer | `metrics.trainer` |
+| router, control app, environment worker, executor or lender *n* | the port of its kind, plus *n* |
+
+The metrics of a lender come from its sidecar. The server's own `/metrics` says how its users fare.
+
+- A histogram has `_bucket`, `_sum` and `_count`.
+- A counter restarts at 0 with its process: use `rate` or `increase`. Counters with known labels begin at 0.
+- An executor that starts again exports no engine metrics until it has started: figures are missing rather than old.
+- The client's own `process_*` and `python_*` are exported too.
+
+`python -m rose.pipeline.observability` writes this page and the dashboards. A test compares both with the code.
+
+## All metrics
 """
+
+NEXT = "[Alerts](../operations/alerts.md) · [Troubleshooting](../operations/troubleshooting.md)"
+"""Links at the end of the page."""

@@ -1,8 +1,8 @@
 """What an operator does about a transaction whose end Apache Kafka has lost.
 
 A lone node that comes up leads nothing for a moment; of a transaction that is ended just then it tells the partitions
-nothing, as if they had been deleted (KAFKA-20734; docs/operations.md). Who waits for that end says so and waits for
-ever, as nobody knows whether it was committed: a person aborts it, and what it may have committed there is lost. The
+nothing, as if they had been deleted (KAFKA-20734; docs/operations/known-issues.md). A reader that waits for that end
+waits for ever, and says so: a person aborts the transaction, and what it may have committed there is lost. The
 tool for that is not among the libraries of Kafka that these tests are run with: here another transaction of the same id
 is aborted, which fences who writes under it.
 """

@@ -87,7 +87,7 @@ def test_committed_transactions_survive_with_their_offsets(own: Cluster, own_bro
             producer.commit_transaction(WAIT_SECONDS)
         committed = [b"%d" % step for step in range(steps)]
         # A commit is acknowledged when it is decided and shows when its marker is written. A lone Apache Kafka node
-        # that is killed in between never writes the marker: docs/operations.md, "A lone Kafka node that is killed".
+        # that is killed in between never writes the marker: docs/operations/known-issues.md.
         until(partial(_shows, own, sink, steps), what="the last commit to show")
         assert _committed(consumer, source) == steps
         own_broker.kill()

@@ -60,11 +60,11 @@ def debian() -> Debian:
 
 @pytest.fixture(scope="module")
 def own(images: Images, tmp_path_factory: pytest.TempPathFactory) -> Container:
-    """An image with an environment of a user's own: the one of docs/environments.md."""
+    """An image with an environment of a user's own: the one of docs/guides/environments.md."""
     images.container("light")
     root = Path(__file__).parents[2]
     folder = tmp_path_factory.mktemp("own")
-    told = (root / "docs" / "environments.md").read_text()
+    told = (root / "docs" / "guides" / "environments.md").read_text()
     (folder / "guessing.py").write_text(told.split("```python\n", 1)[1].split("```", 1)[0])
     images.builder.build(root / "deploy" / "images" / "environment.Containerfile", folder, "rose-own")
     return images.builder.container("rose-own")

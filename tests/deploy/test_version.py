@@ -10,8 +10,7 @@ ROOT = Path(__file__).parents[2]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 FILES = (
-    "README.md",
-    "docs/deployment.md",
+    "docs/getting-started/kubernetes.md",
     "deploy/chart/Chart.yaml",
     "deploy/compose.yaml",
     "deploy/images/environment.Containerfile",

@@ -1,5 +1,5 @@
 """The processes of a lending server are halted and killed, one after another: serving goes on, and what is written of
-each in docs/lending.md is so.
+each in docs/guides/lend-a-server.md is so.
 """
 
 import random

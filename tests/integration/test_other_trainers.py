@@ -1,4 +1,4 @@
-"""The trainers of docs/examples over a real broker: the contract of `docs/training.md` is enough for them."""
+"""The trainers of docs/examples over a real broker: `docs/guides/custom-trainer.md` states the contract."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What docs/producers.md shows does what it says: its snippets are taken out of the document and run as they stand."""
+"""The snippets of docs/guides/producers.md are taken out of the page and run as they stand."""
 
 import os
 import re
@@ -22,7 +22,7 @@ from tests.support.brokers import AnyBroker
 from tests.support.environment_worker_fixtures import PARTITIONS, letters
 from tests.support.scripted_executors import ScriptedExecutors, worker_process
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "producers.md").read_text()
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "guides" / "producers.md").read_text()
 SNIPPETS = re.findall(r"^```(\w+)\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
 KCAT, JAVA, DEAD_LETTERS = (text for language, text in SNIPPETS if language == "sh")
 (SUBMIT,) = (text for language, text in SNIPPETS if language == "java")

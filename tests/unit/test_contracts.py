@@ -218,7 +218,8 @@ def test_the_schema_of_a_prompt_accepts_what_the_decoder_accepts(value: Any) -> 
     assert PROMPTS_BY.is_valid(value) == taken(Prompt, json.dumps(value).encode())
 
 
-def test_the_readmes_prompt_is_one() -> None:
-    (line,) = re.findall(r"A prompt is one line of JSON: `(.*)`", (DOCS.parent / "README.md").read_text())
+def test_documented_prompt_is_a_prompt() -> None:
+    page = (DOCS / "getting-started" / "installation.md").read_text()
+    (line,) = re.findall(r"^```json\n(.*)\n```$", page, re.MULTILINE)
     PROMPTS_BY.validate(json.loads(line))
     assert decode(Prompt, line.encode())

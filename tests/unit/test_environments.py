@@ -283,7 +283,7 @@ def test_the_lakes_words_move_the_player_and_the_goal_pays() -> None:
 
 
 def test_the_documented_example_is_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "environments.md").read_text()
     (tmp_path / "guessing.py").write_text(page.split("```python\n")[1].split("```")[0])
     monkeypatch.syspath_prepend(tmp_path)
     make = load_environment("guessing:Guessing")

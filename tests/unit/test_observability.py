@@ -102,13 +102,13 @@ def test_a_query_is_of_the_jobs_that_were_chosen() -> None:
 
 
 def test_every_alert_asks_for_what_is_exported_and_has_a_runbook() -> None:
-    headings = re.findall(r"^#+ (.+)$", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", (ROOT / "docs" / "operations" / "alerts.md").read_text(), re.MULTILINE)
     for rule in rules():
         asked = names_in(rule["expr"])
         assert asked and asked <= known(), rule["alert"]
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"]["summary"].endswith(".")
-        assert rule["annotations"]["runbook"] == f"docs/operations.md#{rule['alert'].lower()}"
+        assert rule["annotations"]["runbook"] == f"docs/operations/alerts.md#{rule['alert'].lower()}"
         assert rule["alert"] in headings
     runbooks = {heading for heading in headings if heading.startswith("Rose")}
     assert runbooks == {rule["alert"] for rule in rules()}

@@ -40,7 +40,7 @@ EDGED = ("\nlines at the ends\n\n", " \n\tmore at the ends\n\n ")
 ACTIONS = ("0+7", "Let me see.\n\nIt is 12.", "<think>\n7 and 3\n</think>\n\n=12")
 """Texts of policies that a template is tried with. The last one begins with reasoning."""
 
-FIX = "write a turn_format.json that says how this policy reads turns (docs/environments.md)"
+FIX = "write a turn_format.json that says how this policy reads turns (docs/guides/environments.md)"
 
 
 class TurnFormatError(UsageError):
