@@ -18,56 +18,32 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from rose.schemas.arrays import unpack_logprobs, unpack_tokens
-from rose.schemas.samples import Sample
 from rose.topics.health import HEALTH
-from rose.workers.trainer.loss import LossBounds, beyond_clip, group_advantages, grpo_loss
+from rose.workers.trainer.algorithms.base import Algorithm, TokenBatch, checked_advantages, checked_loss
+from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.policy import microbatches, pad_rows, produces_nonfinite, token_logprobs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingSample:
-    """One trajectory. All lists have one entry per token."""
-
-    tokens: Sequence[int]
-    loss_mask: Sequence[int]
-    """1 where the policy sampled the token."""
-    behaviour_logprobs: Sequence[float]
-    """Logprobs that the engine recorded; ignored where the mask is 0."""
-    temperatures: Sequence[float]
-    """Sampling temperature of each token, above 0; ignored where the mask is 0."""
-    reward: float
-
-    @classmethod
-    def of(cls, sample: Sample) -> Self:
-        """Convert a Sample record that `selection.select_samples` marked as trained."""
-        assert sample.reward is not None
-        tokens = unpack_tokens(sample.tokens)
-        temperatures = [1.0] * len(tokens)
-        for turn in sample.turns:
-            temperatures[turn.start : turn.end] = [turn.sampling.temperature] * (turn.end - turn.start)
-        return cls(
-            tokens=tokens,
-            loss_mask=list(sample.loss_mask),
-            behaviour_logprobs=unpack_logprobs(sample.logprobs).tolist(),
-            temperatures=temperatures,
-            reward=sample.reward,
-        )
+from rose.workers.trainer.training_sample import TrainingSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
     """Settings of a step."""
 
-    bounds: LossBounds
-    scale_by_deviation: bool
-    """Whether advantages are divided by the group's standard deviation, so that groups have equal weight."""
     minibatches: int
     """Optimizer updates in a step, each on its share of the groups."""
     gradient_norm: float
     """Largest gradient norm; a larger gradient is scaled down to it."""
     microbatch_tokens: int
     """Most padded tokens in one pass through the model. Bounds memory only."""
+
+    @classmethod
+    def of(cls, config: TrainerConfig) -> Self:
+        """The part of the configuration that the step uses."""
+        return cls(
+            minibatches=config.minibatches,
+            gradient_norm=config.gradient_norm,
+            microbatch_tokens=config.microbatch_tokens,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,7 +65,8 @@ class StepMetrics:
     kl_behaviour: float = 0.0
     """Estimated KL divergence of the sampling policy from the current policy, in nats per token."""
     clipped_share: float = 0.0
-    """Share of tokens that have no gradient because of the clip range."""
+    """Share of tokens that have no gradient because of a bound of the algorithm."""
+    learning_rate: float = 0.0
     skipped_minibatches: int = 0
     """Number of minibatches whose gradient was not finite."""
     skipped_groups: tuple[int, ...] = ()
@@ -121,41 +98,33 @@ class _Sums:
         self.clipped += other.clipped
 
 
-def make_optimizer(model: Any, *, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW without weight decay and with a beta2 of 0.95, which adapts fast enough for a run of a few dozen steps."""
-    return torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-
-
 def train_step(
     model: Any,
     optimizer: torch.optim.Optimizer,
     groups: Sequence[Sequence[TrainingSample]],
     *,
+    algorithm: Algorithm,
     settings: StepSettings,
 ) -> StepMetrics:
     """Update the model in place with one step on whole groups.
 
-    Each inner sequence of `groups` is one complete group.
+    Each inner sequence of `groups` is one complete group. Raises AlgorithmError.
     """
-    live: list[tuple[int, list[_Row]]] = []
-    for place, group in enumerate(groups):
-        rewards = [sample.reward for sample in group]
-        advantages = group_advantages(rewards, scale_by_deviation=settings.scale_by_deviation)
-        if any(advantages):
-            rows = zip(group, advantages, strict=True)
-            live.append((place, [_Row(sample, advantage) for sample, advantage in rows if any(sample.loss_mask)]))
+    of_groups = [_rows(group, algorithm) for group in groups]
+    live = [(place, rows) for place, rows in enumerate(of_groups) if rows is not None]
     samples = [sample for group in groups for sample in group]
     metrics = StepMetrics(
         reward=sum(sample.reward for sample in samples) / max(len(samples), 1),
         groups=len(groups),
         groups_with_signal=len(live),
+        learning_rate=optimizer.param_groups[0]["lr"],
     )
     model.eval()
     learned = _Sums()
     for first in range(min(settings.minibatches, len(live))):
         minibatch = live[first :: settings.minibatches]
         optimizer.zero_grad(set_to_none=True)
-        sums = _gradients(model, [row for _, rows in minibatch for row in rows], settings)
+        sums = _gradients(model, [row for _, rows in minibatch for row in rows], algorithm, settings)
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.gradient_norm))
         if math.isfinite(norm):
             optimizer.step()
@@ -170,11 +139,11 @@ def train_step(
     return metrics
 
 
-def dry_run_group(model: Any, group: Sequence[TrainingSample], *, settings: StepSettings) -> None:
+def dry_run_group(model: Any, group: Sequence[TrainingSample], *, algorithm: Algorithm, settings: StepSettings) -> None:
     """Compute the gradient of a group and discard it. Raises what a step on the group would raise; changes no
     weight.
     """
-    _gradients(model, [_Row(sample, 1.0) for sample in group if any(sample.loss_mask)], settings)
+    _gradients(model, _rows(group, algorithm) or [], algorithm, settings)
     model.zero_grad(set_to_none=True)
 
 
@@ -193,31 +162,39 @@ def _inputs(samples: Sequence[TrainingSample]) -> tuple[Tensor, Tensor]:
     return tokens, pad_rows([sample.temperatures for sample in samples], dtype=torch.float32, filling=1.0)
 
 
-def _gradients(model: Any, rows: Sequence[_Row], settings: StepSettings) -> _Sums:
+def _rows(group: Sequence[TrainingSample], algorithm: Algorithm) -> list[_Row] | None:
+    """The samples of a group with sampled tokens, and their advantages; None for a group without advantages."""
+    advantages = checked_advantages(algorithm, group)
+    if not any(advantages):
+        return None
+    rows = zip(group, advantages, strict=True)
+    return [_Row(sample, advantage) for sample, advantage in rows if any(sample.loss_mask)]
+
+
+def _gradients(model: Any, rows: Sequence[_Row], algorithm: Algorithm, settings: StepSettings) -> _Sums:
     """Add the gradient of the rows' loss, a mean over their sampled tokens, to the parameters' gradients."""
     sums = _Sums(tokens=sum(sum(row.sample.loss_mask) for row in rows))
     for indices in microbatches([len(row.sample.tokens) for row in rows], tokens=settings.microbatch_tokens):
         part = [rows[index] for index in indices]
-        mask = pad_rows([row.sample.loss_mask for row in part], dtype=torch.float32)
-        behaviour = pad_rows([row.sample.behaviour_logprobs for row in part], dtype=torch.float32)
-        advantages = torch.tensor([[row.advantage] for row in part])
-        logprobs = token_logprobs(model, *_inputs([row.sample for row in part]))
-        summed = grpo_loss(
-            logprobs, behaviour_logprobs=behaviour, advantages=advantages, loss_mask=mask, bounds=settings.bounds
+        batch = TokenBatch(
+            logprobs=token_logprobs(model, *_inputs([row.sample for row in part])),
+            behaviour_logprobs=pad_rows([row.sample.behaviour_logprobs for row in part], dtype=torch.float32),
+            advantages=torch.tensor([[row.advantage] for row in part]),
+            loss_mask=pad_rows([row.sample.loss_mask for row in part], dtype=torch.bool),
         )
-        (summed / max(sums.tokens, 1)).backward()  # type: ignore[no-untyped-call]
+        loss = checked_loss(algorithm, batch)
+        (loss.summed / max(sums.tokens, 1)).backward()  # type: ignore[no-untyped-call]
         HEALTH.report_progress()
-        sums.loss += float(summed.detach())
-        _observe(sums, logprobs.detach(), behaviour, advantages, mask=mask, bounds=settings.bounds)
+        sums.loss += float(loss.summed.detach())
+        _observe(sums, batch, loss.clipped)
     return sums
 
 
-def _observe(
-    sums: _Sums, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, *, mask: Tensor, bounds: LossBounds
-) -> None:
-    log_ratio = (logprobs - behaviour)[mask.bool()].double()  # the ratio is at most that of MIN_LOGPROB
-    ratio = log_ratio.exp()
+def _observe(sums: _Sums, batch: TokenBatch, clipped: Tensor | None) -> None:
+    log_ratio = (batch.logprobs.detach() - batch.behaviour_logprobs)[batch.loss_mask].double()
+    ratio = log_ratio.exp()  # at most that of MIN_LOGPROB
     sums.ratio += float(ratio.sum())
     # The estimator r - 1 - log r of the KL divergence is never negative and has low variance.
     sums.divergence += float((ratio - 1 - log_ratio).sum())
-    sums.clipped += float(beyond_clip(ratio, advantages.expand_as(mask)[mask.bool()], bounds).sum())
+    if clipped is not None:
+        sums.clipped += float(clipped[batch.loss_mask].sum())
