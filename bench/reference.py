@@ -22,7 +22,7 @@ from rose.workers.environments.turn_format import TurnFormat
 from rose.workers.trainer.algorithms.registry import make_algorithm
 from rose.workers.trainer.optimizer import make_optimizer, make_schedule
 from rose.workers.trainer.policy import load_policy
-from rose.workers.trainer.step import StepSettings, train_step
+from rose.workers.trainer.step import train_step
 from rose.workers.trainer.training_sample import TrainingSample
 
 HELD_OUT_EVERY_STEPS = 10
@@ -102,8 +102,8 @@ class Reference:
         ]
         size = prompts[0].group_size
         groups = [samples[first : first + size] for first in range(0, len(samples), size)]
-        step_settings = StepSettings.of(self._settings.trainer)
-        done = train_step(self._model, self._optimizer, groups, algorithm=self._algorithm, settings=step_settings)
+        config = self._settings.trainer
+        done = train_step(self._model, self._optimizer, groups, algorithm=self._algorithm, config=config)
         if done.tokens:
             self._schedule.step()
         self._versions.append(self._version())

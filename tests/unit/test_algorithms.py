@@ -4,10 +4,11 @@ import copy
 import math
 import statistics
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,21 +18,23 @@ from rose.schemas.errors import UsageError
 from rose.schemas.limits import MAX_REWARD
 from rose.workers.trainer.algorithms import base
 from rose.workers.trainer.algorithms.base import AlgorithmError, TokenBatch, TokenLoss
-from rose.workers.trainer.algorithms.clipped_loss import LossBounds, clipped_loss
+from rose.workers.trainer.algorithms.clipped_loss import clipped_loss
 from rose.workers.trainer.algorithms.grpo import DEVIATION_EPSILON, Grpo, group_advantages
 from rose.workers.trainer.algorithms.registry import UnknownAlgorithm, make_algorithm
 from rose.workers.trainer.algorithms.rloo import Rloo, leave_one_out_advantages
 from rose.workers.trainer.config import TrainerConfig
+from rose.workers.trainer.groups import CompleteGroup
+from rose.workers.trainer.learner import Learner
 from rose.workers.trainer.optimizer import make_optimizer
 from rose.workers.trainer.policy import load_policy
-from rose.workers.trainer.step import StepSettings, dry_run_group, train_step
+from rose.workers.trainer.selection import SelectedGroup, SelectionRules, select_groups
+from rose.workers.trainer.step import train_step
 from rose.workers.trainer.training_sample import TrainingSample
-from tests.support.trainer_fixtures import make_policy
+from tests.support.trainer_fixtures import group_name, make_policy, make_samples
 
 REWARDS = st.lists(st.sampled_from([0.0, 0.25, 1.0, -1.0]), min_size=1, max_size=16)
 LOGPROBS = st.floats(min_value=-8, max_value=0)
 TOKENS = st.tuples(LOGPROBS, LOGPROBS, st.sampled_from([-1.5, 0.0, 0.7]), st.sampled_from([0.0, 1.0]))
-BOUNDS = LossBounds(clip_low=0.8, clip_high=1.28, importance_cap=2.0)
 ANY_REWARDS = st.lists(st.floats(-MAX_REWARD, MAX_REWARD) | st.sampled_from([0.0, 1.0, 0.5]), max_size=16)
 
 
@@ -39,14 +42,19 @@ def config_of(**change: Any) -> TrainerConfig:
     return TrainerConfig(model_folder=Path("model"), run_folder=Path("run"), **change)
 
 
+BOUNDS = config_of(clip_low=0.8, clip_high=1.28, importance_cap=2.0)
+
+
 def loss_of(
-    logprobs: torch.Tensor, behaviour: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, bounds: LossBounds
+    logprobs: torch.Tensor, behaviour: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, bounds: TrainerConfig
 ) -> TokenLoss:
     batch = TokenBatch(logprobs=logprobs, behaviour_logprobs=behaviour, advantages=advantages, loss_mask=mask.bool())
     return clipped_loss(batch, bounds)
 
 
-def naive(tokens: list[tuple[float, float, float, float]], bounds: LossBounds) -> tuple[float, list[float], list[bool]]:
+def naive(
+    tokens: list[tuple[float, float, float, float]], bounds: TrainerConfig
+) -> tuple[float, list[float], list[bool]]:
     """The loss, its derivative by every logprob, and which tokens are clipped, from the words of the definition."""
     loss, slopes, clipped = 0.0, [], []
     for logprob, behaviour, advantage, mask in tokens:
@@ -62,7 +70,9 @@ def naive(tokens: list[tuple[float, float, float, float]], bounds: LossBounds) -
 @given(
     st.lists(TOKENS, min_size=1, max_size=12),
     st.builds(
-        LossBounds,
+        TrainerConfig,
+        model_folder=st.just(Path("model")),
+        run_folder=st.just(Path("run")),
         clip_low=st.floats(0.1, 1.0),
         clip_high=st.floats(1.0, 3.0),
         importance_cap=st.floats(0.5, 5.0),
@@ -70,7 +80,7 @@ def naive(tokens: list[tuple[float, float, float, float]], bounds: LossBounds) -
 )
 @settings(max_examples=300)
 def test_loss_and_gradient_are_those_of_the_definition(
-    tokens: list[tuple[float, float, float, float]], bounds: LossBounds
+    tokens: list[tuple[float, float, float, float]], bounds: TrainerConfig
 ) -> None:
     logprobs, behaviour, advantages, mask = torch.tensor(tokens, dtype=torch.float64).T[:, None, :]
     logprobs = logprobs.clone().requires_grad_()
@@ -232,6 +242,7 @@ class Own:
     [
         ("self, config", "self", "cannot be made with the trainer's settings as its one argument"),
         ("config): ...", "config): raise OSError('no such file')", "does not compute: OSError: no such file"),
+        ("config): ...", "config): raise SystemExit", "does not compute: SystemExit"),
         ("def loss", "def losses", "Own lacks loss"),
         ("advantages(self, group)", "advantages(self)", "method advantages that does not take one argument"),
         ("loss(self, batch)", "loss(self, batch, bounds)", "method loss that does not take one argument .*'bounds'"),
@@ -272,7 +283,7 @@ def weights_after_a_step(tiny: Any, name: str, groups: Sequence[Sequence[Trainin
         make_optimizer(model, learning_rate=1e-2),
         groups,
         algorithm=make_algorithm(config),
-        settings=StepSettings.of(config),
+        config=config,
     )
     assert (done.skipped_minibatches, done.tokens, done.learning_rate) == (0, 4, 1e-2)
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
@@ -294,15 +305,45 @@ def test_own_algorithm_trains_a_policy_by_its_import_path(
     assert torch.equal(after, weights_after_a_step(tiny, "my_module:PlainReinforce", groups))
 
 
-def test_group_on_which_an_algorithm_fails_is_found_by_trying_the_group(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only a group of negative rewards has advantages that are no numbers."""
+@pytest.fixture
+def fails_on_one_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainerConfig:
+    """The advantages of a group with a reward below 0 are no numbers."""
     code = OWN.replace("sample.reward - 0.5", "sample.reward - 0.5 if sample.reward >= 0 else float('nan')")
     (tmp_path / "fails_on_negative.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    config = config_of(algorithm="fails_on_negative:Own")
-    algorithm, step_settings = make_algorithm(config), StepSettings.of(config)
-    dry_run_group(tiny, [rewarded(0.0), rewarded(1.0)], algorithm=algorithm, settings=step_settings)
+    return TrainerConfig(
+        model_folder=make_policy(tmp_path / "policy"),
+        run_folder=tmp_path,
+        algorithm="fails_on_negative:Own",
+        minibatches=1,
+    )
+
+
+def selected(rewards: Mapping[int, float]) -> list[SelectedGroup]:
+    """Three groups; `rewards` replaces that of a group's second sample."""
+    rules = SelectionRules(max_staleness=100, vocabulary=40, context_tokens=64)
+    samples = sorted(make_samples(), key=lambda one: one.trajectory_id)
+    groups = []
+    for number in (0, 1, 3):
+        members = [one for one in samples if one.group_id == group_name(number)]
+        if number in rewards:
+            members[1] = msgspec.structs.replace(members[1], reward=rewards[number])
+        groups.append(CompleteGroup(group_name(number), tuple(members)))
+    return select_groups(groups, 1, rules=rules)
+
+
+def test_group_on_which_an_algorithm_fails_is_left_out_and_the_others_are_trained(
+    fails_on_one_group: TrainerConfig,
+) -> None:
+    learner, undone = Learner(fails_on_one_group), []
+    groups, done = learner.learn(selected({1: -1.0}), 1, undo=lambda: undone.append(True))
+    assert [bool(group.trained) for group in groups] == [True, False, True]
+    assert "AlgorithmError: Own.advantages must return one finite number" in groups[1].decisions[0].reason
+    assert undone and done.groups == 2 and done.tokens > 0 and learner.schedule_steps == 1
+
+
+def test_algorithm_that_fails_on_all_groups_ends_the_run_with_its_sentence(fails_on_one_group: TrainerConfig) -> None:
+    learner = Learner(fails_on_one_group)
     with pytest.raises(AlgorithmError, match="one finite number"):
-        dry_run_group(tiny, [rewarded(-1.0), rewarded(1.0)], algorithm=algorithm, settings=step_settings)
+        learner.learn(selected({0: -1.0, 1: -1.0, 3: -1.0}), 1, undo=lambda: None)
+    assert learner.schedule_steps == 0

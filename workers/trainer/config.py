@@ -21,8 +21,8 @@ class TrainerConfig:
     checkpoint_folder: Path | None = None
     """Where checkpoints are kept; unset: `checkpoints` in the run's folder."""
     begin_from: Path | None = None
-    """Checkpoints of another run, or of this one in another namespace, with whose newest policy and optimizer a run
-    begins that has none of its own; unset: the model folder."""
+    """Checkpoints of another run, or of this one in another namespace, with whose newest policy, optimizer and position
+    in the learning-rate schedule a run begins that has none of its own; unset: the model folder."""
     model_id: str = "policy"
     """Names the policy on the log."""
     groups_per_step: int = 16
@@ -51,7 +51,8 @@ class TrainerConfig:
     learning_rate_decay_steps: int = 0
     """Steps that the decay takes after the warm-up; for `linear` and `cosine` only."""
     learning_rate_floor_ratio: float = 0.0
-    """Lowest learning rate of the decay, as a ratio of `learning_rate`."""
+    """Learning rate at the end of the decay, as a ratio of `learning_rate`. With 0 nothing is learned after the
+    decay."""
     clip_low: float = 0.8
     """Lowest ratio of the policy to that which sampled, at which a token of negative advantage is pulled down."""
     clip_high: float = 1.28

@@ -21,7 +21,7 @@ from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.optimizer import make_optimizer, make_schedule
 from rose.workers.trainer.policy import load_policy
 from rose.workers.trainer.selection import SelectedGroup, mark_failed, mark_skipped
-from rose.workers.trainer.step import StepMetrics, StepSettings, dry_run_group, dry_run_policy, train_step
+from rose.workers.trainer.step import StepMetrics, dry_run_group, dry_run_policy, train_step
 from rose.workers.trainer.training_sample import TrainingSample
 
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
@@ -52,7 +52,6 @@ class Learner:
         """Raises UsageError for an unusable algorithm or model folder."""
         self._config = config
         self._algorithm = make_algorithm(config)
-        self._settings = StepSettings.of(config)
         self.model = load_policy(config.model_folder)
         self.optimizer = make_optimizer(self.model, learning_rate=config.learning_rate)
         self._schedule = make_schedule(self.optimizer, config)
@@ -86,7 +85,7 @@ class Learner:
 
     def check_finite(self, groups: Sequence[SelectedGroup], version: int) -> None:
         """Raises PolicyRefused if the policy, as `version`, computes logprobs of these groups that are not finite."""
-        if not dry_run_policy(self.model, _trained(groups), settings=self._settings):
+        if not dry_run_policy(self.model, _trained(groups), config=self._config):
             raise PolicyRefused(
                 f"version {version} is neither kept nor published: its logprobs of the samples that it learned "
                 "from are no numbers; start again with a lower trainer.learning_rate"
@@ -113,9 +112,7 @@ class Learner:
         return judged, self._train_on(judged)
 
     def _train_on(self, groups: Sequence[SelectedGroup]) -> StepMetrics:
-        return train_step(
-            self.model, self.optimizer, _trained(groups), algorithm=self._algorithm, settings=self._settings
-        )
+        return train_step(self.model, self.optimizer, _trained(groups), algorithm=self._algorithm, config=self._config)
 
     def _reject_skipped(self, groups: list[SelectedGroup], done: StepMetrics, version: int) -> list[SelectedGroup]:
         """Mark the groups of skipped minibatches as failed."""
@@ -137,7 +134,7 @@ class Learner:
     def _try_group(self, group: SelectedGroup) -> SelectedGroup:
         try:
             samples = [TrainingSample.of(sample) for sample in group.trained]
-            dry_run_group(self.model, samples, algorithm=self._algorithm, settings=self._settings)
+            dry_run_group(self.model, samples, algorithm=self._algorithm, config=self._config)
         except Exception as error:  # see `_train_without_faulty`
             if _out_of_memory(error):
                 raise

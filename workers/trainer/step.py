@@ -25,27 +25,6 @@ from rose.workers.trainer.policy import microbatches, pad_rows, produces_nonfini
 from rose.workers.trainer.training_sample import TrainingSample
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSettings:
-    """Settings of a step."""
-
-    minibatches: int
-    """Optimizer updates in a step, each on its share of the groups."""
-    gradient_norm: float
-    """Largest gradient norm; a larger gradient is scaled down to it."""
-    microbatch_tokens: int
-    """Most padded tokens in one pass through the model. Bounds memory only."""
-
-    @classmethod
-    def of(cls, config: TrainerConfig) -> Self:
-        """The part of the configuration that the step uses."""
-        return cls(
-            minibatches=config.minibatches,
-            gradient_norm=config.gradient_norm,
-            microbatch_tokens=config.microbatch_tokens,
-        )
-
-
 @dataclass(slots=True, kw_only=True)
 class StepMetrics:
     """Metrics of a step; means are over the tokens that were trained on."""
@@ -104,7 +83,7 @@ def train_step(
     groups: Sequence[Sequence[TrainingSample]],
     *,
     algorithm: Algorithm,
-    settings: StepSettings,
+    config: TrainerConfig,
 ) -> StepMetrics:
     """Update the model in place with one step on whole groups.
 
@@ -121,11 +100,11 @@ def train_step(
     )
     model.eval()
     learned = _Sums()
-    for first in range(min(settings.minibatches, len(live))):
-        minibatch = live[first :: settings.minibatches]
+    for first in range(min(config.minibatches, len(live))):
+        minibatch = live[first :: config.minibatches]
         optimizer.zero_grad(set_to_none=True)
-        sums = _gradients(model, [row for _, rows in minibatch for row in rows], algorithm, settings)
-        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.gradient_norm))
+        sums = _gradients(model, [row for _, rows in minibatch for row in rows], algorithm, config)
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.gradient_norm))
         if math.isfinite(norm):
             optimizer.step()
             metrics.gradient_norm = max(metrics.gradient_norm, norm)
@@ -139,20 +118,20 @@ def train_step(
     return metrics
 
 
-def dry_run_group(model: Any, group: Sequence[TrainingSample], *, algorithm: Algorithm, settings: StepSettings) -> None:
+def dry_run_group(model: Any, group: Sequence[TrainingSample], *, algorithm: Algorithm, config: TrainerConfig) -> None:
     """Compute the gradient of a group and discard it. Raises what a step on the group would raise; changes no
     weight.
     """
-    _gradients(model, _rows(group, algorithm) or [], algorithm, settings)
+    _gradients(model, _rows(group, algorithm) or [], algorithm, config)
     model.zero_grad(set_to_none=True)
 
 
-def dry_run_policy(model: Any, groups: Sequence[Sequence[TrainingSample]], *, settings: StepSettings) -> bool:
+def dry_run_policy(model: Any, groups: Sequence[Sequence[TrainingSample]], *, config: TrainerConfig) -> bool:
     """Whether the policy computes finite logprobs. Tries one pass with the longest samples of these groups, since an
     overflow affects every sample.
     """
     samples = [sample for group in groups for sample in group if any(sample.loss_mask)]
-    longest = next(microbatches([len(sample.tokens) for sample in samples], tokens=settings.microbatch_tokens), [])
+    longest = next(microbatches([len(sample.tokens) for sample in samples], tokens=config.microbatch_tokens), [])
     return not (longest and produces_nonfinite(model, *_inputs([samples[index] for index in longest])))
 
 
@@ -171,10 +150,10 @@ def _rows(group: Sequence[TrainingSample], algorithm: Algorithm) -> list[_Row] |
     return [_Row(sample, advantage) for sample, advantage in rows if any(sample.loss_mask)]
 
 
-def _gradients(model: Any, rows: Sequence[_Row], algorithm: Algorithm, settings: StepSettings) -> _Sums:
+def _gradients(model: Any, rows: Sequence[_Row], algorithm: Algorithm, config: TrainerConfig) -> _Sums:
     """Add the gradient of the rows' loss, a mean over their sampled tokens, to the parameters' gradients."""
     sums = _Sums(tokens=sum(sum(row.sample.loss_mask) for row in rows))
-    for indices in microbatches([len(row.sample.tokens) for row in rows], tokens=settings.microbatch_tokens):
+    for indices in microbatches([len(row.sample.tokens) for row in rows], tokens=config.microbatch_tokens):
         part = [rows[index] for index in indices]
         batch = TokenBatch(
             logprobs=token_logprobs(model, *_inputs([row.sample for row in part])),

@@ -6,7 +6,7 @@ Keeps true: a group whose rewards are equal, except for rounding errors, has no 
 from collections.abc import Sequence
 
 from rose.workers.trainer.algorithms.base import TokenBatch, TokenLoss
-from rose.workers.trainer.algorithms.clipped_loss import LossBounds, clipped_loss
+from rose.workers.trainer.algorithms.clipped_loss import clipped_loss
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.selection import rewards_differ
 from rose.workers.trainer.training_sample import TrainingSample
@@ -19,16 +19,16 @@ class Grpo:
     """Advantages from the mean and the standard deviation of a group."""
 
     def __init__(self, config: TrainerConfig) -> None:
-        self._bounds = LossBounds.of(config)
-        self._scale_by_deviation = config.scale_by_deviation
+        self._config = config
 
     def advantages(self, group: Sequence[TrainingSample]) -> list[float]:
         """Return `group_advantages` of the rewards."""
-        return group_advantages([sample.reward for sample in group], scale_by_deviation=self._scale_by_deviation)
+        rewards = [sample.reward for sample in group]
+        return group_advantages(rewards, scale_by_deviation=self._config.scale_by_deviation)
 
     def loss(self, batch: TokenBatch) -> TokenLoss:
         """Return the clipped loss."""
-        return clipped_loss(batch, self._bounds)
+        return clipped_loss(batch, self._config)
 
 
 def group_advantages(rewards: Sequence[float], *, scale_by_deviation: bool) -> list[float]:

@@ -42,7 +42,7 @@ def make_algorithm(config: TrainerConfig) -> Algorithm:
         _try(algorithm)
     except RoseError:
         raise
-    except Exception as error:  # a user's class may raise anything
+    except (Exception, SystemExit) as error:  # a user's class may raise anything
         raise UnknownAlgorithm(f"algorithm {name!r} does not compute: {describe_error(error)}") from error
     return algorithm
 

@@ -14,7 +14,7 @@ Keeps true
 from collections.abc import Sequence
 
 from rose.workers.trainer.algorithms.base import TokenBatch, TokenLoss
-from rose.workers.trainer.algorithms.clipped_loss import LossBounds, clipped_loss
+from rose.workers.trainer.algorithms.clipped_loss import clipped_loss
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.selection import rewards_differ
 from rose.workers.trainer.training_sample import TrainingSample
@@ -24,7 +24,7 @@ class Rloo:
     """Advantages from the mean reward of the other samples of a group."""
 
     def __init__(self, config: TrainerConfig) -> None:
-        self._bounds = LossBounds.of(config)
+        self._config = config
 
     def advantages(self, group: Sequence[TrainingSample]) -> list[float]:
         """Return `leave_one_out_advantages` of the rewards."""
@@ -32,7 +32,7 @@ class Rloo:
 
     def loss(self, batch: TokenBatch) -> TokenLoss:
         """Return the clipped loss."""
-        return clipped_loss(batch, self._bounds)
+        return clipped_loss(batch, self._config)
 
 
 def leave_one_out_advantages(rewards: Sequence[float]) -> list[float]:
