@@ -67,7 +67,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     step_line: bytes
     """The step's line in `metrics.jsonl`, as JSON; empty if no step made the version."""
     schedule_steps: int = 0
-    """Steps of the run that have applied a gradient: the position in the learning-rate schedule."""
+    """Steps of the run that have applied a gradient: the position in the learning-rate schedule. A checkpoint of ROSE
+    0.2.0 does not have the number; its run begins the schedule anew."""
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True):
