@@ -19,9 +19,11 @@ from rose.pipeline.local.demo import training_prompts
 from rose.schemas.prompts import Prompt
 from rose.workers.environments.registry import load_environment
 from rose.workers.environments.turn_format import TurnFormat
-from rose.workers.trainer.loop import step_settings
+from rose.workers.trainer.algorithms.registry import make_algorithm
+from rose.workers.trainer.optimizer import make_optimizer, make_schedule
 from rose.workers.trainer.policy import load_policy
-from rose.workers.trainer.step import TrainingSample, make_optimizer, train_step
+from rose.workers.trainer.step import train_step
+from rose.workers.trainer.training_sample import TrainingSample
 
 HELD_OUT_EVERY_STEPS = 10
 """How often the curve shows held-out success."""
@@ -67,7 +69,9 @@ class Reference:
         self._turn_format = TurnFormat(settings.model.folder)
         self._model = load_policy(settings.model.folder)
         self._sampler = load_policy(settings.model.folder)
+        self._algorithm = make_algorithm(settings.trainer)
         self._optimizer = make_optimizer(self._model, learning_rate=settings.trainer.learning_rate)
+        self._schedule = make_schedule(self._optimizer, settings.trainer)
         self._versions: deque[dict[str, Any]] = deque([self._version()], maxlen=lag + 1)
         self._generator = torch.Generator().manual_seed(settings.run.seed)
         self._environment = load_environment(settings.tasks.environment)
@@ -98,7 +102,10 @@ class Reference:
         ]
         size = prompts[0].group_size
         groups = [samples[first : first + size] for first in range(0, len(samples), size)]
-        done = train_step(self._model, self._optimizer, groups, settings=step_settings(self._settings.trainer))
+        config = self._settings.trainer
+        done = train_step(self._model, self._optimizer, groups, algorithm=self._algorithm, config=config)
+        if done.tokens:
+            self._schedule.step()
         self._versions.append(self._version())
         return Point(
             step=number,

@@ -28,8 +28,8 @@ from rose.workers.executor.vllm.engine import (
     SwapRefused,
 )
 from rose.workers.trainer.policy import token_logprobs
-from rose.workers.trainer.selection import SelectionRules, sample_error
-from rose.workers.trainer.step import TrainingSample
+from rose.workers.trainer.sample_errors import sample_error
+from rose.workers.trainer.training_sample import TrainingSample
 from tests.support.engine_fixtures import (
     BLOCK,
     MAX_MODEL_LEN,
@@ -133,10 +133,9 @@ def test_on_policy_the_trainer_weighs_what_the_engine_drew_at_one(rig: Rig, temp
         done = rig.drain()
         for number, (one, sampling) in enumerate(zip(drawn, samplings, strict=True)):
             one.add(done[str(number)], sampling, observed=contexts_of(rng, 3))
-    rules = SelectionRules(max_staleness=0, vocabulary=VOCABULARY, context_tokens=MAX_MODEL_LEN)
     for each in drawn:
         made = each.sample()
-        assert sample_error(made, rules=rules) == ""
+        assert sample_error(made, vocabulary=VOCABULARY, context_tokens=MAX_MODEL_LEN) == ""
         weighed = TrainingSample.of(made)
         with torch.no_grad():
             row = torch.tensor([weighed.tokens])

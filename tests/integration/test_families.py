@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rose.schemas.errors import UsageError
 from rose.workers.executor.vllm.folder import check_folder
-from rose.workers.trainer.checkpoint import export_policy
+from rose.workers.trainer.export import export_policy
 from rose.workers.trainer.policy import load_policy, token_logprobs
 from rose.workers.weights.folder_names import FolderTensors
 from rose.workers.weights.model_folder import WHOLE

@@ -177,7 +177,7 @@ def raise_on(trainer: Trainer, tokens: Iterable[bytes], error: Exception) -> Non
         if any(row.startswith(one[:-4]) for row in rows for one in tokens):
             raise error
 
-    trainer._model.register_forward_pre_hook(look, with_kwargs=True)
+    trainer.learner.model.register_forward_pre_hook(look, with_kwargs=True)
 
 
 @any_broker

@@ -75,7 +75,7 @@ def test_a_trainer_whose_newest_checkpoint_is_broken_goes_back_under_a_new_numbe
     assert newest_of(settings).order == (1, STEPS + 1)
     assert read_step_log(config.run_folder) == lines
     exported = load_file(config.run_folder / "model" / "model.safetensors")
-    parameters = dict(again._model.named_parameters())
+    parameters = dict(again.learner.model.named_parameters())
     assert all(torch.equal(exported[name], parameter) for name, parameter in parameters.items())
 
 
@@ -136,9 +136,9 @@ def test_a_trainer_without_an_end_that_goes_back_settles_nothing_twice(
         trainer = Trainer(
             settings, config_of(policy_folder, config.run_folder, total_groups=0), WeightsConfig(), Event()
         )
-        trainer._recover()
-        trainer._publisher.close()
-        trainer._stream.close()
+        trainer.recover()
+        trainer.versions.publisher.close()
+        trainer.stream.close()
     assert result_of(settings).outcomes == before.outcomes
 
 
@@ -151,10 +151,11 @@ def test_a_checkpoint_that_the_log_does_not_know_gives_way_to_the_one_before(
     trainer.run()
     before = result_of(settings)
     with torch.no_grad():
-        next(trainer._model.parameters()).add_(1.0)
-    assert trainer._progress is not None
-    strange = msgspec.structs.replace(trainer._progress, weights_digest=trainer._snapshot().digest())
-    trainer._checkpoints.save(strange, trainer._model, trainer._optimizer)
+        next(trainer.learner.model.parameters()).add_(1.0)
+    versions, learner = trainer.versions, trainer.learner
+    assert versions.progress is not None
+    strange = msgspec.structs.replace(versions.progress, weights_digest=versions.snapshot().digest())
+    versions.checkpoints.save(strange, learner.model, learner.optimizer)
     again = Trainer(settings, config, WeightsConfig(), Event())
     again.run()
     assert result_of(settings).digests == before.digests | {STEPS + 1: before.digests[STEPS - 1]}

@@ -16,7 +16,8 @@ from rose.schemas.samples import Outcome, SampleOutcome
 from rose.topics.catalog import CHUNKS, MANIFESTS, OUTCOMES
 from rose.topics.log_reader import read_whole_topics
 from rose.topics.settings import BusSettings
-from rose.workers.trainer.loop import NoProgress, PolicyRefused, Trainer
+from rose.workers.trainer.learner import NoProgress, PolicyRefused
+from rose.workers.trainer.loop import Trainer
 from rose.workers.trainer.main import run_trainer
 from rose.workers.trainer.step_log import STEP_LOG, read_step_log
 from rose.workers.weights.config import WeightsConfig
@@ -53,7 +54,7 @@ def overflow_on(trainer: Trainer, groups: Collection[str]) -> None:
         if any(row.startswith(one) for row in rows for one in spoiled):
             output.logits = output.logits * torch.nan
 
-    trainer._model.register_forward_hook(spoil, with_kwargs=True)
+    trainer.learner.model.register_forward_hook(spoil, with_kwargs=True)
 
 
 def spoiled_folder(folder: Path, value: float) -> Path:
@@ -115,12 +116,12 @@ def test_a_step_that_leaves_a_policy_that_is_not_finite_is_as_if_it_had_not_been
     settings: BusSettings, policy_folder: Path, tmp_path: Path, value: float
 ) -> None:
     trainer = trainer_of(settings, policy_folder, tmp_path / "run")
-    spoil = trainer._model.model.norm.weight.data
+    spoil = trainer.learner.model.model.norm.weight.data
 
     def spoils(*_: object) -> None:
         spoil[3] = value
 
-    trainer._optimizer.register_step_post_hook(spoils)
+    trainer.learner.optimizer.register_step_post_hook(spoils)
     with pytest.raises(PolicyRefused, match=r"^version 1 is neither kept nor published: model\.norm\.weight holds a"):
         trainer.run()
     assert result_of(settings).outcomes == [] and list(result_of(settings).digests) == [0]
@@ -140,7 +141,9 @@ def test_a_step_that_leaves_finite_weights_and_no_finite_logprob_is_as_if_it_had
     settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
     trainer = trainer_of(settings, policy_folder, tmp_path / "run")
-    trainer._optimizer.register_step_post_hook(lambda *_: trainer._model.model.norm.weight.data.fill_(3e38))
+    trainer.learner.optimizer.register_step_post_hook(
+        lambda *_: trainer.learner.model.model.norm.weight.data.fill_(3e38)
+    )
     with pytest.raises(
         PolicyRefused, match=r"^version 1 is neither kept nor published: its logprobs .* lower trainer\.learning_rate"
     ):

@@ -124,7 +124,9 @@ def write_prompts(settings: BusSettings, groups: Iterable[int] = range(GROUPS)) 
 
 
 def config_of(model_folder: Path, run_folder: Path, **change: Any) -> TrainerConfig:
+    """A learning rate that differs in every step, so that a resumed run shows whether its schedule is resumed."""
     fields: dict[str, Any] = {"groups_per_step": GROUPS_PER_STEP, "total_groups": GROUPS, "max_staleness": 100}
+    fields |= {"learning_rate_warmup_steps": 1, "learning_rate_schedule": "cosine", "learning_rate_decay_steps": 8}
     return TrainerConfig(model_folder=model_folder, run_folder=run_folder, learning_rate=1e-3, **(fields | change))
 
 
@@ -200,7 +202,8 @@ def _arm(point: str, version: int) -> None:
             _die()
 
     def armed_commit(self: Writer, *arguments: Any, **named: Any) -> None:
-        at = (point, current[0]._version) if current else None  # None: the stream begins, of which no version is made
+        # No version is made while the stream begins.
+        at = (point, current[0].versions.current) if current else None
         if at == ("in_transaction", version):
             self.flush()
             _die()

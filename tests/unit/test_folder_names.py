@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from rose.schemas.errors import UsageError
 from rose.workers.executor.vllm.folder import read_folder
-from rose.workers.trainer.checkpoint import export_policy
+from rose.workers.trainer.export import export_policy
 from rose.workers.trainer.policy import ModelFolderError, load_policy
 from rose.workers.weights.folder_names import FolderTensors
 from rose.workers.weights.model_folder import INDEX, WHOLE, FolderError, folder_shapes

@@ -20,20 +20,20 @@ from bench.plain_engine import Task, sample_trajectories
 from rose.schemas.arrays import MIN_LOGPROB
 from rose.workers.environments.calculator import Calculator
 from rose.workers.environments.turn_format import TurnFormat
+from rose.workers.trainer.algorithms.registry import make_algorithm
 from rose.workers.trainer.config import TrainerConfig
-from rose.workers.trainer.loop import step_settings
+from rose.workers.trainer.optimizer import make_optimizer
 from rose.workers.trainer.policy import ModelFolderError, load_policy, microbatches, pad_rows, token_logprobs
 from rose.workers.trainer.step import (
-    StepSettings,
-    TrainingSample,
     dry_run_group,
     dry_run_policy,
-    make_optimizer,
     train_step,
 )
+from rose.workers.trainer.training_sample import TrainingSample
 
 SHIPPED = Path(__file__).parents[2] / "workers" / "models" / "calculator"
-STANDARD = step_settings(TrainerConfig(model_folder=SHIPPED, run_folder=Path("run")))
+STANDARD = TrainerConfig(model_folder=SHIPPED, run_folder=Path("run"))
+GRPO = make_algorithm(STANDARD)
 ONE_UPDATE = replace(STANDARD, minibatches=1)
 
 
@@ -66,9 +66,9 @@ def parameters_of(model: Any) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def updated(policy: Any, groups: list[list[TrainingSample]], settings: StepSettings) -> torch.Tensor:
+def updated(policy: Any, groups: list[list[TrainingSample]], config: TrainerConfig) -> torch.Tensor:
     model = copy.deepcopy(policy)
-    train_step(model, torch.optim.SGD(model.parameters(), lr=1.0), groups, settings=settings)
+    train_step(model, torch.optim.SGD(model.parameters(), lr=1.0), groups, algorithm=GRPO, config=config)
     return parameters_of(model)
 
 
@@ -103,7 +103,7 @@ def test_a_step_makes_what_was_rewarded_likelier(policy: Any, groups: list[list[
     model = copy.deepcopy(policy)
     samples = [sample for group in groups for sample in group]
     before = [logprob_of(model, sample) for sample in samples]
-    metrics = train_step(model, make_optimizer(model, learning_rate=1e-3), groups, settings=ONE_UPDATE)
+    metrics = train_step(model, make_optimizer(model, learning_rate=1e-3), groups, algorithm=GRPO, config=ONE_UPDATE)
     moved = [logprob_of(model, sample) - old for sample, old in zip(samples, before, strict=True)]
     best = [change for change, sample in zip(moved, samples, strict=True) if sample.reward == 3]
     worst = [change for change, sample in zip(moved, samples, strict=True) if sample.reward == 0]
@@ -129,7 +129,7 @@ def test_groups_without_a_difference_change_nothing(policy: Any, groups: list[li
 def test_a_gradient_that_is_not_finite_is_not_applied(policy: Any, groups: list[list[TrainingSample]]) -> None:
     model = copy.deepcopy(policy)
     broken = [replace(sample, behaviour_logprobs=[math.nan] * len(sample.tokens)) for sample in groups[0]]
-    metrics = train_step(model, make_optimizer(model, learning_rate=1.0), [broken], settings=ONE_UPDATE)
+    metrics = train_step(model, make_optimizer(model, learning_rate=1.0), [broken], algorithm=GRPO, config=ONE_UPDATE)
     assert metrics.skipped_minibatches == 1
     assert torch.equal(parameters_of(model), parameters_of(policy))
 
@@ -140,10 +140,16 @@ def test_what_was_not_applied_is_named_and_is_in_no_mean(policy: Any, groups: li
     broken = [replace(sample, behaviour_logprobs=[math.nan] * len(sample.tokens)) for sample in groups[2]]
     model, same = copy.deepcopy(policy), copy.deepcopy(policy)
     whole = train_step(
-        model, make_optimizer(model, learning_rate=1e-3), [groups[0], alike, broken, groups[3]], settings=STANDARD
+        model,
+        make_optimizer(model, learning_rate=1e-3),
+        [groups[0], alike, broken, groups[3]],
+        algorithm=GRPO,
+        config=STANDARD,
     )
     assert (whole.skipped_minibatches, whole.skipped_groups) == (1, (2,))
-    applied = train_step(same, make_optimizer(same, learning_rate=1e-3), [groups[0], groups[3]], settings=ONE_UPDATE)
+    applied = train_step(
+        same, make_optimizer(same, learning_rate=1e-3), [groups[0], groups[3]], algorithm=GRPO, config=ONE_UPDATE
+    )
     assert torch.equal(parameters_of(model), parameters_of(same))
     assert whole.tokens == applied.tokens > 0 and whole.gradient_norm == applied.gradient_norm
     for name in ("loss", "importance_mean", "kl_behaviour", "clipped_share"):
@@ -155,7 +161,7 @@ def test_figures_stay_finite_whatever_the_recorded_logprobs_are(
 ) -> None:
     least = [replace(sample, behaviour_logprobs=[MIN_LOGPROB] * len(sample.tokens)) for sample in groups[0]]
     model = copy.deepcopy(policy)
-    done = train_step(model, make_optimizer(model, learning_rate=1e-3), [least], settings=ONE_UPDATE)
+    done = train_step(model, make_optimizer(model, learning_rate=1e-3), [least], algorithm=GRPO, config=ONE_UPDATE)
     assert done.skipped_minibatches == 0 and done.importance_mean > 1e30
     assert all(map(math.isfinite, (done.loss, done.importance_mean, done.kl_behaviour, done.gradient_norm)))
 
@@ -187,9 +193,10 @@ def test_to_try_a_group_raises_what_a_step_would_and_changes_no_weight(
     policy: Any, groups: list[list[TrainingSample]]
 ) -> None:
     model = copy.deepcopy(policy)
-    dry_run_group(model, groups[0], settings=STANDARD)
+    dry_run_group(model, groups[0], algorithm=GRPO, config=STANDARD)
+    outside = replace(groups[0][0], tokens=[10**6] * len(groups[0][0].tokens))
     with pytest.raises(IndexError):
-        dry_run_group(model, [replace(groups[0][0], tokens=[10**6] * len(groups[0][0].tokens))], settings=STANDARD)
+        dry_run_group(model, [outside, *groups[0][1:]], algorithm=GRPO, config=STANDARD)
     assert torch.equal(parameters_of(model), parameters_of(policy))
 
 
@@ -197,9 +204,9 @@ def test_a_policy_of_finite_weights_that_computes_no_numbers_is_told(
     policy: Any, groups: list[list[TrainingSample]]
 ) -> None:
     model = copy.deepcopy(policy)
-    assert dry_run_policy(model, groups, settings=STANDARD) and dry_run_policy(model, [], settings=STANDARD)
+    assert dry_run_policy(model, groups, config=STANDARD) and dry_run_policy(model, [], config=STANDARD)
     model.model.norm.weight.data.fill_(3e38)
-    assert not dry_run_policy(model, groups, settings=STANDARD)
+    assert not dry_run_policy(model, groups, config=STANDARD)
 
 
 def test_a_step_repeats_to_the_bit(policy: Any, groups: list[list[TrainingSample]]) -> None:

@@ -1,20 +1,22 @@
 """A policy whose configuration has noise for training: the trainer computes what the engines sampled with."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rose.workers.trainer.algorithms.registry import make_algorithm
 from rose.workers.trainer.config import TrainerConfig
-from rose.workers.trainer.loop import step_settings
+from rose.workers.trainer.optimizer import make_optimizer
 from rose.workers.trainer.policy import load_policy, token_logprobs
-from rose.workers.trainer.step import TrainingSample, make_optimizer, train_step
+from rose.workers.trainer.step import train_step
+from rose.workers.trainer.training_sample import TrainingSample
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = replace(step_settings(TrainerConfig(model_folder=Path(), run_folder=Path())), minibatches=1)
+CONFIG = TrainerConfig(model_folder=Path(), run_folder=Path(), minibatches=1)
+ALGORITHM = make_algorithm(CONFIG)
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 GATED = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 1, "attention_dropout": 0.5}
@@ -80,7 +82,7 @@ def test_a_policy_with_noise_for_training_has_ratio_1_on_policy_and_a_step_that_
     for seed, in_training in ((1, False), (2, False), (3, True)):
         torch.manual_seed(seed)
         model = load_policy(folder).train(in_training)  # whoever calls a step may have trained by other means before
-        done = train_step(model, make_optimizer(model, learning_rate=1e-3), groups, settings=SETTINGS)
+        done = train_step(model, make_optimizer(model, learning_rate=1e-3), groups, algorithm=ALGORITHM, config=CONFIG)
         assert done.importance_mean == pytest.approx(1, abs=1e-5) and done.kl_behaviour < 1e-9
         assert (done.clipped_share, done.tokens) == (0, 80)
         stepped.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))

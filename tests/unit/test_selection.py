@@ -14,18 +14,17 @@ from rose.schemas.prompts import Sampling
 from rose.schemas.samples import TRUNCATED, Ending, Outcome, Sample, SampleTurn
 from rose.schemas.turns import VersionSpan
 from rose.schemas.wire import encode
+from rose.workers.trainer.algorithms.grpo import group_advantages
 from rose.workers.trainer.groups import CompleteGroup
-from rose.workers.trainer.loss import group_advantages
+from rose.workers.trainer.sample_errors import sample_error
 from rose.workers.trainer.selection import (
     SelectedGroup,
     SelectionRules,
     mark_failed,
     outcomes_of,
-    sample_error,
     select_samples,
-    staleness,
-    still_relevant,
 )
+from rose.workers.trainer.staleness import staleness, still_relevant
 from tests.support.sample_fixtures import sample, turns_of
 
 RULES = SelectionRules(max_staleness=2, vocabulary=50, context_tokens=6)
@@ -200,7 +199,7 @@ def shifted(turns: tuple[SampleTurn, ...], by: int) -> tuple[SampleTurn, ...]:
     ],
 )
 def test_what_cannot_be_learned_from_says_why(change: dict[str, object], reason: str) -> None:
-    flaw = sample_error(msgspec.structs.replace(sample(), **change), rules=RULES)
+    flaw = sample_error(msgspec.structs.replace(sample(), **change), vocabulary=50, context_tokens=6)
     assert reason in flaw
     assert bool(flaw) == bool(reason)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rose.workers.trainer.checkpoint import export_policy
+from rose.workers.trainer.export import export_policy
 from rose.workers.trainer.policy import load_policy
 from rose.workers.weights.folder_names import FolderTensors
 from tests.support.model_families import tiny_policy

@@ -24,6 +24,7 @@ from rose.workers.environments.thread_runner import ThreadRunner
 from rose.workers.environments.trajectory import TrajectoryRules
 from rose.workers.environments.turn_format import TurnFormat
 from rose.workers.environments.worker import EnvironmentWorker
+from rose.workers.import_path import with_import_paths
 
 EXIT_SECONDS = 5.0
 """How long the process may take to end once this worker has."""
@@ -41,7 +42,7 @@ def run_environment_worker(settings: BusSettings, config: EnvironmentConfig, nam
     turn_format = TurnFormat(config.model_folder)
     before = set(threading.enumerate())
     if not all(_in_process(config, name) for name in config.environments):
-        sys.path[:] = _import_paths(config)
+        sys.path[:] = with_import_paths(config.import_paths)
     limits = RunnerLimits(
         max_live=config.max_live_environments,
         timeout_seconds=config.step_timeout_seconds,
@@ -82,12 +83,6 @@ def _in_process(config: EnvironmentConfig, name: str) -> bool:
     return config.isolation == "process" or (config.isolation == "auto" and name not in BUILT_IN)
 
 
-def _import_paths(config: EnvironmentConfig) -> list[str]:
-    """Where environments are imported from: the user's folders first."""
-    own = dict.fromkeys(str(path.resolve()) for path in config.import_paths)
-    return [*(path for path in own if path not in sys.path), *sys.path]
-
-
 def _runners(config: EnvironmentConfig, turn_format: TurnFormat, limits: RunnerLimits) -> NewRunner:
     """What makes the runner of a kind of environments."""
 
@@ -97,7 +92,7 @@ def _runners(config: EnvironmentConfig, turn_format: TurnFormat, limits: RunnerL
         kind = ProcessSetup(
             environment=name,
             model_folder=str(config.model_folder.resolve()),
-            import_paths=_import_paths(config),
+            import_paths=with_import_paths(config.import_paths),
             limits=limits,
             generation=life,
         )

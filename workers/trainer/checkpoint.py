@@ -1,4 +1,4 @@
-"""Checkpoints of a trainer, written before the step's records, and the export of the final policy.
+"""Checkpoints of a trainer, written before the step's records.
 
 Keeps true
 - A checkpoint is complete or invalid: the tensors file is written first, then the progress file with its digest. Each
@@ -10,10 +10,8 @@ Keeps true
 """
 
 import hashlib
-import json
 import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,68 +21,6 @@ import torch
 from torch import Tensor
 
 from rose.schemas.errors import RoseError, UsageError
-from rose.workers.weights.folder_names import FolderTensors
-from rose.workers.weights.model_folder import INDEX
-
-WEIGHT_PATTERNS = (
-    *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf"),
-    *("*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data"),
-)
-"""Weight files of the initial model folder, which are not copied to the exported folder."""
-
-HIDDEN_PATTERN = ".*"
-
-
-def export_policy(tensors: FolderTensors, target: Path) -> None:
-    """Write the weights and copy all other files of the policy's folder; replaces `target`. Raises OSError."""
-    partial = target.with_name(f"{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    _copy_other_files(tensors.folder.resolve(), partial.resolve())
-    _write(tensors, partial)
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
-
-
-def _write(tensors: FolderTensors, target: Path) -> None:
-    from safetensors.torch import save_file
-
-    total = 0
-    for file in sorted(set(tensors.files.values())):
-        apart = _without_shared_memory(tensors.all_of(file))
-        total += sum(tensor.nbytes for tensor in apart.values())
-        save_file(apart, target / file, metadata={"format": "pt"})
-    if (tensors.folder / INDEX).is_file():
-        index = {"metadata": {"total_size": total}, "weight_map": dict(tensors.files)}
-        (target / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _without_shared_memory(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors, copied where two share memory, as safetensors requires."""
-    apart: dict[str, Tensor] = {}
-    taken: set[int] = set()
-    for name, tensor in named:
-        memory = tensor.untyped_storage().data_ptr()
-        apart[name] = tensor.clone() if memory in taken else tensor.contiguous()
-        taken.add(memory)
-    return apart
-
-
-def _copy_other_files(folder: Path, target: Path) -> None:
-    """Copy a folder without weights and hidden files. Copies get default modes, since the model folder may be
-    read-only.
-    """
-    target.mkdir()
-    left_out = shutil.ignore_patterns(*WEIGHT_PATTERNS, HIDDEN_PATTERN)
-    names = [path.name for path in folder.iterdir()]
-    for name in set(names) - left_out(str(folder), names):
-        if target.is_relative_to(folder / name):  # the run's folder lies inside the model folder
-            continue
-        if (folder / name).is_dir():
-            if not (folder / name).is_symlink():
-                _copy_other_files(folder / name, target / name)
-        elif (folder / name).is_file():
-            shutil.copyfile(folder / name, target / name)
-
 
 KEPT = 2
 """Number of checkpoints that are kept: if the newest is unreadable, the one before it is used."""
@@ -130,6 +66,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """The step's outcomes, encoded as records."""
     step_line: bytes
     """The step's line in `metrics.jsonl`, as JSON; empty if no step made the version."""
+    schedule_steps: int = 0
+    """Steps of the run that have applied a gradient: the position in the learning-rate schedule. A checkpoint of ROSE
+    0.2.0 does not have the number; its run begins the schedule anew."""
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,8 @@ LARGEST = 1e12
 """Upper limit of bounds, for a bound that is meant to have no effect. Products and squares in a step overflow beyond
 it."""
 
+SCHEDULES = ("constant", "linear", "cosine")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
@@ -19,8 +21,8 @@ class TrainerConfig:
     checkpoint_folder: Path | None = None
     """Where checkpoints are kept; unset: `checkpoints` in the run's folder."""
     begin_from: Path | None = None
-    """Checkpoints of another run, or of this one in another namespace, with whose newest policy and optimizer a run
-    begins that has none of its own; unset: the model folder."""
+    """Checkpoints of another run, or of this one in another namespace, with whose newest policy, optimizer and position
+    in the learning-rate schedule a run begins that has none of its own; unset: the model folder."""
     model_id: str = "policy"
     """Names the policy on the log."""
     groups_per_step: int = 16
@@ -32,8 +34,25 @@ class TrainerConfig:
     truncated: str = "train"
     """What becomes of samples that were cut off by `max_turns` or by their context: `train` takes them as the others,
     with the reward that they had by then; `leave_out` settles them as filtered, and no advantage counts them."""
+    algorithm: str = "grpo"
+    """What turns rewards into advantages and a loss: `grpo`, `rloo` (leave-one-out baseline), or a class of your own as
+    `package.module:Class` (`workers/trainer/algorithms/base.py` has the interface)."""
+    import_paths: tuple[Path, ...] = ()
+    """Folders to import your own algorithm from, before the installed packages."""
     learning_rate: float = 1e-4
-    """Of AdamW."""
+    """Learning rate of AdamW, where neither warm-up nor decay lowers it."""
+    learning_rate_warmup_steps: int = 0
+    """The first so many steps have a lower learning rate, which rises linearly. Here and in the decay, steps that apply
+    no gradient are not counted."""
+    learning_rate_schedule: str = "constant"
+    """Learning rate after the warm-up: `constant`, or a decay in a straight line (`linear`) or half a cosine wave
+    (`cosine`) to `learning_rate_floor_ratio`, where the learning rate stays. A resumed run follows its present
+    settings, from the step that its checkpoint has."""
+    learning_rate_decay_steps: int = 0
+    """Steps that the decay takes after the warm-up; for `linear` and `cosine` only."""
+    learning_rate_floor_ratio: float = 0.0
+    """Learning rate at the end of the decay, as a ratio of `learning_rate`. With 0 nothing is learned after the
+    decay."""
     clip_low: float = 0.8
     """Lowest ratio of the policy to that which sampled, at which a token of negative advantage is pulled down."""
     clip_high: float = 1.28
@@ -41,7 +60,7 @@ class TrainerConfig:
     importance_cap: float = 2.0
     """Largest weight of a token for having been sampled by another policy (truncated importance sampling)."""
     scale_by_deviation: bool = True
-    """Whether advantages are divided by the standard deviation of their group."""
+    """Whether `grpo` divides advantages by the standard deviation of their group."""
     minibatches: int = 2
     """Optimizer updates in a step, each on its share of the groups."""
     gradient_norm: float = 1.0
@@ -57,12 +76,22 @@ class TrainerConfig:
     run's end, when the last version is not on the log or the policy not exported."""
 
     def __post_init__(self) -> None:
+        decays = self.learning_rate_schedule != "constant"
         in_range = {
             "groups_per_step must be from 1 to 65536": 1 <= self.groups_per_step <= 65_536,
             "total_groups must be from 0 to 2^53": 0 <= self.total_groups <= 2**53,
             "max_staleness must be from 0 to 2^53": 0 <= self.max_staleness <= 2**53,
             "truncated must be train or leave_out": self.truncated in ("train", "leave_out"),
+            "algorithm must be a name": bool(self.algorithm),
             "learning_rate must be above 0 and at most 1": 0 < self.learning_rate <= 1,
+            "learning_rate_warmup_steps must be from 0 to 2^53": 0 <= self.learning_rate_warmup_steps <= 2**53,
+            "learning_rate_schedule must be constant, linear or cosine": self.learning_rate_schedule in SCHEDULES,
+            "learning_rate_decay_steps must be from 0 to 2^53": 0 <= self.learning_rate_decay_steps <= 2**53,
+            "learning_rate_decay_steps must be above 0 if learning_rate_schedule is linear or cosine": not decays
+            or self.learning_rate_decay_steps > 0,
+            "learning_rate_decay_steps must be 0 if learning_rate_schedule is constant": decays
+            or not self.learning_rate_decay_steps,
+            "learning_rate_floor_ratio must be from 0 to 1": 0 <= self.learning_rate_floor_ratio <= 1,
             "clip_low must be from 0 to 1": 0 <= self.clip_low <= 1,
             f"clip_high must be from 1 to {LARGEST:g}": 1 <= self.clip_high <= LARGEST,
             f"importance_cap must be above 0 and at most {LARGEST:g}": 0 < self.importance_cap <= LARGEST,

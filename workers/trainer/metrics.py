@@ -51,6 +51,7 @@ IMPORTANCE = Gauge(
 CLIPPED = Gauge(
     "rose_trainer_clipped_ratio", "Share of the latest step's tokens that the clip kept from pulling.", registry=TRAINER
 )
+LEARNING_RATE = Gauge("rose_trainer_learning_rate", "Learning rate of the latest step.", registry=TRAINER)
 BATCH_WAIT_SECONDS = Histogram(
     "rose_trainer_batch_wait_seconds",
     "A step's wait for the groups that it trains on.",
@@ -82,26 +83,33 @@ for _outcome in Outcome:
     OUTCOMES.labels(_outcome.value)
 
 
-def observe(line: StepLine) -> None:
-    """Update the metrics with a finished step."""
-    for outcome, count in line.outcomes.items():
-        OUTCOMES.labels(outcome).inc(count)
-    for gauge, value in (
-        (REWARD, line.reward_mean),
-        (SUCCESS, line.success_rate),
-        (STALENESS, line.staleness_mean),
-        (STALENESS_MOST, line.staleness_max),
-        (GRADIENT_NORM, line.gradient_norm),
-        (BEHAVIOUR_KL, line.kl_behaviour),
-        (IMPORTANCE, line.importance_mean),
-        (CLIPPED, line.clipped_share),
-    ):
-        if value is not None:
-            gauge.set(value)
-    STEPS.inc()
-    TOKENS.inc(line.tokens)
-    SKIPPED.inc(line.skipped_minibatches)
-    BATCH_WAIT_SECONDS.observe(line.waiting_seconds)
-    POLICY_WAIT_SECONDS.observe(line.publishing_seconds)
-    TRAINING_SECONDS.observe(line.training_seconds)
-    CHECKPOINT_SECONDS.observe(line.checkpoint_seconds or 0.0)
+class PrometheusSink:
+    """The metrics sink that sets the metrics of this module."""
+
+    def log(self, step: int, values: StepLine) -> None:
+        """Update the metrics with a finished step."""
+        for outcome, count in values.outcomes.items():
+            OUTCOMES.labels(outcome).inc(count)
+        for gauge, value in (
+            (REWARD, values.reward_mean),
+            (SUCCESS, values.success_rate),
+            (STALENESS, values.staleness_mean),
+            (STALENESS_MOST, values.staleness_max),
+            (GRADIENT_NORM, values.gradient_norm),
+            (BEHAVIOUR_KL, values.kl_behaviour),
+            (IMPORTANCE, values.importance_mean),
+            (CLIPPED, values.clipped_share),
+            (LEARNING_RATE, values.learning_rate),
+        ):
+            if value is not None:
+                gauge.set(value)
+        STEPS.inc()
+        TOKENS.inc(values.tokens)
+        SKIPPED.inc(values.skipped_minibatches)
+        BATCH_WAIT_SECONDS.observe(values.waiting_seconds)
+        POLICY_WAIT_SECONDS.observe(values.publishing_seconds)
+        TRAINING_SECONDS.observe(values.training_seconds)
+        CHECKPOINT_SECONDS.observe(values.checkpoint_seconds or 0.0)
+
+    def close(self) -> None:
+        """Do nothing: the process exports its metrics until it ends."""

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from rose.schemas.samples import Outcome
-from rose.workers.trainer.selection import SelectedGroup, staleness
+from rose.workers.trainer.selection import SelectedGroup
+from rose.workers.trainer.staleness import staleness
 
 if TYPE_CHECKING:  # imports torch, which the report of a run does not need
     from rose.workers.trainer.step import StepMetrics
@@ -47,7 +48,7 @@ class StepLine(msgspec.Struct, kw_only=True):
     kl_behaviour: float | None = None
     """KL divergence of the sampling policy from the trained policy, in nats per token."""
     clipped_share: float | None = None
-    """Share of tokens that have no gradient because of the clip range."""
+    """Share of tokens that have no gradient because of a bound of the algorithm."""
     skipped_minibatches: int = 0
     """Number of minibatches whose gradient was not finite."""
     waiting_seconds: float = 0.0
@@ -63,6 +64,7 @@ class StepLine(msgspec.Struct, kw_only=True):
     """Ids of `groups`, which are settled with this step."""
     endings: dict[str, int] = {}
     """Number of trajectories by how they ended (`rose.schemas.samples.Ending`)."""
+    learning_rate: float | None = None
 
     @classmethod
     def of(
@@ -95,6 +97,7 @@ class StepLine(msgspec.Struct, kw_only=True):
             line.tokens, line.loss, line.gradient_norm = done.tokens, done.loss, done.gradient_norm
             line.importance_mean, line.kl_behaviour = done.importance_mean, done.kl_behaviour
             line.clipped_share, line.skipped_minibatches = done.clipped_share, done.skipped_minibatches
+            line.learning_rate = done.learning_rate
         return line
 
 
@@ -103,7 +106,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 class StepLog:
-    """Appends to the step log of a run folder."""
+    """The metrics sink that appends to the step log of a run folder."""
 
     def __init__(self, run_folder: Path) -> None:
         """Open the log and remove a truncated last line. Raises OSError, or DecodeError if the file has
@@ -119,12 +122,15 @@ class StepLog:
         self.last_step = msgspec.json.decode(lines[-1], type=StepLine).step if lines else 0
         """Number of the last step in the log; 0 if there is none."""
 
-    def append(self, line: StepLine) -> None:
+    def log(self, step: int, values: StepLine) -> None:
         """Append a step's line, unless the log has the step already."""
-        if line.step > self.last_step:
+        if step > self.last_step:
             with self._file.open("ab") as file:
-                file.write(msgspec.json.encode(line) + b"\n")
-            self.last_step = line.step
+                file.write(msgspec.json.encode(values) + b"\n")
+            self.last_step = step
+
+    def close(self) -> None:
+        """Do nothing: each line is complete in the file."""
 
 
 def decode_line(data: bytes) -> StepLine:

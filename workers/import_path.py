@@ -1,0 +1,124 @@
+"""Classes by name: the built-in ones of a kind, and a user's own as `package.module:Class`.
+
+Keeps true
+- Whatever is wrong with a name is one sentence that says which names there are.
+- Nothing is imported until its name is asked for.
+"""
+
+import importlib
+import inspect
+import signal
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from rose.schemas.errors import UsageError, describe_error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registry:
+    """The classes of one kind."""
+
+    kind: str
+    """What the classes are, as sentences call them."""
+    built_in: Mapping[str, str]
+    """Name to `module:class`."""
+    error: type[UsageError]
+    """Raised for a name that leads to no usable class."""
+
+    def load(self, name: str, factory_error: Callable[[object], str]) -> Any:
+        """Import the class, or other callable, that `name` leads to.
+
+        `factory_error` returns why the imported object cannot be used, or an empty string.
+
+        Raises the registry's `error`.
+        """
+        target = self.built_in.get(name, name)
+        module_name, colon, attribute = target.partition(":")
+        if not (module_name and colon and attribute):
+            raise self.error(f"unknown {self.kind} {name!r}: {self._choices()}")
+        try:
+            module = importlib.import_module(module_name)
+            factory = getattr(module, attribute, None)
+        except BaseException as error:  # a user's module may raise anything, as `sys.exit` does
+            if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                raise  # it may be of Ctrl-C, which a program with a handler of its own hears otherwise
+            hint = _name_taken(_module_of(error), module_name) or self._choices()
+            raise self.error(
+                f"{self.kind} {name!r}: cannot import {module_name} ({describe_error(error)}); {hint}"
+            ) from error
+        if factory is None:
+            hint = _name_taken(module_name) or self._choices()
+            raise self.error(f"{self.kind} {name!r}: {module_name} has no {attribute}; {hint}")
+        if wrong := factory_error(factory):
+            raise self.error(f"{self.kind} {name!r}: {attribute} {wrong}; {self._choices()}")
+        return factory
+
+    def _choices(self) -> str:
+        return f"use {', '.join(self.built_in)}, or package.module:Class of your own"
+
+
+def class_error(factory: object, *, methods: Sequence[str], arguments: int, unbound: str) -> str:
+    """Return why `factory` makes no object with these methods; an empty string if nothing speaks against it.
+
+    `arguments`: number of positional arguments that `factory` will be given. `unbound`: the sentence for a factory that
+    does not take them, with `{error}` in place of Python's message.
+    """
+    if not callable(factory):
+        return "is not a class"
+    if isinstance(factory, type):
+        if missing := [method for method in methods if not callable(getattr(factory, method, None))]:
+            return f"lacks {', '.join(missing)}"
+        if inspect.isabstract(factory):
+            return "has abstract methods"
+    elif inspect.iscoroutinefunction(factory):
+        return "is a coroutine function: it must return the object at once"
+    if error := binding_error(factory, arguments):
+        return unbound.format(error=error)
+    return ""
+
+
+def binding_error(function: Callable[..., Any], arguments: int) -> str:
+    """Return Python's message if `function` does not take this number of positional arguments, else an empty string."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function of native code has none
+        return ""
+    try:
+        signature.bind(*[None] * arguments)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def with_import_paths(paths: Iterable[Path]) -> list[str]:
+    """Return `sys.path` with a user's folders in front."""
+    own = dict.fromkeys(str(path.resolve()) for path in paths)
+    return [*(path for path in own if path not in sys.path), *sys.path]
+
+
+def _name_taken(*names: str) -> str:
+    """What to do about a user's module whose name another module had before; empty where there is none."""
+    for name in names:
+        top = name.partition(".")[0]
+        loaded = getattr(sys.modules.get(top), "__spec__", None)
+        users = PathFinder.find_spec(top) if top else None
+        if loaded and users and users.origin and loaded.origin and not _same(loaded.origin, users.origin):
+            return f"{top} is taken by a module that Python or ROSE has loaded already: call {users.origin} otherwise"
+    return ""
+
+
+def _same(file: str, other: str) -> bool:
+    try:
+        return Path(file).samefile(other)
+    except OSError:  # built in
+        return file == other
+
+
+def _module_of(error: BaseException) -> str:
+    """The module of which the import of another one wanted what it has not; empty where the error tells of none."""
+    module = getattr(error, "obj", None) if isinstance(error, AttributeError) else error
+    return str(getattr(module, "__name__", None) or getattr(module, "name", None) or "")

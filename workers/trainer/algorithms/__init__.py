@@ -1,0 +1,1 @@
+"""Algorithms of the trainer: advantages of a group, and the loss of each sampled token."""
