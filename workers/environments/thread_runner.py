@@ -30,7 +30,11 @@ from rose.schemas.arrays import pack_tokens, unpack_tokens
 from rose.schemas.errors import UsageError, describe_error, message_of
 from rose.workers.environments.home import ResetResult
 from rose.workers.environments.jobs import (
+    BEATS,
+    COUNTERS,
+    LIVE,
     NO_JOB,
+    STUCK,
     EnvironmentFailure,
     Job,
     JobResult,
@@ -38,7 +42,9 @@ from rose.workers.environments.jobs import (
     ResetRefused,
     ResultCallback,
     RunnerLimits,
+    StatusCounters,
     StepJob,
+    TrackedCall,
 )
 from rose.workers.environments.process_integrity import (
     EnvironmentThreadPool,
@@ -54,7 +60,6 @@ from rose.workers.environments.protocol_checks import (
     check_step,
     raised_at,
 )
-from rose.workers.environments.runner_status import BEATS, COUNTERS, LIVE, STUCK, StatusCounters, TrackedCall
 from rose.workers.environments.transitions import FAILURE_CHARACTERS, StepResult
 from rose.workers.environments.turn_format import TurnFormat
 
