@@ -1,7 +1,8 @@
 """`rose status`: the state of a run on one screen.
 
 Keeps true
-- The command reads for longer than a heartbeat is valid: every live executor is seen.
+- Every executor that sent heartbeats in the last minute is heard again, or the command reads for longer than a
+  heartbeat is valid.
 - If something that could move does not move, the command reads on until it is known whether it is stalled.
 - The exit status is 1 exactly when a finding is UNWELL; missing information counts as UNWELL.
 """
@@ -31,7 +32,7 @@ from rose.topics.errors import BrokerUnreachable
 from rose.topics.settings import BusSettings
 
 LOOK_SECONDS = 2.5
-"""Minimum time of one look. An executor sends several heartbeats in it, and a heartbeat is valid for 2 s."""
+"""Time after which an executor that was not heard is silent: a heartbeat is valid for 2 s."""
 
 LONGEST_SECONDS = 20.0
 """Maximum time to read the present state of the log, and maximum time of one look."""
@@ -109,10 +110,10 @@ def _look(watch: RunFollower, waits: WaitNotice) -> None:
 
 def _missing_facts(watch: RunFollower, looked: float) -> str:
     """Return what the look still waits for; empty if it has seen enough."""
-    if looked < LOOK_SECONDS:
-        return f"listens to the executors for {LOOK_SECONDS:g} s"
     if not watch.caught_up:
         return "reads the log to its end"
+    if looked < LOOK_SECONDS and not watch.run_state.heard_from_all:
+        return f"listens to the executors for {LOOK_SECONDS:g} s"
     if watch.snapshot is None:
         return "waits for the broker to say who is a member of which group"
     left = STALLED_SECONDS + READ_SECONDS - min(looked, watch.known_seconds)

@@ -39,7 +39,7 @@ from pathlib import Path
 from time import monotonic
 from types import TracebackType
 
-from rose.topics.processes import adopt_orphans, die_with_parent, end_children, set_process_name
+from rose.topics.processes import adopt_orphans, die_with_parent, end_children, lower_priority, set_process_name
 
 COMMAND = "rose.pipeline.cli.main"
 """The module whose `main` runs a role. The module is named, not imported, because it imports this module."""
@@ -149,15 +149,18 @@ class ForkServer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def start(self, arguments: Sequence[str], *, name: str, log: Path) -> ForkedProcess:
-        """Request a role with these arguments of `rose`; its output is appended to `log`."""
+    def start(self, arguments: Sequence[str], *, name: str, log: Path, niceness: int = 0) -> ForkedProcess:
+        """Request a role with these arguments of `rose`; its output is appended to `log`.
+
+        `niceness` (0 to 19) is added to the nice value of the role and of the processes that the role starts.
+        """
         self.receive(0.0)
         with log.open("ab") as output:
             if self._process is None:
                 self._launch(output.fileno())
             role, number = ForkedProcess(self), next(self._numbers)
             self._roles[number] = role
-            self._send([number, name, *arguments], output.fileno())
+            self._send([number, niceness, name, *arguments], output.fileno())
         return role
 
     def kill_pending(self, role: ForkedProcess) -> None:
@@ -266,7 +269,7 @@ def serve(line_number: int) -> None:
             for pid in [pid for pid, guarded in list(guards.items()) if guarded == number]:
                 os.kill(pid, signal.SIGTERM)
             continue
-        name, *arguments = words
+        niceness, name, *arguments = words
         for output in outputs:
             os.dup2(output, 1)
             os.dup2(output, 2)
@@ -283,6 +286,7 @@ def serve(line_number: int) -> None:
     for each in (line, woken, wakes):
         each.close()
     os.setsid()
+    lower_priority(niceness)
     set_process_name(name)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # siblings would draw equal numbers; `random` and OpenSSL reseed

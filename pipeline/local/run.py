@@ -10,6 +10,7 @@ Keeps true
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic, time
 
@@ -71,6 +72,10 @@ LOG_FOLDER = "logs"
 
 LOOPBACK = "127.0.0.1"
 
+NICENESS_BESIDE_SERVERS = 5
+"""Niceness of the other roles beside servers that lend. In a deployment the roles run on other machines, and do not
+compete with the server for its processors."""
+
 
 class RunInterrupted(Exception):
     """The user asked the run to end before it was done."""
@@ -124,12 +129,13 @@ def roles_of(config: Config, configuration: Path) -> list[Role]:
     workers = [
         Role(f"environment-{n}", ("environment", "--number", str(n), *common)) for n in range(run.environment_workers)
     ]
-    return [
+    roles = [
         Role("router", ("router", *common)),
         *workers,
         Role("trainer", ("trainer", *common), ends_run_with=config.settings.trainer.exported),
         *executors,
     ]
+    return [replace(role, niceness=NICENESS_BESIDE_SERVERS) for role in roles] if run.lenders else roles
 
 
 def lending_server_roles(config: Config, configuration: Path) -> list[Role]:
@@ -178,7 +184,10 @@ def run_roles(
     supervisor = Supervisor(roles_of(config, configuration), config.run_folder / LOG_FOLDER, fork_server)
     stop = stop_on_signals()
     watch = follow_run(config, broker.settings, whole=work.trajectories > 0)
-    screen = Screen(watch, console, title=config.settings.run.name, total=work.trajectories)
+    executors = [f"executor-{n}" for n in range(config.settings.run.executors + config.settings.run.lenders)]
+    screen = Screen(
+        watch, console, title=config.settings.run.name, total=work.trajectories, started_executors=executors
+    )
 
     def look_after() -> list[str]:
         broker.check()

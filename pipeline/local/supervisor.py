@@ -69,6 +69,8 @@ class Role:
     """File that the role writes when its work is done. An exit with status 0 after a new version of the file ends the
     run; without a new version the role was asked to stop, and is restarted as after a crash.
     """
+    niceness: int = 0
+    """Added to the nice value of the process, 0 to 19."""
     leaves_first: bool = False
     """The role uses the other roles until its end: they are asked to stop after it has ended."""
 
@@ -87,7 +89,8 @@ class _Supervised:
 
     def start(self, fork_server: ForkServer, now: float) -> None:
         self._log_size_before = self._log_size()
-        self.process = fork_server.start(self.role.arguments, name=self.role.name, log=self.log)
+        role = self.role
+        self.process = fork_server.start(role.arguments, name=role.name, log=self.log, niceness=role.niceness)
         self.started_at = now
 
     @property

@@ -79,14 +79,23 @@ def diagnose(facts: Facts) -> list[Finding]:
     return sorted(found, key=lambda finding: order.index(finding.severity))
 
 
-def headline(facts: Facts, findings: Sequence[Finding]) -> str | None:
-    """Return in one line why nothing moves; None if something does."""
-    if facts.applied_seconds < STALLED_SECONDS:
+def headline(facts: Facts, findings: Sequence[Finding], *, starting: Sequence[str] | None = None) -> str | None:
+    """Return in one line why nothing moves; None if something does.
+
+    `starting`: executors of a run that has just been started here and that have sent no heartbeat yet; None if the run
+    has not just been started.
+    """
+    if starting:
+        return f"starting: {_listed(starting)} load{'s' if len(starting) == 1 else ''} the engine"
+    if starting is None and facts.applied_seconds < STALLED_SECONDS:
         return None
+    moves = "nothing moves" if starting is None else "starting"
     for severity in (Severity.UNWELL, Severity.WAITS):
         sentences = [each.sentence for each in findings if each.severity is severity]
         if sentences:
-            return f"nothing moves: {'; '.join(sentences)}"
+            return f"{moves}: {'; '.join(sentences)}"
+    if starting is not None:
+        return None
     if not facts.work_left:
         return "nothing moves: no prompts left"
     return "nothing moves, and the log does not say why: see the logs of the roles"
@@ -353,7 +362,10 @@ def _count(executors: Sequence[ExecutorFacts]) -> str:
 
 
 def _names_of(executors: Sequence[ExecutorFacts]) -> str:
+    return _listed([each.worker for each in executors])
+
+
+def _listed(executors: Sequence[str]) -> str:
     if len(executors) > NAMED:
         return f"{len(executors)} executors"
-    names = [each.worker for each in executors]
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return executors[0] if len(executors) == 1 else f"{', '.join(executors[:-1])} and {executors[-1]}"

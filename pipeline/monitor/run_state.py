@@ -217,6 +217,12 @@ class RunState:
         return [each for each in facts if not (each.silent and each.state is ExecutorState.STOPPING)]
 
     @property
+    def heard_from_all(self) -> bool:
+        """Whether each executor on the log has sent a heartbeat since the start of reading, or announced its stop."""
+        beats = self.executors.values()
+        return all(each.at > self.began or each.beat.state is ExecutorState.STOPPING for each in beats)
+
+    @property
     def open_groups(self) -> int:
         """Number of groups of which at least one trajectory has no outcome."""
         return sum(bool(names) for names in self._unsettled.values())

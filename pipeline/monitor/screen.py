@@ -8,7 +8,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rose.pipeline.monitor.diagnosis import Finding, Severity, diagnose, headline
+from rose.pipeline.monitor.diagnosis import STANDSTILL_SECONDS, Finding, Severity, diagnose, headline
 from rose.pipeline.monitor.facts import ExecutorFacts, Facts
 from rose.pipeline.monitor.follower import RunFollower
 from rose.pipeline.process.terminal import escape_control_chars
@@ -36,12 +36,21 @@ STYLES = {Severity.UNWELL: "bold red", Severity.WAITS: "yellow", Severity.NOTE: 
 class Screen:
     """Shows a run as it goes on."""
 
-    def __init__(self, follower: RunFollower, console: Console, *, title: str, total: int = 0) -> None:
-        """`total`: trajectories asked for, when known."""
+    def __init__(
+        self,
+        follower: RunFollower,
+        console: Console,
+        *,
+        title: str,
+        total: int = 0,
+        started_executors: Sequence[str] = (),
+    ) -> None:
+        """`total`: trajectories asked for, when known. `started_executors`: executors that start with the screen."""
         self._follower = follower
         self._console = console
         self._title = title
         self._total = total
+        self._started_executors = started_executors
         self._began = monotonic()
         self._last_headline: str | None = None
 
@@ -103,7 +112,15 @@ class Screen:
             away += f" ({self._follower.broker_error})" if self._follower.broker_error else ""
             return [Finding(Severity.UNWELL, "broker", away)], f"nothing moves: {away}"
         findings = diagnose(facts)
-        return findings, headline(facts, findings)
+        return findings, headline(facts, findings, starting=self._starting(facts))
+
+    def _starting(self, facts: Facts) -> list[str] | None:
+        """The started executors that have sent no heartbeat yet; None once a turn was applied, or after a while."""
+        view, elapsed = self._follower.run_state, monotonic() - self._began
+        if not self._started_executors or view.applied_at >= view.began or elapsed >= STANDSTILL_SECONDS:
+            return None
+        heard = {each.worker for each in facts.executors}
+        return [name for name in self._started_executors if name not in heard]
 
     def _drawn(self) -> Group:
         now, view = monotonic(), self._follower.run_state

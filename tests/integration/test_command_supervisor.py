@@ -94,6 +94,21 @@ def test_a_killed_role_comes_back_and_stop_leaves_none(router: Role, fork_server
     assert has_ended(second)
 
 
+def test_role_with_niceness_runs_at_that_nice_value_within_and_between_sessions(
+    broker: AnyBroker, namespace: str, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    arguments = starting(broker.settings(namespace), tmp_path)
+    supervisor = Supervisor([Role("environment-0", arguments, niceness=7)], tmp_path, fork_server)
+    supervisor.start()
+    until((tmp_path / "children").exists)
+    role, own = supervisor.process_ids["environment-0"], os.getpriority(os.PRIO_PROCESS, 0)
+    assert {os.getpriority(os.PRIO_PROCESS, each) for each in [role, *children(tmp_path)]} == {own + 7}
+    autogroup = Path(f"/proc/{role}/autogroup")
+    if autogroup.exists():
+        assert autogroup.read_text().split()[-1] == "7"
+    supervisor.stop()
+
+
 class Played:
     """A process that ends when it is asked to, and notes what it was asked."""
 
@@ -111,7 +126,7 @@ class Played:
 
 def test_who_makes_use_of_others_leaves_before_they_are_asked_to(tmp_path: Path) -> None:
     notes: list[str] = []
-    fork_server: Any = SimpleNamespace(start=lambda arguments, *, name, log: Played(name, notes))
+    fork_server: Any = SimpleNamespace(start=lambda arguments, *, name, **_: Played(name, notes))
     roles = [Role("server", ()), Role("users", (), leaves_first=True), Role("router", ())]
     supervisor = Supervisor(roles, tmp_path, fork_server)
     supervisor.start()

@@ -217,6 +217,26 @@ def some_facts(moments: st.SearchStrategy[float] = MOMENTS) -> st.SearchStrategy
     )
 
 
+@pytest.mark.parametrize(
+    ("starting", "sentence"),
+    [
+        (["executor-0"], "starting: executor-0 loads the engine"),
+        (["executor-0", "executor-1"], "starting: executor-0 and executor-1 load the engine"),
+        ([f"executor-{n}" for n in range(9)], "starting: 9 executors load the engine"),
+        ([], "starting: no router is there"),
+        (None, "nothing moves: no router is there"),
+    ],
+)
+def test_headline_of_a_starting_run_says_what_starts(starting: list[str] | None, sentence: str) -> None:
+    facts = dataclasses.replace(WELL, routers=0, **STILL)  # type: ignore[arg-type]
+    found = headline(facts, diagnose(facts), starting=starting)
+    assert found is not None and found.startswith(sentence)
+
+
+def test_headline_of_a_starting_run_in_which_all_is_well_is_empty() -> None:
+    assert headline(WELL, diagnose(WELL), starting=[]) is None
+
+
 @given(some_facts())
 def test_a_run_that_stands_still_always_has_one_line_and_one_that_moves_never(facts: Facts) -> None:
     findings = diagnose(facts)
