@@ -1,11 +1,19 @@
-"""What is asked of environments and what they answer, by value: it may cross from one process to another.
+"""What is asked of environments, what they answer, and the runners that do the work, with their signs of life.
 
-Keeps true: what a process wrote is held to the fields of a job or of an answer before anybody looks at it.
+Keeps true
+- Jobs and results go by value, so they may cross from one process to another. What a process wrote is checked against
+  the fields of a job or of a result before any other code sees it.
+- The signs of life of a runner lie in memory that its process shares with the worker: they can be read whatever blocks
+  that process, and after whatever has ended it.
 """
 
-from collections.abc import Callable
+import asyncio
+import mmap
+import os
+from collections.abc import Callable, Coroutine, Generator, MutableSequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -170,3 +178,79 @@ def job_fields(job: Job, number: int) -> tuple[str, Job]:
 def decode_as(kinds: dict[str, type[T]], name: str, fields: object) -> T:
     """A job or an answer of what has crossed. Raises KeyError or msgspec.ValidationError for anything else."""
     return msgspec.convert(fields, kinds[name])
+
+
+StatusCounters = MutableSequence[int]
+"""One number at each of the places below."""
+
+BEATS, LIVE, STUCK, RUNNING = range(4)
+"""RUNNING: 0 while no job's code runs; 1 more than the number of a job while that does, also when it ends the process.
+"""
+
+COUNTERS = 4
+
+COUNTERS_BYTES = COUNTERS * 8
+
+
+class NoOwner:
+    """Stands for the job of code that is no environment's."""
+
+
+NO_OWNER = NoOwner()
+
+OWNER: ContextVar[Job | NoOwner | None] = ContextVar("owner", default=NO_OWNER)
+"""The job whose code runs, also in the tasks that this code makes; None for the code that closes an environment."""
+
+
+def map_counters(shared: int) -> StatusCounters:
+    """The signs of life in this shared memory, whose descriptor is closed."""
+    memory = mmap.mmap(shared, COUNTERS_BYTES)
+    os.close(shared)
+    return cast("StatusCounters", memoryview(memory).cast("q"))
+
+
+class TrackedCall(Coroutine[Any, Any, T]):
+    """Code of an environment in a task of its own. The job is named in the signs of life whenever the code runs.
+
+    `look` is called with false before that and with true after it, while it is still named. Where `has_left` is true
+    the code is cancelled instead.
+    """
+
+    def __init__(
+        self,
+        code: Coroutine[Any, Any, T],
+        signs: StatusCounters,
+        job: Job | None,
+        look: Callable[[bool], None],
+        has_left: Callable[[], bool],
+    ) -> None:
+        self._code = code
+        self._signs = signs
+        self._look = look
+        self._has_left = has_left
+        self._job = job
+        self._mark = job.ticket + 1 if job is not None and isinstance(job.ticket, int) else -1
+
+    def send(self, value: Any) -> Any:
+        if self._has_left():
+            return self._run(self._code.throw, asyncio.CancelledError())
+        return self._run(self._code.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._run(self._code.throw, *error)
+
+    def close(self) -> None:
+        self._code.close()
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._code.__await__()
+
+    def _run(self, code: Callable[..., Any], *given: Any) -> Any:
+        self._look(False)
+        OWNER.set(self._job)
+        outer, self._signs[RUNNING] = self._signs[RUNNING], self._mark
+        try:
+            return code(*given)
+        finally:
+            self._look(True)
+            self._signs[RUNNING] = outer  # of a loop that runs within another's

@@ -20,9 +20,21 @@ from typing import Any
 
 import msgspec
 
-from rose.workers.environments.jobs import NO_JOB, RESULTS, Job, ResultCallback, decode_as, job_fields
+from rose.workers.environments.jobs import (
+    BEATS,
+    COUNTERS_BYTES,
+    LIVE,
+    NO_JOB,
+    RESULTS,
+    RUNNING,
+    STUCK,
+    Job,
+    ResultCallback,
+    decode_as,
+    job_fields,
+    map_counters,
+)
 from rose.workers.environments.runner_server import MAX_MESSAGE_BYTES, ProcessSetup
-from rose.workers.environments.runner_status import BEATS, COUNTERS_BYTES, LIVE, RUNNING, STUCK, map_counters
 
 SPARE_SECONDS = 2.0
 """That a process may take to end once it is killed."""

@@ -25,10 +25,18 @@ import structlog
 from rose.schemas.errors import UsageError, describe_error
 from rose.topics.processes import set_process_name
 from rose.topics.unread_stream import unread_stream
-from rose.workers.environments.jobs import JOBS, EnvironmentFailure, Job, JobResult, RunnerLimits, decode_as
+from rose.workers.environments.jobs import (
+    JOBS,
+    EnvironmentFailure,
+    Job,
+    JobResult,
+    RunnerLimits,
+    StatusCounters,
+    decode_as,
+    map_counters,
+)
 from rose.workers.environments.process_integrity import ProcessIntegrity, end_if_forked, restore_child_handling
 from rose.workers.environments.registry import UnknownEnvironment, load_environment
-from rose.workers.environments.runner_status import StatusCounters, map_counters
 from rose.workers.environments.thread_runner import CLOSE_SECONDS, ThreadRunner
 from rose.workers.environments.turn_format import TurnFormat
 

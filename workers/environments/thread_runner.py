@@ -31,15 +31,24 @@ from rose.schemas.arrays import pack_tokens, unpack_tokens
 from rose.schemas.errors import UsageError, describe_error, message_of
 from rose.workers.environments.home import ResetResult
 from rose.workers.environments.jobs import (
+    BEATS,
+    COUNTERS,
+    LIVE,
     NO_JOB,
+    NO_OWNER,
+    OWNER,
+    STUCK,
     EnvironmentFailure,
     Job,
     JobResult,
+    NoOwner,
     ResetJob,
     ResetRefused,
     ResultCallback,
     RunnerLimits,
+    StatusCounters,
     StepJob,
+    TrackedCall,
 )
 from rose.workers.environments.process_integrity import (
     EnvironmentThreadPool,
@@ -54,17 +63,6 @@ from rose.workers.environments.protocol_checks import (
     check_snapshot,
     check_step,
     raised_at,
-)
-from rose.workers.environments.runner_status import (
-    BEATS,
-    COUNTERS,
-    LIVE,
-    NO_OWNER,
-    OWNER,
-    STUCK,
-    NoOwner,
-    StatusCounters,
-    TrackedCall,
 )
 from rose.workers.environments.transitions import FAILURE_CHARACTERS, StepResult
 from rose.workers.environments.turn_format import TurnFormat
