@@ -126,6 +126,7 @@ def write_prompts(settings: BusSettings, groups: Iterable[int] = range(GROUPS)) 
 def config_of(model_folder: Path, run_folder: Path, **change: Any) -> TrainerConfig:
     """A learning rate that differs in every step, so that a resumed run shows whether its schedule is resumed."""
     fields: dict[str, Any] = {"groups_per_step": GROUPS_PER_STEP, "total_groups": GROUPS, "max_staleness": 100}
+    fields |= {"max_logprob_difference": 1e9}  # no engine computed the logprobs of these samples
     fields |= {"learning_rate_warmup_steps": 1, "learning_rate_schedule": "cosine", "learning_rate_decay_steps": 8}
     return TrainerConfig(model_folder=model_folder, run_folder=run_folder, learning_rate=1e-3, **(fields | change))
 

@@ -6,6 +6,7 @@ import math
 import random
 import re
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,7 @@ from rose.workers.trainer.algorithms.registry import make_algorithm
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.optimizer import make_optimizer
 from rose.workers.trainer.policy import ModelFolderError, load_policy, microbatches, pad_rows, token_logprobs
-from rose.workers.trainer.step import (
-    dry_run_group,
-    dry_run_policy,
-    train_step,
-)
+from rose.workers.trainer.step import EngineMismatch, dry_run_group, dry_run_policy, train_step
 from rose.workers.trainer.training_sample import TrainingSample
 
 SHIPPED = Path(__file__).parents[2] / "workers" / "models" / "calculator"
@@ -97,6 +94,26 @@ def test_a_logprob_depends_neither_on_padding_nor_on_the_cache(policy: Any, grou
             assert len({*sample.loss_mask}) == 2
             torch.testing.assert_close(row[: len(sample.tokens)], alone, atol=2e-5, rtol=0)
             torch.testing.assert_close(alone[mask], recorded[mask], atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("sampled_by", "shift", "refused"), [(3, 0.2, True), (3, 0.02, False), (2, 0.2, False)])
+def test_step_on_tokens_that_the_engines_weigh_otherwise_is_refused_and_changes_nothing(
+    policy: Any, groups: list[list[TrainingSample]], sampled_by: int, shift: float, refused: bool
+) -> None:
+    model = copy.deepcopy(policy)
+    shifted = [
+        [
+            replace(
+                each, oldest_version=sampled_by, behaviour_logprobs=[one - shift for one in each.behaviour_logprobs]
+            )
+            for each in group
+        ]
+        for group in groups
+    ]
+    optimizer = make_optimizer(model, learning_rate=1e-3)
+    with pytest.raises(EngineMismatch, match=r"version 3 sampled differ by 0\.2 nats") if refused else nullcontext():
+        train_step(model, optimizer, shifted, algorithm=GRPO, config=STANDARD, version=3)
+    assert torch.equal(parameters_of(model), parameters_of(policy)) is refused
 
 
 def test_a_step_makes_what_was_rewarded_likelier(policy: Any, groups: list[list[TrainingSample]]) -> None:

@@ -59,6 +59,10 @@ class TrainerConfig:
     """Highest such ratio at which a token of positive advantage is pushed up."""
     importance_cap: float = 2.0
     """Largest weight of a token for having been sampled by another policy (truncated importance sampling)."""
+    max_logprob_difference: float = 0.1
+    """Largest mean difference, in nats, between the trainer's logprobs of on-policy tokens and those that the engines
+    recorded. Above it the engines compute another policy than the trainer, which then ends before it learns. Raise it
+    for engines of low precision."""
     scale_by_deviation: bool = True
     """Whether `grpo` divides advantages by the standard deviation of their group."""
     minibatches: int = 2
@@ -95,6 +99,9 @@ class TrainerConfig:
             "clip_low must be from 0 to 1": 0 <= self.clip_low <= 1,
             f"clip_high must be from 1 to {LARGEST:g}": 1 <= self.clip_high <= LARGEST,
             f"importance_cap must be above 0 and at most {LARGEST:g}": 0 < self.importance_cap <= LARGEST,
+            f"max_logprob_difference must be above 0 and at most {LARGEST:g}": 0
+            < self.max_logprob_difference
+            <= LARGEST,
             "minibatches must be from 1 to 65536": 1 <= self.minibatches <= 65_536,
             f"gradient_norm must be above 0 and at most {LARGEST:g}": 0 < self.gradient_norm <= LARGEST,
             "microbatch_tokens must be from 1 to 2^31": 1 <= self.microbatch_tokens <= 2**31,

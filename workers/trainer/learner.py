@@ -98,7 +98,7 @@ class Learner:
         others.
         """
         try:
-            return groups, self._train_on(groups)
+            return groups, self._train_on(groups, version)
         except Exception as error:  # models, kernels, autograd and a user's algorithm raise any exception
             if _out_of_memory(error) or (isinstance(error, RoseError) and not isinstance(error, AlgorithmError)):
                 raise
@@ -109,10 +109,17 @@ class Learner:
             if not left and sum(bool(group.trained) for group in groups) > 1:
                 raise  # if all of several groups fail, the cause is no group
         undo()
-        return judged, self._train_on(judged)
+        return judged, self._train_on(judged, version)
 
-    def _train_on(self, groups: Sequence[SelectedGroup]) -> StepMetrics:
-        return train_step(self.model, self.optimizer, _trained(groups), algorithm=self._algorithm, config=self._config)
+    def _train_on(self, groups: Sequence[SelectedGroup], version: int) -> StepMetrics:
+        return train_step(
+            self.model,
+            self.optimizer,
+            _trained(groups),
+            algorithm=self._algorithm,
+            config=self._config,
+            version=version,
+        )
 
     def _reject_skipped(self, groups: list[SelectedGroup], done: StepMetrics, version: int) -> list[SelectedGroup]:
         """Mark the groups of skipped minibatches as failed."""

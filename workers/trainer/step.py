@@ -6,6 +6,8 @@ Keeps true
 - Samples of a group without advantages, or without sampled tokens, are not computed: their gradient is zero, and they
   are not part of any mean.
 - How sequences are packed into passes changes only time and memory.
+- No weight changes if the engines compute another policy: their logprobs of tokens that they sampled with the policy's
+  own version are compared before the first update.
 - A minibatch whose gradient is not finite changes no weight and is in no mean. The metrics count it and name its
   groups.
 """
@@ -18,11 +20,19 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from rose.schemas.errors import UsageError
 from rose.topics.health import HEALTH
 from rose.workers.trainer.algorithms.base import Algorithm, TokenBatch, checked_advantages, checked_loss
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.policy import microbatches, pad_rows, produces_nonfinite, token_logprobs
 from rose.workers.trainer.training_sample import TrainingSample
+
+LEAST_COMPARED_TOKENS = 64
+"""Fewer on-policy tokens say too little about the engines."""
+
+
+class EngineMismatch(UsageError):
+    """The engines compute another policy than the trainer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +77,10 @@ class _Sums:
     ratio: float = 0.0
     divergence: float = 0.0
     clipped: float = 0.0
+    on_policy: int = 0
+    """Number of tokens of samples that the policy's own version sampled."""
+    on_policy_difference: float = 0.0
+    """Over these tokens, the absolute difference of the trainer's and the engines' logprobs, in nats."""
 
     def add(self, other: Self) -> None:
         """Add the sums of another minibatch."""
@@ -84,10 +98,14 @@ def train_step(
     *,
     algorithm: Algorithm,
     config: TrainerConfig,
+    version: int | None = None,
 ) -> StepMetrics:
     """Update the model in place with one step on whole groups.
 
-    Each inner sequence of `groups` is one complete group. Raises AlgorithmError.
+    Each inner sequence of `groups` is one complete group. `version` is the model's version; None: samples are not
+    compared with the model.
+
+    Raises AlgorithmError, or EngineMismatch if on-policy tokens differ by more than `max_logprob_difference`.
     """
     of_groups = [_rows(group, algorithm) for group in groups]
     live = [(place, rows) for place, rows in enumerate(of_groups) if rows is not None]
@@ -103,7 +121,9 @@ def train_step(
     for first in range(min(config.minibatches, len(live))):
         minibatch = live[first :: config.minibatches]
         optimizer.zero_grad(set_to_none=True)
-        sums = _gradients(model, [row for _, rows in minibatch for row in rows], algorithm, config)
+        sums = _gradients(model, [row for _, rows in minibatch for row in rows], algorithm, config, version)
+        if first == 0:
+            _check_engines(sums, config, version)
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.gradient_norm))
         if math.isfinite(norm):
             optimizer.step()
@@ -150,7 +170,22 @@ def _rows(group: Sequence[TrainingSample], algorithm: Algorithm) -> list[_Row] |
     return [_Row(sample, advantage) for sample, advantage in rows if any(sample.loss_mask)]
 
 
-def _gradients(model: Any, rows: Sequence[_Row], algorithm: Algorithm, config: TrainerConfig) -> _Sums:
+def _check_engines(sums: _Sums, config: TrainerConfig, version: int | None) -> None:
+    """Compare the logprobs of tokens that the model's own version sampled, before the model has changed."""
+    difference = sums.on_policy_difference / max(sums.on_policy, 1)
+    if sums.on_policy >= LEAST_COMPARED_TOKENS and difference > config.max_logprob_difference:
+        raise EngineMismatch(
+            f"the engines compute another policy than the trainer: their logprobs of {sums.on_policy} tokens that "
+            f"version {version} sampled differ by {difference:.2g} nats on average, and "
+            f"trainer.max_logprob_difference is {config.max_logprob_difference:g}; nothing was learned from these "
+            "samples: take a model folder that vLLM and transformers compute alike, or raise the setting if the "
+            "engines compute in low precision"
+        )
+
+
+def _gradients(
+    model: Any, rows: Sequence[_Row], algorithm: Algorithm, config: TrainerConfig, version: int | None = None
+) -> _Sums:
     """Add the gradient of the rows' loss, a mean over their sampled tokens, to the parameters' gradients."""
     sums = _Sums(tokens=sum(sum(row.sample.loss_mask) for row in rows))
     for indices in microbatches([len(row.sample.tokens) for row in rows], tokens=config.microbatch_tokens):
@@ -166,6 +201,9 @@ def _gradients(model: Any, rows: Sequence[_Row], algorithm: Algorithm, config: T
         HEALTH.report_progress()
         sums.loss += float(loss.summed.detach())
         _observe(sums, batch, loss.clipped)
+        own = torch.tensor([[row.sample.oldest_version == version] for row in part]) & batch.loss_mask
+        sums.on_policy += int(own.sum())
+        sums.on_policy_difference += float((batch.logprobs.detach() - batch.behaviour_logprobs)[own].abs().sum())
     return sums
 
 

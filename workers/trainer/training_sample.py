@@ -20,6 +20,8 @@ class TrainingSample:
     temperatures: Sequence[float]
     """Sampling temperature of each token, above 0; ignored where the mask is 0."""
     reward: float
+    oldest_version: int = -1
+    """The oldest policy version that sampled one of the tokens; -1 if that is not known."""
 
     @classmethod
     def of(cls, sample: Sample) -> Self:
@@ -35,4 +37,5 @@ class TrainingSample:
             behaviour_logprobs=unpack_logprobs(sample.logprobs).tolist(),
             temperatures=temperatures,
             reward=sample.reward,
+            oldest_version=sample.oldest_version,
         )
