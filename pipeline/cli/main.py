@@ -126,6 +126,21 @@ def evaluate(
     evaluate_folder(common, model, output)
 
 
+@app.command(rich_help_panel=RUNNING)
+@with_common
+def export(
+    common: Common,
+    target: Annotated[
+        Path | None,
+        typer.Option("--to", metavar="FOLDER", help="Replaced if it is there; left out, `model` in the run's folder."),
+    ] = None,
+) -> None:
+    """The newest policy of a run as a model folder, also of a run that has not ended."""
+    from rose.pipeline.cli.run_commands import export_run
+
+    export_run(common, target)
+
+
 @app.command(rich_help_panel=ROLES)
 @with_common
 def environment(

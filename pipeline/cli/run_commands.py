@@ -1,4 +1,4 @@
-"""`rose submit`, `rose watch`, `rose audit` and `rose report`: commands that only use the log."""
+"""`rose submit`, `watch`, `audit`, `report` and `export`: commands that use the log or the folder of a run."""
 
 from pathlib import Path
 
@@ -84,3 +84,13 @@ def report_run(common: Common) -> None:
         connect_as(settings, VIEW)
         summary = write_report(config, settings, facts)
     print_summary(Console(), summary, config.run_folder)
+
+
+def export_run(common: Common, target: Path | None) -> None:
+    """`rose export`: writes the newest policy of a run as a model folder. Raises UsageError if there is none."""
+    from rose.workers.trainer.export import export_newest
+
+    trainer = load(common).settings.trainer
+    folder = target or trainer.exported
+    version = export_newest(trainer, folder)
+    print_line(f"policy version {version} is in {folder}")

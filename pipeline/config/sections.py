@@ -109,6 +109,9 @@ class RunSection:
     """Dedicated executors that `rose up` starts."""
     lenders: int = 0
     """vLLM servers that lend, with users who ask them, that `rose up` starts."""
+    time_limit_seconds: float = 0.0
+    """Seconds after which `rose up` and `rose demo` stop a run, but not before the trainer has saved a
+    policy; 0: no limit."""
 
     def __post_init__(self) -> None:
         check_bounds(
@@ -118,6 +121,7 @@ class RunSection:
                 "environment_workers": (1, MOST_PROCESSES),
                 "executors": (0, MOST_PROCESSES),
                 "lenders": (0, MOST_PROCESSES),
+                "time_limit_seconds": (0, 1e9),
             },
         )
 

@@ -20,6 +20,7 @@ from rose.pipeline.local.run import (
     LOG_FOLDER,
     RunConsole,
     RunInterrupted,
+    TimeLimitReached,
     lending_servers,
     prepare_run,
     role_fork_server,
@@ -86,9 +87,19 @@ def run_demo(common: Common) -> None:
                 measure = partial(_measure, config, fork_server, configuration, serving, console)
                 before = measure(settings.model.folder, "before")
                 _wait_for_users(config, serving, console)
-                run_roles(
-                    config, broker, fork_server, console, configuration=configuration, serving=serving, prompts=prompts
-                )
+                try:
+                    run_roles(
+                        config,
+                        broker,
+                        fork_server,
+                        console,
+                        configuration=configuration,
+                        serving=serving,
+                        prompts=prompts,
+                        began=began,
+                    )
+                except TimeLimitReached:
+                    _export_newest(config, fork_server, configuration, serving, console)
                 after = measure(settings.trainer.exported, "after")
         except RunInterrupted:
             console.print(f"ended before it was done; `rose up --run {settings.run.name}` goes on with the training")
@@ -121,6 +132,19 @@ def _configuration(common: Common) -> Config:
     return load(common)
 
 
+def _export_newest(
+    config: Config, fork_server: ForkServer, configuration: Path, serving: Supervisor, console: Console
+) -> None:
+    """Export the newest policy of a run that has reached its time limit. Raises RunInterrupted or RoleFailed."""
+    settings = config.settings
+    console.print(
+        f"stopped early, after {settings.run.time_limit_seconds:.0f} s as run.time_limit_seconds says, before all "
+        f"{settings.tasks.steps} steps were done: the newest policy is measured"
+    )
+    role = Role("export", ("export", "--config", str(configuration)), ends_run_with=settings.trainer.exported)
+    _run_alone(config, role, fork_server, serving, console, "exporting the newest policy")
+
+
 def _wait_for_users(config: Config, serving: Supervisor, console: Console) -> None:
     """Wait until serving has answered its first request. Raises RunInterrupted or RoleFailed."""
     stop = stop_on_signals()
@@ -137,6 +161,24 @@ def _print_events(serving: Supervisor, console: Console) -> None:
         console.print(Text(escape_control_chars(happened)))
 
 
+def _run_alone(
+    config: Config, role: Role, fork_server: ForkServer, serving: Supervisor, console: Console, doing: str
+) -> None:
+    """Run a role beside the servers until it is done. Raises RunInterrupted or RoleFailed."""
+    supervisor = Supervisor([role], config.run_folder / LOG_FOLDER, fork_server)
+    stop = stop_on_signals()
+    try:
+        supervisor.start()
+        with console.status(doing):
+            while not (supervisor.finished or stop.wait(LOOK_SECONDS)):
+                supervisor.tick()
+                _print_events(serving, console)
+    finally:
+        supervisor.stop()
+    if not supervisor.finished:
+        raise RunInterrupted
+
+
 def _measure(
     config: Config,
     fork_server: ForkServer,
@@ -150,18 +192,7 @@ def _measure(
     output = config.run_folder / f"success-{moment}.json"
     arguments = ("evaluate", str(model), "--json", str(output), "--config", str(configuration))
     role = Role(f"evaluate-{moment}", arguments, ends_run_with=output)
-    supervisor = Supervisor([role], config.run_folder / LOG_FOLDER, fork_server)
-    stop = stop_on_signals()
-    try:
-        supervisor.start()
-        with console.status(f"measuring held-out success {moment} training"):
-            while not (supervisor.finished or stop.wait(LOOK_SECONDS)):
-                supervisor.tick()
-                _print_events(serving, console)
-    finally:
-        supervisor.stop()
-    if not supervisor.finished:
-        raise RunInterrupted
+    _run_alone(config, role, fork_server, serving, console, f"measuring held-out success {moment} training")
     evaluation = msgspec.json.decode(output.read_bytes(), type=Evaluation)
     console.print(
         f"held-out success {moment} training: [bold]{evaluation.success:.3f}[/bold] "

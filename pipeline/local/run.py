@@ -7,6 +7,7 @@ Keeps true
 - A run goes on, and has its summary and report, when nobody reads what it prints any more.
 """
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -57,13 +58,24 @@ def run_up(common: Common, prompts_file: Path | None, without: Path | None) -> N
             configuration = prepare_run(config, broker)
             with lending_servers(config, configuration, fork_server) as serving:
                 run_roles(
-                    config, broker, fork_server, console, configuration=configuration, serving=serving, prompts=prompts
+                    config,
+                    broker,
+                    fork_server,
+                    console,
+                    configuration=configuration,
+                    serving=serving,
+                    prompts=prompts,
+                    began=began,
                 )
+        except TimeLimitReached:
+            console.print(f"stopped after {monotonic() - began:.0f} s, as run.time_limit_seconds says; {GO_ON}")
         except RunInterrupted:
-            console.print("ended before the trainer was done; the same command goes on from here")
+            console.print(f"ended before the trainer was done; {GO_ON}")
         facts = run_metadata(broker.name, started_at=started_at, seconds=monotonic() - began, success=Success())
         print_summary(console, write_report(config, broker.settings, facts), config.run_folder)
 
+
+GO_ON = "the same command goes on from here"
 
 OWNER_ONLY = 0o600
 
@@ -79,6 +91,10 @@ compete with the server for its processors."""
 
 class RunInterrupted(Exception):
     """The user asked the run to end before it was done."""
+
+
+class TimeLimitReached(RunInterrupted):
+    """The run has taken `run.time_limit_seconds`."""
 
 
 def prepare_run(config: Config, broker: RunBroker) -> Path:
@@ -173,11 +189,17 @@ def run_roles(
     configuration: Path,
     serving: Supervisor,
     prompts: Sequence[Prompt],
+    began: float,
 ) -> None:
     """Run everything until the trainer is done. Of the prompts those are sent that the log does not know.
 
-    Raises RunInterrupted, RoleFailed, BrokerFailed, BusError, or UsageError for a prompt that is known as another.
+    `began`: monotonic() seconds from which the time limit counts.
+
+    Raises RunInterrupted, TimeLimitReached, RoleFailed, BrokerFailed, BusError, or UsageError for a prompt that is
+    known as another.
     """
+    trainer, limit = config.settings.trainer, config.settings.run.time_limit_seconds
+    deadline = began + limit if limit else math.inf
     work = remaining_work(broker.settings, prompts, config.run_folder)
     if work.known:
         console.print(f"{work.known} of {len(prompts)} prompts are on the log already, and are not sent again")
@@ -188,6 +210,9 @@ def run_roles(
     name = config.settings.run.name
     screen = Screen(watch, console, title=name, total=work.trajectories, started_executors=executors)
 
+    def out_of_time() -> bool:
+        return monotonic() > deadline and trainer.has_checkpoint
+
     def look_after() -> list[str]:
         broker.check()
         return supervisor.tick() + serving.tick()
@@ -195,9 +220,9 @@ def run_roles(
     try:
         supervisor.start()
         send_prompts(broker.settings, work.prompts)
-        screen.run(lambda: not (supervisor.finished or stop.is_set()), events=look_after)
+        screen.run(lambda: not (supervisor.finished or stop.is_set() or out_of_time()), events=look_after)
     finally:
         supervisor.stop()
         watch.close()
     if not supervisor.finished:
-        raise RunInterrupted
+        raise RunInterrupted if stop.is_set() else TimeLimitReached

@@ -31,9 +31,23 @@ def test_the_demo_trains_settles_every_trajectory_and_reports(rose: Rose) -> Non
     life = rose("replay", "--run", "demo", "demo.00000:0")
     assert "reads" in life
     assert "outcome" in life
+    rose("export", "--run", "demo", "--to", "newest")
+    name = "model.safetensors"
+    assert (rose.folder / "newest" / name).read_bytes() == (run / "model" / name).read_bytes()
     with rose.start("demo", "--name", "demo") as again:
         assert "is there already" in again.communicate(timeout=60)[0]
     assert again.returncode == 2
+
+
+@pytest.mark.parametrize("broker_kind", [EMBEDDED], indirect=True)
+def test_demo_that_reaches_its_time_limit_measures_and_reports_the_newest_policy(rose: Rose) -> None:
+    told = rose("demo", *small(run__time_limit_seconds=1, tasks__steps=1000))
+    run = rose.folder / "runs" / "demo"
+    assert "stopped early, after 1 s" in told and "held-out success after training" in told
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["lost"], summary["doubled"]) == (0, 0)
+    assert summary["trajectories"]["in_flight"] > 0
+    assert (run / "report.html").exists()
 
 
 @pytest.mark.long

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rose.schemas.errors import RoseError, UsageError
+from rose.workers.trainer.config import PROGRESS_FILES
 
 KEPT = 2
 """Number of checkpoints that are kept: if the newest is unreadable, the one before it is used."""
@@ -172,7 +173,7 @@ class Checkpoints:
 
     def _versions(self) -> list[int]:
         """Versions that have a progress file, newest first."""
-        stems = (file.stem.removeprefix("step-") for file in self.folder.glob("step-*.msgpack"))
+        stems = (file.stem.removeprefix("step-") for file in self.folder.glob(PROGRESS_FILES))
         return sorted((int(stem) for stem in stems if stem.isdigit()), reverse=True)
 
     def _progress_file(self, version: int) -> Path:

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LARGEST = 1e12
+
+PROGRESS_FILES = "step-*.msgpack"
+"""Pattern of the last file of each checkpoint in the folder of checkpoints."""
 """Upper limit of bounds, for a bound that is meant to have no effect. Products and squares in a step overflow beyond
 it."""
 
@@ -112,6 +115,11 @@ class TrainerConfig:
         for sentence, holds in in_range.items():
             if not holds:
                 raise ValueError(sentence)
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a whole checkpoint is there."""
+        return any(self.checkpoints.glob(PROGRESS_FILES))
 
     @property
     def checkpoints(self) -> Path:

@@ -1,4 +1,4 @@
-"""Exports the final policy as a model folder."""
+"""Exports a policy as a model folder: the final policy of a run, or the policy of its newest checkpoint."""
 
 import json
 import shutil
@@ -7,6 +7,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from rose.workers.trainer.checkpoint import CheckpointRefused, Checkpoints
+from rose.workers.trainer.config import TrainerConfig
+from rose.workers.trainer.optimizer import make_optimizer
+from rose.workers.trainer.policy import load_policy
 from rose.workers.weights.folder_names import FolderTensors
 from rose.workers.weights.model_folder import INDEX
 
@@ -17,6 +21,21 @@ WEIGHT_PATTERNS = (
 """Weight files of the initial model folder, which are not copied to the exported folder."""
 
 HIDDEN_PATTERN = ".*"
+
+
+def export_newest(config: TrainerConfig, target: Path) -> int:
+    """Export the policy of the run's newest checkpoint; returns its version. Replaces `target`.
+
+    Raises CheckpointRefused if there is no whole checkpoint, UsageError for a broken model folder, or OSError.
+    """
+    checkpoints = Checkpoints(config.checkpoints, None)
+    progress = next(checkpoints.newest_first(), None)
+    if progress is None:
+        raise CheckpointRefused(f"{checkpoints.folder} has no whole checkpoint: the trainer has not saved a policy yet")
+    model = load_policy(config.model_folder)
+    checkpoints.restore(progress, model, make_optimizer(model, learning_rate=config.learning_rate))
+    export_policy(FolderTensors(model, config.model_folder), target)
+    return progress.version
 
 
 def export_policy(tensors: FolderTensors, target: Path) -> None:
