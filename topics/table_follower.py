@@ -67,7 +67,7 @@ class TableFollower:
             except RoseError as error:
                 self.failure = error if is_permanent(error) else None
                 structlog.get_logger("bus").warning(
-                    "reading anew", topic=self._topic.name, client=self._name, reason=str(error)
+                    "reader_restarting", topic=self._topic.name, client=self._name, reason=str(error)
                 )
                 self._stopping.wait(RETRY_SECONDS)
 

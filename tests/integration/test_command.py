@@ -302,7 +302,7 @@ def test_a_role_serves_its_metrics_and_ends_well_when_asked(broker: AnyBroker, n
     create_topics(settings, Partitions())
     (port,) = free_ports(1)
     with role_process("router", settings, 0, {"metrics.router": port}, log=log) as router:
-        until(lambda: "event=started" in log.read_text() or router.poll() is not None)
+        until(lambda: "event=cell_session_started" in log.read_text() or router.poll() is not None)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
             text = answer.read().decode()
         well = rose("health", f"127.0.0.1:{port}")

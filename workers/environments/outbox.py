@@ -228,8 +228,13 @@ class Outbox:
         if decision.kind is DecisionKind.REFUSE:
             self._writer.dead_letter(found, decision.refusal)
             self._counted.append((metrics.REFUSED, 1))
-            where = {"home": home.partition, "offset": found.offset}
-            log.warning("prompt_refused", group=prompt and prompt.group_id, reason=decision.refusal, **where)
+            log.warning(
+                "prompt_refused",
+                group=prompt and prompt.group_id,
+                home=home.partition,
+                offset=found.offset,
+                reason=decision.refusal,
+            )
             if prompt is not None and not decision.repeated:
                 self._write_group(home, prompt, GroupState.REFUSED, offset=found.offset)
         return [trajectory_id(decision.opens.group_id, index) for index in decision.reset_results]
@@ -247,7 +252,7 @@ class Outbox:
                 if written.sample is None:
                     home.trajectories[own_id] = trajectory
             else:
-                log.warning("environment_failed", trajectory=own_id, failure=begun)
+                log.warning("environment_failed", trajectory=own_id, reason=begun)
                 sample = fail_at_opening(prompt, index, begun, self._rules, now)
                 written = OutgoingRecords(sample=sample, ending=Ending.FAILED)
             if written.sample is not None:
@@ -289,7 +294,9 @@ class Outbox:
             self._writer.dead_letter(found, reason)
             home.results.on_done(found.offset)
             self._counted.append((metrics.SPOILED, 1))
-            log.warning("result_spoiled", home=home.partition, offset=found.offset, reason=reason)
+            log.warning(
+                "dead_lettered", topic=COMPLETED.name, partition=home.partition, offset=found.offset, reason=reason
+            )
         for own_id in home.orphaned_trajectories:
             self._writer.tombstone(PROGRESS, key=own_id, partition=home.partition)
             self._writer.tombstone(SNAPSHOTS, key=own_id, partition=home.partition)

@@ -290,7 +290,9 @@ class RunnerGroup:
         other = self.shared if self.shared is not place else None
         if not known or not others or (culprit and other is None and len(self.slots) >= self._most):
             return
-        self._log.warning("environment_blocks", trajectory=culprit and culprit.job.trajectory_id, again=len(others))
+        self._log.warning(
+            "environment_isolated", trajectory=culprit and culprit.job.trajectory_id, restarted_jobs=len(others)
+        )
         if culprit is None:
             self._stop_slot(place)
         else:
@@ -306,7 +308,7 @@ class RunnerGroup:
         self._kill_slot(place)
         others = [each for each in place.jobs.values() if each is not culprit]
         at = culprit and culprit.job.trajectory_id
-        self._log.error("environments_blocked", trajectory=at, again=len(others))
+        self._log.error("environment_runner_blocked", trajectory=at, restarted_jobs=len(others))
         if not known:
             self._bisect(others)
             return []
@@ -324,7 +326,9 @@ class RunnerGroup:
         waiting = list(place.jobs.values())
         at = culprit and culprit.job.trajectory_id
         how = place.runner.load_error or place.exit_reason.strip()
-        self._log.error(f"environment_{place.kind}_ended", how=how, trajectory=at, under_way=len(waiting))
+        self._log.error(
+            "environment_runner_ended", kind=place.kind, trajectory=at, jobs_in_flight=len(waiting), reason=how
+        )
         if not place.runner.ready:
             if place.quarantined:
                 self.quarantine.append(waiting)
@@ -394,5 +398,5 @@ class RunnerGroup:
         self._why = error
         for each in waiting:
             each.waits_since = each.waits_since or time.monotonic()
-        self._log.error("environment_runner_not_made", error=error, seconds_to_next=self._pause)
+        self._log.error("environment_runner_not_started", reason=error, retry_seconds=self._pause)
         self._pause = min(2 * self._pause, LONGEST_TRY_SECONDS)

@@ -379,7 +379,7 @@ class ThreadRunner:
     async def _close(self, environment: Environment) -> None:
         error = await self._within(CLOSE_SECONDS, lambda: environment.close(), None)
         if isinstance(error, BaseException):  # its trajectory has been decided already
-            log.warning("environment_close_failed", error=describe_error(error))
+            log.warning("environment_close_failed", reason=describe_error(error))
 
     def _spawn(self, work: Coroutine[Any, Any, None], job: Job | None = None) -> None:
         task = self._loop.create_task(work)

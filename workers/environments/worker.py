@@ -134,7 +134,7 @@ class EnvironmentWorker:
                 except RECOVERABLE as trouble:
                     self._member.rebalanced = True
                     wait = self._recovery_policy.on_error(trouble, time.monotonic(), self._outbox.began_at)
-                    log.warning("trouble", worker=self._name, reason=str(trouble), seconds_to_recovery=wait)
+                    log.warning("restarting", worker=self._name, reason=str(trouble), retry_seconds=wait)
                     HEALTH.report_restart(f"trouble with the broker: {trouble}")
                     stop.wait(wait)
         finally:
@@ -184,7 +184,7 @@ class EnvironmentWorker:
             worker=self._name,
             homes=self._member.homes,
             trajectories=sum(len(home.trajectories) for home in self._homes.values()),
-            cannot_go_on=len(self._ready),
+            failed_trajectories=len(self._ready),
             unsettled_groups=self._unsettled(),
             records=records,
             seconds=round(time.monotonic() - began, 3),
@@ -232,7 +232,7 @@ class EnvironmentWorker:
         self._outcomes.assign({place: end, asked: asked_end})
         for home in self._homes.values():
             for group_id in home.settle_expired(low):
-                log.warning("outcomes_forgotten", group=group_id, reason="outcomes are kept for 30 days")
+                log.warning("outcomes_expired", group=group_id, reason="outcomes are kept for 30 days")
 
     def _keep_membership(self) -> None:
         """Poll the consumer group, so that a rebalance does not wait for this worker. Items that are read are handled
@@ -297,7 +297,7 @@ class EnvironmentWorker:
 
     def _request_again(self, home: Home, trajectory: Trajectory, offset: int, reason: str) -> None:
         name = trajectory.trajectory_id
-        log.warning("context_torn", trajectory=name, turn=trajectory.turn, reason=reason)
+        log.warning("context_missing", trajectory=name, turn=trajectory.turn, reason=reason)
         metrics.TORN.inc()
         home.results.on_read(offset)
         self._ready.append(PendingTransition(home, name, request_again(trajectory, self._rules, self._clock()), offset))
@@ -365,7 +365,7 @@ class EnvironmentWorker:
     def _on_step(self, ticket: _Applying, answer: JobResult, now: float) -> None:
         trajectory, result = ticket.trajectory, ticket.result
         if isinstance(answer, EnvironmentFailure):
-            log.warning("environment_failed", trajectory=trajectory.trajectory_id, failure=answer.failure)
+            log.warning("environment_failed", trajectory=trajectory.trajectory_id, reason=answer.failure)
             written = fail_at_result(
                 trajectory,
                 result,

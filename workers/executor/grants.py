@@ -242,7 +242,7 @@ class GrantFollower:
         grant = item.record if isinstance(item.record, CapacityGrant) else None
         if self._lease.on_grant(grant, time.monotonic(), source=voice, live=live):
             summary = "none" if grant is None else _summary(grant, voice)
-            log.info("grant", worker=self._worker, said=summary, reason="" if grant is None else grant.reason)
+            log.info("grant_changed", worker=self._worker, grant=summary, reason="" if grant is None else grant.reason)
 
 
 def _summary(grant: CapacityGrant, source: GrantSource) -> str:

@@ -91,7 +91,7 @@ def _observe(client: EngineClient, stop: Event) -> None:
                 SERVING_REQUESTS.labels("waiting").set(report.waiting)
         if COLLECTOR.report is not None and time.monotonic() >= logs_at:
             logs_at = time.monotonic() + LOG_SECONDS
-            log.info("could be lent", **log_fields(COLLECTOR.report, most))
+            log.info("idle_capacity_observed", **log_fields(COLLECTOR.report, most))
             most = 0
         client.wait(POLL_SECONDS)
 

@@ -187,7 +187,7 @@ class SidecarListener:
             accepted = accept(connection)
         except ConnectionRejected as refusal:
             connection.close()
-            self._log.warning("rose: who knocked was sent away: %s", refusal)
+            self._log.warning("rose: connection_rejected reason=%s", refusal)
             return
         self._end_connection()
         self._selector.register(accepted.connection, selectors.EVENT_READ)

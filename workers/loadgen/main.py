@@ -111,7 +111,7 @@ async def _ask_all(
             vocabulary=vocabulary,
         )
         work = scale_requests(arrivals, shape).at_pace(config.pace)
-        log.info("users come", server=url, model=model.id, requests=len(work.requests), seconds=round(work.seconds))
+        log.info("load_started", server=url, model=model.id, requests=len(work.requests), seconds=round(work.seconds))
 
         async def ask_one(request: Request, number: int, due: float) -> None:
             body = completion_body(model.id, request.prompt, request.tokens, temperature=0.0, cache_salt=str(number))
@@ -121,7 +121,7 @@ async def _ask_all(
                 left = f"it was not answered {LEAVE_SECONDS:.0f} s after the users were asked to stop"
                 answer = StreamedCompletion(due=due, sent=due, prompt_tokens=len(request.prompt), error=left)
             if answer.error:
-                log.warning("a request failed", reason=answer.error)
+                log.warning("request_failed", reason=answer.error)
             waits.append(served_request(answer, ended=time.monotonic(), to_unix=to_unix))
 
         start, asked = time.monotonic(), set[asyncio.Task[None]]()

@@ -187,7 +187,7 @@ class Checkpoints:
             try:
                 yield self._read(version)
             except (OSError, msgspec.DecodeError, _CorruptCheckpoint) as error:
-                log.warning("checkpoint broken, trying the one before", file=str(file), reason=str(error))
+                log.warning("checkpoint_skipped", file=str(file), reason=str(error))
 
     def restore(self, progress: Progress, model: Any, optimizer: torch.optim.Optimizer) -> None:
         """Load the model's weights, the optimizer's state and the random state of a checkpoint. Raises

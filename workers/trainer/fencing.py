@@ -79,7 +79,7 @@ class FencedCommitter:
             if trouble is not None:
                 if not trouble.outcome_unknown or self._settings.embedded or self._stop.is_set():
                     raise trouble
-                log.warning("a transaction was given up", reason=str(trouble))
+                log.warning("transaction_given_up", reason=str(trouble))
                 self._retry_unknown_commit(write, offsets, reader, mark, trouble)
             self._mark = mark
 

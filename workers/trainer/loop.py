@@ -80,6 +80,9 @@ MAX_FRUITLESS_STEPS = 2
 """Consecutive steps without a finite gradient after which the trainer ends: one such step may be caused by its groups,
 several are caused by the policy."""
 
+ENCODING_CHANGED = "weights travel in another way than before"
+"""Reason in log events: the digest of the restored weights is not the digest of the checkpoint."""
+
 log = structlog.get_logger("trainer")
 
 
@@ -162,7 +165,7 @@ class Trainer:
         if self._stream.ended:
             HEALTH.report("ends: the policy is exported", lasts_seconds=self._config.hung_seconds)
             export_policy(self._tensors, self._config.exported)
-            log.info("run complete", version=self._version, groups=self._config.total_groups)
+            log.info("run_completed", version=self._version, groups=self._config.total_groups)
 
     def _recover(self) -> None:
         """Start a new run, or restore the newest checkpoint and have its transaction committed."""
@@ -204,10 +207,11 @@ class Trainer:
         checkpoints.restore(progress, self._model, self._optimizer)
         self._version = self._publisher.begin_epoch(epoch=progress.epoch, version=progress.version)
         log.warning(
-            "the log knows nothing of the checkpoint: its policy begins a new epoch here",
+            "epoch_started",
             checkpoint=str(checkpoints.folder),
-            policy_of=progress.version,
-            now=self._version,
+            checkpoint_version=progress.version,
+            version=self._version,
+            reason="the log knows nothing of the checkpoint",
         )
         self._save_and_publish(self._stream.settlement(()), line=None)
 
@@ -221,11 +225,11 @@ class Trainer:
         settlement = self._stream.settlement([decode(SampleOutcome, wire) for wire in unsettled])
         travels_alike = snapshot.digest() == progress.weights_digest
         if (level or ahead) and travels_alike:
-            log.info("going on", version=self._version)
+            log.info("run_resumed", version=self._version)
             # As an anchor, so that executors that join later need not read far back.
             self._publish(snapshot, settlement)
         elif ahead and not level:
-            log.info("going on, weights travel in another way than before", version=self._version)
+            log.info("run_resumed", version=self._version, reason=ENCODING_CHANGED)
             self._save_and_publish(settlement, line=None)  # saved again with the digest that the log will have
         else:
             # If no version is trusted any more, as after a change of keys, only the checkpoint knows epoch and number.
@@ -233,8 +237,8 @@ class Trainer:
             self._version = self._publisher.begin_epoch(**known)
             if self._version > progress.version + 1:
                 self._abandoned += ((progress.version + 1, self._version - 1),)
-            why = "weights travel in another way than before" if level else "the log is further than the checkpoint"
-            log.warning(f"{why}: a new epoch begins", policy_of=progress.version, now=self._version)
+            why = ENCODING_CHANGED if level else "the log is further than the checkpoint"
+            log.warning("epoch_started", checkpoint_version=progress.version, version=self._version, reason=why)
             self._save_and_publish(settlement, line=None)
         if progress.step_line:
             line = decode_line(progress.step_line)
@@ -261,7 +265,9 @@ class Trainer:
         self._save_and_publish(self._stream.settlement(outcomes), line=line, trained=trained)
         self._step_log.append(line)
         metrics.observe(line)
-        log.info("step", step=line.step, reward=line.reward_mean, success=line.success_rate, groups=line.groups)
+        log.info(
+            "step_finished", step=line.step, reward=line.reward_mean, success=line.success_rate, groups=line.groups
+        )
         self._waiting_since = perf_counter()
 
     def _learn(self, groups: list[SelectedGroup]) -> tuple[list[SelectedGroup], StepMetrics]:
@@ -273,7 +279,7 @@ class Trainer:
         except Exception as error:  # models, kernels and autograd raise any exception
             if _out_of_memory(error) or isinstance(error, RoseError):
                 raise
-            log.error("a step raised: looking for the group", version=self._version, error=traceback.format_exc())
+            log.error("step_failed", version=self._version, reason=traceback.format_exc())
             self._restore()
             judged = [self._try_group(group) for group in groups]
             left = [group for group in judged if group.trained]
@@ -310,7 +316,8 @@ class Trainer:
                 "computes overflows, and the groups of the last of these steps are not settled; begin again with "
                 "another model folder or a lower trainer.learning_rate"
             )
-        log.error("gradients are not finite, groups left out", version=self._version, groups=sorted(left_out))
+        reason = "gradients are not finite"
+        log.error("groups_skipped", version=self._version, groups=sorted(left_out), reason=reason)
         return [mark_skipped(group) if group.group_id in left_out else group for group in groups]
 
     def _try_group(self, group: SelectedGroup) -> SelectedGroup:
@@ -320,7 +327,7 @@ class Trainer:
         except Exception as error:  # see `_learn`
             if _out_of_memory(error):
                 raise
-            log.error("group left out", group=group.group_id, error=repr(error))
+            log.error("group_failed", group=group.group_id, reason=repr(error))
             return mark_failed(group, error)
         return group
 
@@ -398,7 +405,7 @@ def _may_be_of(progress: Progress, newest: WeightManifest | None) -> bool:
     """
     if newest is None or newest.version != progress.version or newest.digest == progress.weights_digest:
         return True
-    log.warning("checkpoint is of another policy than the log's, trying the one before", version=progress.version)
+    log.warning("checkpoint_skipped", version=progress.version, reason="its policy is not the one on the log")
     return False
 
 

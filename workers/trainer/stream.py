@@ -254,7 +254,8 @@ class SampleStream:
         known_from = 0 if self._total or forgotten else committed[OUTCOMES_PLACE] or 0
         low, self._outcomes_end = self._reader.watermarks(OUTCOMES_PLACE)
         if low > known_from:
-            log.warning("outcomes forgotten", reason="they are kept for 30 days", from_offset=known_from, kept_from=low)
+            reason = "outcomes are kept for 30 days"
+            log.warning("outcomes_expired", from_offset=known_from, kept_from=low, reason=reason)
         begin = {OUTCOMES_PLACE: max(low, known_from)}
         settled = (one.record for one in self._read_back(begin))
         spans = {place[1]: self._begin_and_end(place, committed[place]) for place in places}
@@ -294,7 +295,7 @@ class SampleStream:
                 "the broker has lost records; take another --namespace"
             )
         if begin < low:
-            log.error("samples deleted before they were settled", partition=place[1], first=begin, kept_from=low)
+            log.error("samples_lost", partition=place[1], from_offset=begin, kept_from=low)
         return max(begin, low), high
 
     def _left(self) -> int:
@@ -326,7 +327,7 @@ class SampleStream:
         if taken is SampleStatus.STRANGER:
             self._dead_letter(item, f"{sample.trajectory_id} is no trajectory of group {sample.group_id}")
         elif taken is SampleStatus.DUPLICATE and not self._assembly.is_from_before(item.partition, item.offset):
-            log.warning("sample dropped", trajectory=sample.trajectory_id, reason="it has come before")
+            log.warning("sample_dropped", trajectory=sample.trajectory_id, reason="it has come before")
 
     def _on_group(self, item: Envelope | InvalidMessage) -> None:
         """Count a group as ended, or not, from its record."""
@@ -343,7 +344,7 @@ class SampleStream:
             self._dead_lettered = dead_lettered_places(self._settings, SAMPLES, client_id=self._client_id)
         if (item.partition, item.offset) in self._dead_lettered:
             return
-        log.warning("no sample", partition=item.partition, offset=item.offset, reason=reason)
+        log.warning("dead_lettered", topic=SAMPLES.name, partition=item.partition, offset=item.offset, reason=reason)
         self._committer.dead_letter(item, reason)
 
     def _commit(self, settlement: Settlement, manifest: "SignedManifest | None") -> None:
@@ -374,4 +375,4 @@ class SampleStream:
             needed = {place: min(offset, read.get(place, offset)) for place, offset in own.items()}
             delete_before(self._settings, needed, client_id=self._client_id)
         except RoseError as error:
-            log.warning("old samples not deleted", reason=str(error))
+            log.warning("records_not_deleted", reason=str(error))

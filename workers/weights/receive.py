@@ -254,9 +254,9 @@ class WeightReceiver:
             except ReceiverStopped:
                 return
             except RoseError as error:
-                log.warning("fetching anew", model=self._trust.model_id, reason=str(error))
+                log.warning("reader_restarting", model=self._trust.model_id, reason=str(error))
             except Exception:  # after any error the engine goes on serving and later versions are received
-                log.exception("receiving failed", model=self._trust.model_id)
+                log.exception("reader_restarting", model=self._trust.model_id)
             if not self._stopping.is_set():
                 RETRIES.inc()
                 self._stopping.wait(RETRY_SECONDS)
@@ -295,7 +295,7 @@ class WeightReceiver:
         reason = UNTRUSTED_SENTENCES[refusal].format(run=self._trust.run)
         if refusal not in self._untrusted:
             self._untrusted.add(refusal)
-            log.warning("version not believed", model=self._trust.model_id, reason=refusal.value, detail=reason)
+            log.warning("version_untrusted", model=self._trust.model_id, refusal=refusal.value, reason=reason)
         if self._lineage.newest is None:
             self._log_refusal(-1, reason)
         self._count(refusal)
@@ -349,7 +349,7 @@ class WeightReceiver:
             except (ReceiverStopped, RoseError):
                 raise
             except Exception as error:  # the error would occur again, and other versions must be tried
-                log.exception("a version cannot be read", version=placed.manifest.version)
+                log.exception("version_unreadable", version=placed.manifest.version)
                 failure = placed, VersionRefused(Refusal.UNREADABLE, describe_error(error))
                 break
             taken = placed, manifest
@@ -366,7 +366,9 @@ class WeightReceiver:
         RECEIVED_BYTES.inc(fetched_bytes)
         RECEIVE_SECONDS.observe(seconds)
         STAGED_VERSION.set(done.version)
-        log.info("staged", model=self._trust.model_id, version=done.version, bytes=fetched_bytes, seconds=seconds)
+        log.info(
+            "version_staged", model=self._trust.model_id, version=done.version, bytes=fetched_bytes, seconds=seconds
+        )
         with self._changed:
             self._staged = StagedVersion(done.version, done.tensors, fetched_bytes, manifest, seconds)
             self._refused_newest = None
@@ -378,7 +380,7 @@ class WeightReceiver:
             return []
         self._counted.add(placed.offset)
         version, model = placed.manifest.version, self._trust.model_id
-        log.error("version refused", version=version, model=model, reason=why.refusal.value, detail=str(why))
+        log.error("version_refused", version=version, model=model, refusal=why.refusal.value, reason=str(why))
         return [why.refusal]
 
     def _fetch(

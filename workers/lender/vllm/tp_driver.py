@@ -227,7 +227,7 @@ class TpBackend:
             held = self._driver.call("patch_model", folder, shapes)
         except TpRankFailed as failed:
             raise EngineStartError(str(failed)) from failed
-        self._log.info("rose: the guest's parameters by rank: %s", ", ".join(map(str, held)))
+        self._log.info("rose: guest_parameters_loaded rank_parameters=%s", ",".join(map(str, held)))
         return TpWeights(self._driver, shapes, core.vllm_config.model_config.dtype)
 
     def set_layer_hook(self, core: EngineCore, hook: Callable[[], None]) -> None:
