@@ -1,4 +1,4 @@
-"""`python -m rose.pipeline.observability` in a checkout writes docs/metrics.md and deploy/dashboards/ from the code."""
+"""`python -m rose.pipeline.observability` in a checkout writes the generated pages of docs/ and deploy/dashboards/."""
 
 from pathlib import Path
 

@@ -13,6 +13,8 @@ from types import ModuleType
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric as Family
 
+from rose.pipeline.observability.reference.pages import Page, code, page, table
+
 UNITS = ("seconds", "bytes", "ratio", "nats")
 """What a name ends in, before `_total`, when it measures. What ends in none of them counts what its sentence says."""
 
@@ -109,24 +111,28 @@ def _labels_of(declared: object) -> tuple[str, ...]:
 
 
 def as_markdown(metrics_found: Sequence[Metric]) -> str:
-    """`docs/metrics.md`."""
-    rows = "".join(
-        f"| `{each.name}` | {each.kind} | {', '.join(f'`{label}`' for label in each.labels)} | {each.unit} | "
-        f"{each.role} | {each.sentence} |\n"
+    """Return the page of the metrics."""
+    rows = [
+        [
+            code(each.name),
+            each.kind,
+            ", ".join(code(label) for label in each.labels),
+            each.unit,
+            each.role,
+            each.sentence,
+        ]
         for each in metrics_found
-    )
-    return f"{INTRODUCTION}\n| name | type | labels | unit | of | what it is |\n|---|---|---|---|---|---|\n{rows}"
+    ]
+    return page(Page.METRICS, INTRODUCTION, [table(("name", "type", "labels", "unit", "role", "meaning"), rows)])
 
 
-INTRODUCTION = """# Metrics
+INTRODUCTION = """Every process serves Prometheus metrics on a port of its own if one is set (`metrics.*`, see
+`rose config`). The trainer uses its own port. Router, control app, environment worker, executor
+and lender *n* use the first port of their kind plus *n*. For a lender the sidecar serves the
+metrics; the server's own `/metrics` says how its users fare.
 
-Every process serves Prometheus metrics on a port of its own where one is set (`metrics.*`, see `rose config`): the \
-trainer on its own, router, control app, environment worker, executor and lender *n* on the first one's plus *n*; of a \
-lender the sidecar of the server has it, and the server's own `/metrics` says how its users fare. A histogram has \
-`_bucket`, `_sum` and `_count`. What counts restarts at 0 with its process, so take `rate` or `increase`. Counters \
-whose labels are known begin at 0. An executor or lender that begins anew, as while its guest or the broker is away, \
-exports nothing of its engine and of versions until it has begun: such figures are missing rather than old. The \
-client's own `process_*` and `python_*` come beside these.
-
-`python -m rose.pipeline.observability` writes this page and the dashboards from the code; a test holds both against it.
-"""
+A histogram has the series `_bucket`, `_sum` and `_count`. A counter restarts at 0 with its
+process, so use `rate` or `increase`. A counter whose labels are known starts at 0. While an
+executor or lender restarts, as when its guest or the broker is away, its metrics of the engine
+and of policy versions are missing rather than old. The client's own `process_*` and `python_*`
+are exported too."""
