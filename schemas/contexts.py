@@ -27,8 +27,10 @@ class ContextFields(TypedDict):
 
 
 def context_fields(context: bytes, chain: tuple[int, ...] = (), *, known_tokens: int = 0) -> ContextFields:
-    """Of a request that goes on from those at the offsets of `chain`, which have appended the first `known_tokens`
-    tokens.
+    """Return the context fields of a request.
+
+    `context`: the whole context, packed. `chain`: offsets of the requests that the request goes on from. These have
+    appended the first `known_tokens` tokens.
     """
     return {
         "appended": context[ITEM_BYTES * known_tokens :],

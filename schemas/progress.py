@@ -108,8 +108,10 @@ class TrajectoryProgress(Record, frozen=True, kw_only=True):
 
 
 class SettleRequest(Record, frozen=True, kw_only=True):
-    """Somebody wants a trajectory to end as a failure of the infrastructure. Its environment worker sees to it, before
-    it applies another of its results; one that has ended already stays as it is.
+    """Somebody wants a trajectory to end as a failure of the infrastructure.
+
+    Its environment worker sees to it, before it applies another of its results; one that has ended already stays as it
+    is.
     """
 
     SCHEMA: ClassVar[str] = "settle-request/1"

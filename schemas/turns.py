@@ -214,8 +214,9 @@ class TurnDispatch(Record, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def request(self) -> TurnRequest:
-        """What was asked, decoded when it is looked at first. Raises ValueError when it is no TurnRequest, which none
-        that was read is.
+        """What was asked, decoded when it is looked at first.
+
+        Raises ValueError when it is no TurnRequest, which none that was read is.
         """
         try:
             return _request.decode(self.asked)

@@ -40,8 +40,9 @@ class TableFollower:
     def __init__(
         self, settings: BusSettings, topic: Topic, name: str, on_record: Callable[[Envelope, bool], None]
     ) -> None:
-        """`on_record` is called on the follower's thread, with each record and whether it came after the end was
-        reached.
+        """Follow a topic on a thread.
+
+        `on_record` is called on that thread, with each record and whether it came after the end was reached.
         """
         self.is_caught_up = Event()
         """Set once the end of the topic was reached."""

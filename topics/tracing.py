@@ -234,8 +234,9 @@ class Exporter:
     """Sends spans to a collector."""
 
     def __init__(self, endpoint: str, ratio: float, *, service: str, instance: str) -> None:
-        """`endpoint`: the collector's base URL; if empty, OpenTelemetry's variables name it. `ratio`: fraction of the
-        trajectories that are traced. Raises ImportError if OpenTelemetry is not installed.
+        """`endpoint`: the collector's base URL; if empty, OpenTelemetry's variables name it.
+
+        `ratio`: fraction of the trajectories that are traced. Raises ImportError if OpenTelemetry is not installed.
         """
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -1,4 +1,5 @@
 """Replacements for layers of transformers that compute something else than vLLM's layers for the same configuration.
+
 The trainer and the weights proof use them, so that they compute what the engine samples from.
 
 Keeps true: parameters and buffers keep their names; weights in memory and in a folder do not change.
@@ -11,8 +12,7 @@ from torch import Tensor
 
 
 class BfloatXIELU(torch.nn.Module):
-    """The activation of an apertus model with the two parameters rounded to bfloat16, as vLLM holds them in every
-    dtype.
+    """The activation of an apertus model with both parameters rounded to bfloat16, as in vLLM for every dtype.
 
     The parameters themselves stay in float32 and are rounded at each use, so training goes on in float32.
     """

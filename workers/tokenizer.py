@@ -35,8 +35,9 @@ Fields = dict[str, msgspec.Raw]
 
 
 def load_tokenizer(file: Path, *, special: Collection[str] = (), amid: bool = False) -> Any:
-    """Load a `tokenizers.Tokenizer` from a `tokenizer.json` and the token files in the same folder. Raises
-    TokenizerError.
+    """Load a `tokenizers.Tokenizer` from a `tokenizer.json` and the token files in the same folder.
+
+    Raises TokenizerError.
 
     `special`: contents of added tokens that count as special, whatever the files say. `amid`: texts are read as if they
     followed an added token of a longer text, see `marks_first`.

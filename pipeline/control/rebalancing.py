@@ -175,8 +175,9 @@ class Rebalancer:
             self._targets_read.pop(worker, None)
 
     def forget(self, now: float) -> list[str]:
-        """Forget the workers that no summary has named for FORGET_SECONDS, except their cell on the log; return their
-        names.
+        """Forget the workers that no summary has named for FORGET_SECONDS, and return their names.
+
+        Their cell on the log is kept.
         """
         gone = [name for name, each in self._workers.items() if now - each.named_at >= FORGET_SECONDS]
         for name in gone:

@@ -53,8 +53,10 @@ def misspelt(text: str, marks: Collection[str], *, known: str = "") -> tuple[str
 
 
 def _may_mean(word: str, mark: str) -> bool:
-    """Whether the word may be a misspelt mark. One without a bar may be a word of people: a short one, a tag that
-    closes what the mark opens, a tag with attributes, or the plural of a mark that is a word itself.
+    """Whether the word may be a misspelt mark.
+
+    One without a bar may be a word of people: a short one, a tag that closes what the mark opens, a tag with
+    attributes, or the plural of a mark that is a word itself.
     """
     if BAR.search(word):
         return True

@@ -141,8 +141,10 @@ class Outbox:
         raise trouble
 
     def on_recovered(self, offsets: Mapping[Place, int], request_ends: Mapping[int, int]) -> None:
-        """The homes were recovered. `offsets`: where their inputs are read from. `request_ends`: by home, an end offset
-        of its requests that was seen.
+        """The homes were recovered.
+
+        `offsets`: where their inputs are read from. `request_ends`: by home, an end offset of its requests that was
+        seen.
         """
         self._committed = dict(offsets)
         self._request_next = dict(request_ends)
@@ -158,8 +160,9 @@ class Outbox:
         return needed
 
     def commit(self, homes: Mapping[int, Home], ready: Sequence[PendingTransition]) -> list[str]:
-        """Commit one transaction, if there is anything to write; returns the trajectories that have ended. Raises
-        BusError or TopicMissing.
+        """Commit one transaction, if there is anything to write; returns the trajectories that have ended.
+
+        Raises BusError or TopicMissing.
         """
         decisions = [(home, decision) for home in homes.values() for decision in home.take_complete()]
         touched = {home.partition for home, _ in decisions} | {item.home.partition for item in ready}
@@ -286,7 +289,9 @@ class Outbox:
         return {partition: old for partition, old in found.items() if old}
 
     def _put_rest(self, home: Home, old_groups: Sequence[str]) -> None:
-        """Write dead letters of undecodable results, tombstones of orphaned trajectories and old groups, and settled
+        """Write what no trajectory of this transaction writes.
+
+        These are dead letters of undecodable results, tombstones of orphaned trajectories and old groups, and settled
         groups.
         """
         assert self._writer is not None

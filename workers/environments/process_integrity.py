@@ -77,8 +77,9 @@ class ProcessIntegrity:
             self._give_up(self._change)
 
     def on_answered(self) -> None:
-        """Give a changed process up once the trajectory that it was left to has been answered. What this has put right
-        by then nobody else has met.
+        """Give a changed process up once the trajectory that it was left to has been answered.
+
+        What this has put right by then nobody else has met.
         """
         self._change = self._change and self._changed()
         if self._change:

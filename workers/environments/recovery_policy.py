@@ -52,8 +52,9 @@ class RecoveryPolicy:
         self._well = True
 
     def on_error(self, trouble: Exception, now: float, began_at: float) -> float:
-        """Seconds to wait before the homes are recovered. `began_at`: monotonic seconds at the beginning of the last
-        transaction.
+        """Seconds to wait before the homes are recovered.
+
+        `began_at`: monotonic seconds at the beginning of the last transaction.
 
         Raises WorkerFenced, or `trouble` itself if waiting does not help.
         """

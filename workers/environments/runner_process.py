@@ -63,8 +63,9 @@ def main(line: int, signs: int) -> NoReturn:
 
 
 def _open_anew(number: int) -> None:
-    """Open the pipe or terminal of this descriptor again: O_NONBLOCK, which ssh and node set on it, is not the
-    worker's then.
+    """Open the pipe or terminal of this descriptor again.
+
+    The new descriptor does not share O_NONBLOCK, which ssh and node set, with the worker's descriptor.
     """
     kind = os.fstat(number).st_mode
     if stat.S_ISFIFO(kind) or stat.S_ISCHR(kind):

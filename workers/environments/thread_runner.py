@@ -96,8 +96,10 @@ class ThreadRunner:
         signs: StatusCounters | None = None,
         integrity: ProcessIntegrity | None = None,
     ) -> None:
-        """`create` makes a new environment of a name; `answer` is called in its thread. With `signs` jobs have numbers
-        for tickets. `fitness` is that of a process in which nothing else runs: whoever calls `run` there is the thread.
+        """`create` makes a new environment of a name; `answer` is called in its thread.
+
+        With `signs` jobs have numbers for tickets. `fitness` is that of a process in which nothing else runs: whoever
+        calls `run` there is the thread.
         """
         self.heartbeats = 0
         """Grows while nobody blocks the loop."""

@@ -85,8 +85,10 @@ class EnvironmentWorker:
         check_environment: Callable[[str], object],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`name`: unique name of the worker. `window_groups`: most groups without all outcomes. `check_environment`
-        raises UsageError if a name leads to no environment. `clock`: Unix seconds.
+        """`name`: unique name of the worker.
+
+        `window_groups`: most groups without all outcomes. `check_environment` raises UsageError if a name leads to no
+        environment. `clock`: Unix seconds.
         """
         register(metrics.ENVIRONMENT)
         self._settings = settings
@@ -235,8 +237,9 @@ class EnvironmentWorker:
                 log.warning("outcomes_expired", group=group_id, reason="outcomes are kept for 30 days")
 
     def _keep_membership(self) -> None:
-        """Poll the consumer group, so that a rebalance does not wait for this worker. Items that are read are handled
-        later.
+        """Poll the consumer group, so that a rebalance does not wait for this worker.
+
+        Items that are read are handled later.
         """
         HEALTH.report_progress()
         self._early += self._member.read(max(1, BATCH - len(self._early)), 0.0)
@@ -393,8 +396,9 @@ class EnvironmentWorker:
         self._ready.append(PendingTransition(ticket.home, trajectory.trajectory_id, written, ticket.offset))
 
     def _write(self) -> None:
-        """Commit what is ready and release the environments of ended trajectories. If the commit fails, everything is
-        decided again from the log.
+        """Commit what is ready and release the environments of ended trajectories.
+
+        If the commit fails, everything is decided again from the log.
         """
         ready, self._ready = self._ready, []
         ended = self._outbox.commit(self._homes, ready)

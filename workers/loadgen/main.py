@@ -55,8 +55,9 @@ class _ModelFolder(msgspec.Struct):
 
 
 def run_loadgen(config: LoadgenConfig, url: str, stop: Event) -> None:
-    """Send the trace's requests to the server at `url` until `stop` is set. Raises UsageError if the trace or the model
-    folder is unreadable.
+    """Send the trace's requests to the server at `url` until `stop` is set.
+
+    Raises UsageError if the trace or the model folder is unreadable.
     """
     arrivals = read_trace(str(config.trace))
     file = config.model_folder / "config.json"
@@ -72,8 +73,9 @@ def run_loadgen(config: LoadgenConfig, url: str, stop: Event) -> None:
 
 
 def served_request(answer: StreamedCompletion, *, ended: float, to_unix: float) -> UserRequest:
-    """The log line of a request. `ended` is monotonic seconds; `to_unix` added to monotonic seconds gives Unix
-    seconds.
+    """The log line of a request.
+
+    `ended` is monotonic seconds; `to_unix` added to monotonic seconds gives Unix seconds.
     """
     after_first = answer.tokens - 1
     first, last = (answer.moments[0], answer.moments[-1]) if answer.moments else (None, None)

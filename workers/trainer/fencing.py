@@ -63,8 +63,9 @@ class FencedCommitter:
         return offsets
 
     def commit(self, write: Callable[[Writer], None], offsets: Mapping[Place, int], reader: Reader) -> None:
-        """Call `write` in a transaction that also commits `offsets` for the group of `reader`, exactly once. On any
-        thread.
+        """Call `write` in a transaction that also commits `offsets` for the group of `reader`, exactly once.
+
+        On any thread.
 
         Raises BusError, fenced if a newer stream exists; UsageError if this object is closed; and what the `on_wait` of
         the reader raises.
@@ -111,8 +112,9 @@ class FencedCommitter:
         mark: str,
         trouble: BusError,
     ) -> None:
-        """Repeat a transaction of unknown outcome if it is not committed and this stream is the newest. Raises
-        BusError.
+        """Repeat a transaction of unknown outcome if it is not committed and this stream is the newest.
+
+        Raises BusError.
         """
         self.writer.close()
         self._committed_mark(reader, mark, trouble)

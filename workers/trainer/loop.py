@@ -142,8 +142,9 @@ class Trainer:
         self._waiting_since = perf_counter()
 
     def run(self) -> None:
-        """Train until all groups of the run have ended, then export the policy. If `stop` is set, return after the
-        current step.
+        """Train until all groups of the run have ended, then export the policy.
+
+        If `stop` is set, return after the current step.
 
         Raises RoseError if the checkpoint or the log is another run's, the broker refuses, or another trainer fences
         this one.
@@ -180,8 +181,9 @@ class Trainer:
         metrics.POLICY_VERSION.set(self._version)
 
     def _start_fresh(self) -> None:
-        """Start a run that has no checkpoint: from the checkpoint of `begin_from` if it is set, otherwise from the
-        model folder.
+        """Start a run that has no checkpoint.
+
+        It begins with the checkpoint of `begin_from` if that is set, otherwise with the model folder.
         """
         taken = self._publisher.next_version - 1
         if taken >= 0:
@@ -201,8 +203,9 @@ class Trainer:
         self._save_and_publish(self._stream.settlement(()), line=None)
 
     def _import_checkpoint(self, checkpoints: Checkpoints, progress: Progress) -> None:
-        """Begin a new epoch on a log that does not know the checkpoint. The outcomes of the checkpoint's step are not
-        written.
+        """Begin a new epoch on a log that does not know the checkpoint.
+
+        The outcomes of the checkpoint's step are not written.
         """
         checkpoints.restore(progress, self._model, self._optimizer)
         self._version = self._publisher.begin_epoch(epoch=progress.epoch, version=progress.version)
@@ -271,8 +274,9 @@ class Trainer:
         self._waiting_since = perf_counter()
 
     def _learn(self, groups: list[SelectedGroup]) -> tuple[list[SelectedGroup], StepMetrics]:
-        """Train on these groups. If that raises, mark the groups on which training raises as failed and train on the
-        others.
+        """Train on these groups.
+
+        If that raises, mark the groups on which training raises as failed and train on the others.
         """
         try:
             return groups, self._train_on(groups)
@@ -400,8 +404,9 @@ def _trained(groups: Sequence[SelectedGroup]) -> list[list[TrainingSample]]:
 
 
 def _may_be_of(progress: Progress, newest: WeightManifest | None) -> bool:
-    """Whether the checkpoint agrees with the newest manifest. A fenced trainer may have saved a checkpoint that it
-    never published.
+    """Whether the checkpoint agrees with the newest manifest.
+
+    A fenced trainer may have saved a checkpoint that it never published.
     """
     if newest is None or newest.version != progress.version or newest.digest == progress.weights_digest:
         return True

@@ -35,8 +35,9 @@ class LossBounds:
 
 
 def group_advantages(rewards: Sequence[float], *, scale_by_deviation: bool) -> list[float]:
-    """Each reward minus the group's mean; divided by the group's standard deviation if `scale_by_deviation` is set (Dr.
-    GRPO, arXiv 2503.20783, does not divide).
+    """Return each reward minus the group's mean.
+
+    `scale_by_deviation`: whether to divide by the group's standard deviation; Dr. GRPO (arXiv 2503.20783) does not.
 
     Returns zeros for a group of equal rewards.
     """
@@ -51,8 +52,9 @@ def group_advantages(rewards: Sequence[float], *, scale_by_deviation: bool) -> l
 
 
 def beyond_clip(ratio: Tensor, advantages: Tensor, bounds: LossBounds) -> Tensor:
-    """True where the ratio has left the clip range in the direction of the advantage, so that the token has no
-    gradient.
+    """Return where a token has no gradient because of the clip range.
+
+    True where the ratio has left the clip range in the direction of the advantage.
     """
     return ((advantages > 0) & (ratio > bounds.clip_high)) | ((advantages < 0) & (ratio < bounds.clip_low))
 

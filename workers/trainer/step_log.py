@@ -106,8 +106,9 @@ class StepLog:
     """Appends to the step log of a run folder."""
 
     def __init__(self, run_folder: Path) -> None:
-        """Open the log and remove a truncated last line. Raises OSError, or DecodeError if the file has
-        another format.
+        """Open the log and remove a truncated last line.
+
+        Raises OSError, or DecodeError if the file has another format.
         """
         run_folder.mkdir(parents=True, exist_ok=True)
         self._file = run_folder / STEP_LOG

@@ -1,5 +1,6 @@
-"""Reads complete groups and writes outcomes. SampleStream and `WeightPublisher` are the whole interface of a trainer to
-the bus.
+"""Reads complete groups and writes outcomes.
+
+SampleStream and `WeightPublisher` are the whole interface of a trainer to the bus.
 
 Keeps true
 - A stream hands a group out once; a later stream hands it out again only if it was not settled.
@@ -89,8 +90,9 @@ class Settlement:
     resume: ResumePoint
 
     def commit(self, manifest: "SignedManifest | None" = None) -> None:
-        """Commit the outcomes, the resume point and the manifest of the version that was trained on them. On any
-        thread; settlements may be committed in any order.
+        """Commit the outcomes, the resume point and the manifest of the version that was trained on them.
+
+        On any thread; settlements may be committed in any order.
 
         A settlement that is never committed settles nothing: the next stream hands its groups out again.
 
@@ -101,8 +103,9 @@ class Settlement:
 
 
 class SampleStream:
-    """The complete groups that no trainer of the model has settled. A context manager; its methods are for one
-    thread.
+    """The complete groups that no trainer of the model has settled.
+
+    A context manager; its methods are for one thread.
     """
 
     def __init__(
@@ -221,8 +224,9 @@ class SampleStream:
         named_tensors: "Iterable[tuple[str, Tensor]]",
         outcomes: Sequence[SampleOutcome] = (),
     ) -> int:
-        """Publish the next version and settle the groups that it was trained on in one transaction, while training goes
-        on.
+        """Publish the next version and settle the groups that it was trained on in one transaction.
+
+        Training goes on meanwhile.
 
         Returns the version's number. The tensors are copied before this returns; a later failure is raised by the next
         call, or by the publisher's `close`. The first call of a process resumes: if the policy is the newest on the
@@ -239,8 +243,9 @@ class SampleStream:
         return version
 
     def close(self) -> None:
-        """Close the stream. Groups that are not settled are handed out again by the model's next stream; a commit under
-        way still completes.
+        """Close the stream.
+
+        Groups that are not settled are handed out again by the model's next stream; a commit under way still completes.
         """
         self._committer.close()
         self._reader.close()
@@ -273,8 +278,9 @@ class SampleStream:
         self._reader.assign(begins)
 
     def _catch_up(self) -> dict[Place, int]:
-        """Read all group records and return the offsets that follow. Reading to the end ensures that a refused group
-        whose prompt was mended later does not count.
+        """Read all group records and return the offsets that follow.
+
+        Reading to the end ensures that a refused group whose prompt was mended later does not count.
         """
         places: list[Place] = [(GROUPS, part) for part in range(self._reader.partition_count(GROUPS))]
         begins = {place: low for place, (low, _) in self._reader.all_watermarks(places).items()}

@@ -121,8 +121,9 @@ class LogChunkSink:
 
 
 class AnchorStore:
-    """The folder or bucket with the files of anchors: a path or an fsspec URL (`s3://bucket/folder`,
-    `file:///folder`).
+    """The folder or bucket with the files of anchors.
+
+    A path or an fsspec URL (`s3://bucket/folder`, `file:///folder`).
     """
 
     def __init__(self, url: str) -> None:
@@ -142,8 +143,9 @@ class AnchorStore:
             return FileChunkSink(name, self._files.open(self._path(name), "wb"))
 
     def fetch(self, files: Sequence[str], refs: Iterable[ChunkRef], stop: Event) -> Iterator[tuple[ChunkRef, bytes]]:
-        """Yields the bytes of each reference whose file exists, file by file; ends early on `stop`. Raises
-        StoreError.
+        """Yields the bytes of each reference whose file exists, file by file; ends early on `stop`.
+
+        Raises StoreError.
         """
         by_file: dict[str, list[ChunkRef]] = defaultdict(list)
         for ref in sorted(refs, key=lambda ref: ref.offset):

@@ -1,5 +1,4 @@
-"""Publishes policy versions: the changes since the last version in chunks of slices, and the manifest that commits
-them.
+"""Publishes policy versions: changed slices in chunks, and the manifest that commits them.
 
 Keeps true
 - A version is published once its manifest is on the log; none of its chunks is written after that.
@@ -82,8 +81,9 @@ PUBLISH_SECONDS = Histogram(
 
 
 class WeightPublisher:
-    """Publishes the versions of one model. A context manager that waits for the last version; its methods are for one
-    thread.
+    """Publishes the versions of one model.
+
+    A context manager that waits for the last version; its methods are for one thread.
     """
 
     def __init__(

@@ -164,8 +164,9 @@ class WeightReceiver:
         engine_dtype: str | None = None,
         client_id: str = "rose-weights",
     ) -> None:
-        """`trust`: decides which versions are taken. `shapes`: shape of every tensor of the model, as
-        `model_folder.folder_shapes` reads them.
+        """`trust`: decides which versions are taken.
+
+        `shapes`: shape of every tensor of the model, as `model_folder.folder_shapes` reads them.
 
         `shard`: the part of each tensor that this receiver needs (`layout.shard_of`); None means all. `store`: the
         anchor store of the trainer. `engine_dtype`: the element type that must hold every value exactly, if given.
@@ -331,8 +332,9 @@ class WeightReceiver:
                 self._count(refusal)
 
     def _follow_path(self, path: Path, chunks: Reader) -> list[Refusal]:
-        """Follow a path as far as possible and stage the last version that was applied; returns the refusals
-        to count.
+        """Follow a path as far as possible and stage the last version that was applied.
+
+        Returns the refusals to count.
         """
         started, fetched_before = perf_counter(), self._fetched_bytes
         assembly = Assembly(None if path[0].manifest.base_version is None else self._current, self._shard)
@@ -386,8 +388,9 @@ class WeightReceiver:
     def _fetch(
         self, manifest: WeightManifest, chunks: Reader, refs: list[ChunkRef]
     ) -> Iterable[tuple[ChunkRef, WeightChunk | bytes]]:
-        """Fetch chunks from store or log. Raises VersionRefused, ReceiverStopped, BusError, StoreError or
-        FetchStalled.
+        """Fetch chunks from store or log.
+
+        Raises VersionRefused, ReceiverStopped, BusError, StoreError or FetchStalled.
         """
         if manifest.files:
             return self._fetch_from_store(manifest, refs)
