@@ -30,7 +30,7 @@ SECTIONS = (
     "weights",
     "tracing",
 )
-"""Of rose.toml, those that roles on a cluster read and the chart does not write itself."""
+"""Sections of rose.toml that roles on a cluster read and that the chart does not write itself."""
 
 OF_THE_CHART = {
     "run.folder",
@@ -122,7 +122,7 @@ def of_section(name: str, section: type) -> Schema:
 
 
 def values_schema() -> Schema:
-    """Of the chart's values."""
+    """Return the schema of the chart's values."""
     sections = section_types()
     values = closed(
         **{"global": ANYTHING},

@@ -20,8 +20,8 @@ ITEM_BYTES = 4
 """Bytes of one token id and of one logprob."""
 
 MIN_LOGPROB = -87.0
-"""Of a token that was drawn: samplers draw from probabilities in float32, and of less than this none is left there.
-What engines say where they have no logprob, as -9999 or -100, is below it."""
+"""Least logprob of a token that was drawn. Samplers draw from probabilities in float32, in which nothing is left of a
+smaller one. Values by which engines say that they have no logprob, as -9999 or -100, are below it."""
 
 MAX_LOGPROB = 1e-3
 """A probability is at most 1; what is left above that is rounding."""

@@ -30,7 +30,7 @@ class ExecutorLine(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     open: bool
     """It is sent turns: live, ready, and it has refused none since its newest heartbeat."""
     free_turns: Count
-    """That it would take on beside those that it holds; of one that is not open, none."""
+    """Turns that it would take on beside those that it holds; 0 for an executor that is not open."""
     free_tokens: Count
     held_turns: Count
     held_tokens: Count
@@ -38,7 +38,7 @@ class ExecutorLine(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Until it has done what it holds, by its own rates."""
     prefill_tokens_per_second: Rate
     decode_tokens_per_second: Rate
-    """Of one sequence."""
+    """Rate of one sequence."""
     lanes: Annotated[int, Meta(ge=1, le=2**31)]
     """Turns that it runs at once."""
     lag_versions: Count
@@ -59,17 +59,17 @@ class CellSummary(Record, frozen=True, kw_only=True):
     router: Id
     """Who serves the cell."""
     waiting_turns: Count
-    """That have no room, or are with executors of which none is heard."""
+    """Turns that have no room, or are with executors of which none is heard."""
     outstanding_turns: Count
-    """With executors that are heard."""
+    """Turns with executors that are heard."""
     wanted_tokens: Count
     """Room that the waiting turns want: context, and the most that they may generate."""
     prefill_tokens: Count
-    """Of the waiting turns: their contexts."""
+    """Context tokens of the waiting turns."""
     new_tokens: Count
     """Expected of the waiting turns."""
     waiting_seconds: Seconds
-    """That the open executors together would need for what waits; 0 where nothing waits or none is open."""
+    """Time that the open executors together need for the waiting turns; 0 if nothing waits or no executor is open."""
     policy_version: Version
     """The newest that is served."""
     executors: Annotated[tuple[ExecutorLine, ...], Meta(max_length=MAX_EXECUTORS)] = ()

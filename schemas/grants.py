@@ -56,20 +56,21 @@ class CapacityGrant(Record, frozen=True, kw_only=True):
     lend: bool
     """False parks it."""
     kv_bytes: Count
-    """Of its KV cache that turns may hold; 0 sets no limit."""
+    """Bytes of the worker's KV cache that turns may hold; 0 sets no limit."""
     token_budget: Count
     """Context and new tokens that turns may hold; 0 sets no limit."""
     granted_at: Moment
     """Unix seconds of whoever granted it: for people, and compared with no clock."""
     reason: Text = ""
     lease_seconds: Annotated[float, Meta(ge=0, le=MAX_LEASE_SECONDS)] = 0.0
-    """For which it holds, from when its lender reads it; 0: until it is replaced or deleted."""
+    """Time that the grant holds, from when its lender reads it; 0: until it is replaced or deleted."""
     job: Job = ""
     """The RL job that the worker may lend to."""
     finish_seconds: Annotated[float, Meta(ge=0, le=MAX_FINISH_SECONDS)] = 0.0
-    """Of a drain: for which turns that the worker holds may go on, from when it reads this. Others go back at once."""
+    """In a drain: time that running turns of the worker may take to end, from when it reads this. Others go back at
+    once."""
     cell: Cell | None = None
-    """That the worker is to be in; None where this says nothing of it."""
+    """Cell that the worker is to be in; None if the grant says nothing of it."""
 
 
 def grant_key(worker: str, source: GrantSource) -> str:

@@ -48,7 +48,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     device: Annotated[str, Meta(max_length=128)] = "cpu"
     prefill_tokens_per_second: Rate
     decode_tokens_per_second: Rate
-    """Of one sequence at the present batch."""
+    """Rate of one sequence at the present batch."""
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,13 +36,13 @@ MAX_INFO_BYTES = 64 * 1024
 """An environment's remarks at the end of a trajectory, encoded."""
 
 MAX_GROUP_ID_CHARACTERS = 120
-"""Of a group id: `<group id>:<index>` is a trajectory's."""
+"""Most characters of a group id; a trajectory's id is `<group id>:<index>`."""
 
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}\Z")]
 """A worker's, run's or model's: readable in kcat, safe in a file name."""
 
 GroupId = Annotated[str, Meta(pattern=rf"^[A-Za-z0-9._:/@#+=,~-]{{1,{MAX_GROUP_ID_CHARACTERS}}}\Z")]
-"""As data sets name their tasks: nothing is called by it, neither a file nor a URL."""
+"""Id of a group, in the characters by which data sets name tasks. No file and no URL is named by it."""
 
 TrajectoryId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:/@#+=,~-]{1,128}\Z")]
 

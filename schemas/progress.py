@@ -46,7 +46,7 @@ class Group(Record, frozen=True, kw_only=True):
     group_size: Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)]
     state: GroupState
     offset: Count
-    """Of the prompt in its home."""
+    """Offset of the prompt in its home."""
     prompt: Prompt | None = None
     """While it is open."""
     outcomes_from: Count = 0
@@ -67,7 +67,7 @@ class EnvSnapshot(Record, frozen=True, kw_only=True):
 
     trajectory_id: TrajectoryId
     digest: Digest
-    """Of `state`: no new snapshot is written while it stays the same."""
+    """Digest of `state`: no new snapshot is written while it stays the same."""
     state: Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)]
 
 
@@ -75,7 +75,7 @@ class Applied(msgspec.Struct, frozen=True, array_like=True):
     """How a turn was taken in: what no other record says, so that a restart goes on exactly."""
 
     offset: Count
-    """Of its result, in the home's results."""
+    """Offset of the turn's result in the home's results."""
     observed: Annotated[int, Meta(ge=0, le=2**32)]
     """Tokens of the observation that followed."""
     applied_at: Moment
@@ -96,7 +96,7 @@ class TrajectoryProgress(Record, frozen=True, kw_only=True):
     trajectory_id: TrajectoryId
     group_id: GroupId
     index: Annotated[int, Meta(ge=0, lt=MAX_GROUP_SIZE)]
-    """Of the trajectory in its group."""
+    """Index of the trajectory in its group."""
     turn: Turn
     """The one that is asked for."""
     requested_from: Count
@@ -104,7 +104,7 @@ class TrajectoryProgress(Record, frozen=True, kw_only=True):
     prompted: Annotated[int, Meta(ge=0, le=2**32)]
     """Tokens of the first observation."""
     applied: Annotated[tuple[Applied, ...], Meta(max_length=MAX_TURNS)] = ()
-    """Of the turns before `turn`, in order."""
+    """Results of the turns before `turn`, in order."""
 
 
 class SettleRequest(Record, frozen=True, kw_only=True):
@@ -119,8 +119,8 @@ class SettleRequest(Record, frozen=True, kw_only=True):
     trajectory_id: TrajectoryId
     group_id: GroupId
     offset: Count
-    """Of its group's prompt in its home: a later group of the same id is another."""
+    """Offset of the group's prompt in its home: a later group of the same id is another group."""
     reason: Text = ""
-    """For people."""
+    """Reason, for people."""
     asked_at: Moment
     """Unix seconds."""

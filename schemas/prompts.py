@@ -50,7 +50,7 @@ class PromptSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: StopTokenIds | None = None
     """Any of these ends a turn. None: the model's own, empty: none."""
     seed: Seed | None = None
-    """Of which each turn's is made. None: the engine's own stream of randomness."""
+    """Seed from which the seed of each turn is made. None: the engine's own stream of randomness."""
 
     def with_defaults(self, defaults: Sampling) -> Sampling:
         """All of it, with what is `defaults` for the rest."""

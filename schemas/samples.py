@@ -36,12 +36,12 @@ class SampleTurn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     attempt: Attempt
     worker: Id
     sampling: Sampling
-    """As the turn was asked for."""
+    """Sampling settings with which the turn was requested."""
     start: Count
     """Index of its first sampled token in the sample's tokens."""
     end: Count
     cached_tokens: Count
-    """Of the context, by the attempt that ended the turn."""
+    """Context tokens that the attempt that ended the turn found in the prefix cache."""
     times: TurnTimes
     environment_seconds: Seconds
     """Spent in the environment's own step."""

@@ -42,10 +42,10 @@ MAX_WORKER_CLASSES = 8
 """Worker classes that a record tells apart."""
 
 DeviceSeconds = Annotated[dict[Annotated[str, Meta(max_length=32)], Seconds], Meta(max_length=MAX_WORKER_CLASSES)]
-"""By worker class."""
+"""Device seconds by worker class."""
 
 MAX_DEVICE_SECONDS = 1e9
-"""Of one turn in one class, some thirty years: sums of them stay within the bound of a record."""
+"""Most device seconds of one turn in one class, some thirty years: sums of them stay within the bound of a record."""
 
 
 class TurnKey(NamedTuple):
@@ -84,7 +84,7 @@ class TurnRequest(Record, frozen=True, kw_only=True):
     home: Partition
     """The partition of the prompt; the result comes back to the same one."""
     environment: Environment
-    """Of the prompt: how long turns get is learned for each by itself."""
+    """Environment of the prompt: how long turns get is learned for each environment by itself."""
     turn: Turn
     appended: Tokens
     """What was sampled since the request before and the observation that followed; of an anchor, all tokens so far."""
@@ -131,7 +131,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: Tokens
     logprobs: Logprobs
-    """Of each token under the distribution that it was drawn from."""
+    """Logprob of each token under the distribution that it was drawn from."""
     spans: Annotated[tuple[VersionSpan, ...], Meta(max_length=MAX_SPANS)]
     """Over `tokens`, in order, without gaps."""
     device_seconds: DeviceSeconds = {}
@@ -174,7 +174,7 @@ class PlacementCost(msgspec.Struct, frozen=True, kw_only=True):
 _request = msgspec.msgpack.Decoder(TurnRequest)
 
 FENCING_KEY = "router"
-"""Of the tombstone by which a router claims an inbox; its offset is the claim."""
+"""Key of the tombstone by which a router claims an inbox; its offset is the claim."""
 
 
 class TurnDispatch(Record, frozen=True, kw_only=True, dict=True):
@@ -192,7 +192,7 @@ class TurnDispatch(Record, frozen=True, kw_only=True, dict=True):
     home: Partition
     """Where the request lay, whatever it says itself; the result goes there."""
     offset: Count
-    """Of the request in its home."""
+    """Offset of the request in its home."""
     cut: bool = False
     """What it appends was left out: it is read back where it lies."""
     attempt: Attempt = 0
@@ -289,22 +289,22 @@ class TurnResult(Record, frozen=True, kw_only=True):
     outcome: TurnOutcome
     reason: Text = ""
     refusal: Refusal | None = None
-    """With `refused`."""
+    """Kind of refusal, with the outcome `refused`."""
     worker: Id | None = None
     """None when the router wrote it."""
     incarnation: Count = 0
     tokens: Tokens = b""
     """Sampled tokens, the stop token included."""
     logprobs: Logprobs = b""
-    """Of each sampled token under the distribution that it was drawn from."""
+    """Logprob of each sampled token under the distribution that it was drawn from."""
     finish_reason: Annotated[str, Meta(max_length=32)] = ""
     """`stop` or `length`; empty unless completed."""
     spans: Annotated[tuple[VersionSpan, ...], Meta(max_length=MAX_SPANS)] = ()
     """Over `tokens`, in order, without gaps."""
     context_tokens: Count = 0
-    """That this attempt began with: the turn's context, and what attempts before it had sampled."""
+    """Tokens that this attempt began with: the turn's context, and what earlier attempts had sampled."""
     cached_tokens: Count = 0
-    """Of those, found in the prefix cache."""
+    """How many of `context_tokens` were found in the prefix cache."""
     times: TurnTimes = TurnTimes()
     device_seconds: DeviceSeconds = {}
     """The turn's share of its steps, by worker class."""

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 SHOWN_CHARACTERS = 64
-"""Of a key, in the sentence that says that it is there twice."""
+"""Most characters of a key in the sentence that says that the key is there twice."""
 
 
 def reject_duplicate_keys(pairs: Iterable[tuple[Hashable, Any]]) -> dict[Hashable, Any]:

@@ -12,7 +12,7 @@ class UserRequest(msgspec.Struct, frozen=True, kw_only=True):
     """From there until its last token came, or it failed."""
     prompt_tokens: int
     tokens: int = 0
-    """That came."""
+    """Tokens that came."""
     first_token_seconds: float | None = None
     """TTFT: from `at` to its first token; None if it got none."""
     token_seconds: float | None = None

@@ -24,10 +24,10 @@ MAX_SLICES = 2**24
 take of a receiver's memory is bounded by the chunks that hold them."""
 
 MAX_INDEX_CHUNKS = 256
-"""Of an index, at most."""
+"""Most chunks of an index."""
 
 MAX_CHUNK_PARTITIONS = 4096
-"""Of the chunks topic, that the chunks of a version lie in, at most."""
+"""Most partitions of the chunks topic that the chunks of a version lie in."""
 
 SIGNATURE_HEADER = "rose-signature"
 """Beside a manifest: an Ed25519 signature, 64 bytes."""
@@ -54,17 +54,17 @@ class ChunkRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
     """Where one chunk lies and what it must hold."""
 
     partition: Partition
-    """Of the chunks topic; if the manifest has files, the number of one of them."""
+    """Partition of the chunks topic; if the manifest has files, the number of one of them."""
     offset: Count
     """In the partition; in a file, in bytes."""
     bytes: Annotated[int, Meta(ge=1, le=MAX_RECORD_BYTES)]
-    """Of the chunk's payload."""
+    """Size of the chunk's payload."""
     digest: Digest
-    """Of the payload."""
+    """Digest of the payload."""
 
 
 class FirstChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Of the chunks that a version needs, the first one in a partition of the chunks topic."""
+    """The first chunk that a version needs in one partition of the chunks topic."""
 
     partition: Partition
     offset: Count
@@ -80,9 +80,9 @@ class SliceRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
     column_start: Count
     columns: Count
     digest: Digest
-    """Of the slice's bytes in this version."""
+    """Digest of the slice's bytes in this version."""
     base_digest: Digest
-    """Of the slice's bytes in the version that this one builds on; zeros in an anchor."""
+    """Digest of the slice's bytes in the version that this one builds on; zeros in an anchor."""
     chunks: Annotated[tuple[ChunkRef, ...], Meta(max_length=4096)]
     """Its payload, cut up, in order; none if the slice is as it was."""
 
@@ -136,17 +136,17 @@ class WeightManifest(Record, frozen=True, kw_only=True):
     index: Annotated[tuple[ChunkRef, ...], Meta(max_length=MAX_INDEX_CHUNKS)] = ()
     """Chunks of the log that hold tensors and slices, in order (`WeightIndex`); empty where the two are here."""
     digest: Digest
-    """Of all slices in order: of each the length of its tensor's name, row_start, rows, column_start and columns as
-    little-endian u64, the name in UTF-8, and its digest."""
+    """Digest of all slices in order. Hashed of each slice: the length of its tensor's name, row_start, rows,
+    column_start and columns as little-endian u64, the name in UTF-8, and its digest."""
     files: Annotated[tuple[FileName, ...], Meta(max_length=4096)] = ()
-    """Of the anchor store, if the chunks lie there and not on the log: one a rank that published."""
+    """Files of the anchor store, one for each rank that published, if the chunks lie there and not on the log."""
     first: Annotated[tuple[FirstChunk, ...], Meta(max_length=MAX_CHUNK_PARTITIONS)] = ()
     """Where what it needs of the chunks topic begins, partition by partition."""
     payload_bytes: Count = 0
-    """Of the chunks of all slices."""
+    """Payload bytes of the chunks of all slices."""
     published_at: Moment
 
     @property
     def order(self) -> Order:
-        """Of two versions of a run the one for which this is higher is the newer one."""
+        """The order of versions: the newer one of two versions of a run has the higher value."""
         return self.epoch, self.version

@@ -64,10 +64,10 @@ Headers = Iterable[tuple[str, bytes | str | None]]
 ESCAPES = re.compile(
     rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
 )
-"""Of JSON: a backslash, a surrogate pair, or (the group) half of one."""
+"""Matches in JSON: a backslash, a surrogate pair, or (the group) half of a pair."""
 
 NAME_CHARACTERS = 64
-"""Of a name that is not known, in the sentence that says so."""
+"""Most characters of an unknown name in the sentence that says so."""
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -83,7 +83,7 @@ _unpack = partial(msgpack.unpackb, strict_map_key=False, object_pairs_hook=lambd
 
 _names_in_json = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _names_in_msgpack = msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode
-"""Of a map, without looking at what they name."""
+"""Decode the names of a map, without decoding the values."""
 
 _names: dict[type[msgspec.Struct], set[str]] = {
     struct: {field.encode_name for field in msgspec.structs.fields(struct)} for struct in (Prompt, PromptSampling)

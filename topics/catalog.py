@@ -78,7 +78,7 @@ class Topic:
     record: type[Record] | None
     """None for a dead-letter topic: it holds other topics' bytes."""
     key: str
-    """Of its records: `{field}` is what the record has there, of `[a|b]` there is one or none."""
+    """Key of the records: `{field}` is the value of that field, and `[a|b]` is one of these texts or none."""
     partition_setting: PartitionSetting
     config: dict[str, str] = field(default_factory=dict)
     marker_keys: tuple[str, ...] = ()

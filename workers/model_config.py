@@ -47,7 +47,7 @@ TAKEN_FOR_GRANTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "qwen3_moe": {ATTENTION_BIAS: (False,)},
     "stablelm": SILU | {"use_parallel_residual": (False,)},
 }
-"""By model type: fields that vLLM does not read, and the values for which vLLM computes the same as transformers."""
+"""Fields that vLLM does not read, with the values for which vLLM computes the same as transformers; by model type."""
 
 OWN_SCALE = "phimoe"
 """The model type for which transformers reads `short_mscale`; vLLM reads the field for all types."""

@@ -29,7 +29,7 @@ LOADED = ("version", "added_tokens", "normalizer", "pre_tokenizer", "decoder", "
 NULL = msgspec.Raw(b"null")
 
 MARKS_FIRST = re.compile(rb'"prepend_scheme"\s*:\s*"first"')
-"""Of a pre-tokenizer that puts a mark of a word's beginning before a text, and before nothing behind an added token."""
+"""Matches a pre-tokenizer that marks the beginning of a word before a text, and not behind an added token."""
 
 Fields = dict[str, msgspec.Raw]
 

@@ -15,10 +15,10 @@ class ControlConfig:
     most_lenders: int = 0
     """Serving workers that lend at once, at most; 0: as many as are worth it."""
     lease_seconds: float = 30.0
-    """For which a grant holds unless it is renewed, which it is three times in that time."""
+    """Seconds that a grant holds unless it is renewed. The control app renews it three times in that time."""
     margin_seconds: float = 2.0
-    """That one more lender must be at work before what waits is done, to be woken. One without which all that there is
-    would be done in half of it is of no use."""
+    """A lender is woken if it would work for more than this many seconds before the waiting work is done. A lender is
+    of no use if the other executors would do all work in half of this time."""
     dwell_seconds: float = 20.0
     """A worker that was woken or parked stays so for at least so long, and one that was moved where it is. For as long
     one more has to be worth it in a cell in which somebody is at work already."""

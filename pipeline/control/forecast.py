@@ -159,7 +159,7 @@ class WorkerEstimates:
         self.catch_up = DelayEstimate(RunningMean(5.0))
         """Seconds from then until the guest has the weights and may be sent turns."""
         self._rates: dict[str, tuple[bool, Rates]] = {}
-        """By worker: whether it serves, and its rates when it was last open."""
+        """Whether a worker serves, and its rates when it was last open; by worker."""
         self._fleet_rates: Rates | None = None
         """Cached result of `_typical_rates`; None after a change."""
         self._prefill_tokens = RunningMean(1000.0)

@@ -140,7 +140,7 @@ class Rebalancer:
         self._config = config
         self._workers: dict[str, TrackedWorker] = {}
         self._targets_read: dict[str, tuple[int, float]] = {}
-        """By worker that no summary has named yet: the cell on the log, and when it was read."""
+        """The cell on the log, and when it was read, for each worker that no summary has named yet."""
         self._last_gave: dict[int, float] = {}
         """When a worker was last ordered to leave, by cell."""
         self._last_received: dict[int, float] = {}

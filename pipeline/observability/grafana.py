@@ -13,7 +13,7 @@ NAME = re.compile(r"\b(?:rose_|vllm:)[a-z_]+(?![a-z_(])")
 """A metric in a query."""
 
 WIDTH, HEIGHT, COLUMNS = 12, 8, 2
-"""Of a panel, in Grafana's grid of 24 columns."""
+"""Size of a panel, and panels in a row, in Grafana's grid of 24 columns."""
 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 

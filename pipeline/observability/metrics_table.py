@@ -52,7 +52,7 @@ SERVERS = (
     ("vllm:time_to_first_token_seconds", "How long users waited for their first token."),
     ("vllm:inter_token_latency_seconds", "How long they waited for each further one."),
 )
-"""Of a vLLM server's own metrics, what the dashboards ask for: histograms."""
+"""The metrics of a vLLM server that the dashboards query; all are histograms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Metric:
     """One row."""
 
     name: str
-    """As queries know it; of a histogram without `_bucket`, `_sum` and `_count`."""
+    """Name in queries; for a histogram without `_bucket`, `_sum` and `_count`."""
     kind: str
     labels: tuple[str, ...]
     role: str

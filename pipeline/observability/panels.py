@@ -19,9 +19,9 @@ class Panel:
     sentence: str
     """What it tells, and what is worth a look."""
     unit: str
-    """As Grafana names it."""
+    """Unit, by Grafana's name."""
     queries: dict[str, str]
-    """By legend."""
+    """Queries, by legend."""
     needs: str = ""
     """What a run must have besides a router, environment workers, executors and a trainer, to show anything."""
 
@@ -31,7 +31,7 @@ class Dashboard:
     """One page."""
 
     name: str
-    """Of its file, and with `rose-` its id."""
+    """Name of the file; the dashboard's id is `rose-` and this name."""
     title: str
     panels: list[Panel] = field(default_factory=list)
 

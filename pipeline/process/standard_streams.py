@@ -25,7 +25,10 @@ BROKEN_PIPE = 1
 
 
 def repair_streams() -> None:
-    """To be called first."""
+    """Make standard input, output and error usable whatever the caller left of them.
+
+    Call this before anything is read or written.
+    """
     for number in range(3):
         try:
             os.fstat(number)
@@ -51,7 +54,10 @@ def _is_descriptor(stream: TextIOWrapper, number: int) -> bool:
 
 
 def flush_streams() -> None:
-    """To be called last: what is not written yet goes out. Raises RoseError, or SystemExit when nobody reads it."""
+    """Write what is still buffered for standard output; call this last.
+
+    Raises RoseError, or SystemExit if nobody reads the output.
+    """
     try:
         sys.stdout.flush()
     except OSError as error:

@@ -162,10 +162,10 @@ class Assignments:
         """
         dispatches_of: dict[str, dict[bytes, TurnDispatch]] = {}
         ghosts_of: dict[tuple[str, int, int], dict[bytes, Execution]] = {}
-        """By incarnation: ghosts of turns that are not unfinished. Their dispatches are many and large, so they are not
+        """Ghosts of turns that are not unfinished, by incarnation. Their dispatches are many and large, so they are not
         kept."""
         newest_of: dict[str, TurnDispatch] = {}
-        """By worker: the newest dispatch to its newest incarnation."""
+        """The newest dispatch to each worker's newest incarnation, by worker."""
         for dispatch in dispatches:
             if _is_newer(dispatch, newest_of.get(dispatch.worker)):
                 newest_of[dispatch.worker] = dispatch

@@ -21,7 +21,7 @@ class RouterConfig:
     max_lag_versions: int = 2
     """Policy versions that a LIVE executor may be behind the newest that is served before it gets no new turns."""
     max_waiting_turns: int = 20_000
-    """With more turns than this waiting for room, requests are left on their topic until some have gone."""
+    """Most turns that wait for room. While more turns wait, requests are left on their topic."""
     remembered_trajectories: int = 100_000
     """Trajectories, and as many groups, whose place of cached tokens is remembered; up to twice as many for a while."""
     low_water_seconds: float = 5.0

@@ -26,7 +26,7 @@ BYTE_ORDER_MARK = "\ufeff"
 """What some editors begin a file with."""
 
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Of transformers' tokenizers: they know no special token that the folder does not name."""
+"""Transformers' tokenizers that know no special token besides those that the folder names."""
 
 TURNS = 3
 """Observations of the longest conversation that is looked at."""

@@ -9,7 +9,7 @@ from rose.schemas.prompts import MIN_TEMPERATURE
 ISOLATIONS = ("auto", "process", "thread")
 
 LONGEST_SECONDS = 7 * 86_400.0
-"""Of a step, and of the patience with a turn."""
+"""Upper bound of `step_timeout_seconds` and `turn_patience_seconds`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

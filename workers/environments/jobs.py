@@ -20,7 +20,7 @@ class Job:
     """One thing to do with one trajectory's environment."""
 
     generation: int
-    """Of the homes for which it is done."""
+    """Generation of the homes that the job is done for."""
     trajectory_id: str
     environment: str
     ticket: object
@@ -40,11 +40,11 @@ class StepJob(Job):
     """Take an action."""
 
     tokens: bytes
-    """As sampled, packed."""
+    """Sampled tokens, packed."""
     stop_token_ids: tuple[int, ...] = ()
-    """Of the turn, beside the model's own."""
+    """Stop tokens of the turn, in addition to the model's own."""
     state: bytes
-    """To restore from when the environment is not held any more."""
+    """State to restore from if the environment is not held any more."""
 
 
 NO_JOB = Job(generation=-1, trajectory_id="", environment="", ticket=None)
@@ -77,11 +77,12 @@ class RunnerLimits:
     max_live: int
     """Environments that are held or stepped at once."""
     timeout_seconds: float
-    """Of a job."""
+    """Longest time that a job may take."""
     max_context_tokens: int
     """An observation that cannot fit is not encoded to its end."""
     max_runners: int = 4
-    """Of a kind of environments, at once: one for all, and further ones while something is wrong with that."""
+    """Most runners of one kind of environments at once: one for all jobs, and further ones while that one has a
+    problem."""
 
 
 class Runner(Protocol):

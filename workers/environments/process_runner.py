@@ -25,7 +25,7 @@ from rose.workers.environments.runner_server import MAX_MESSAGE_BYTES, ProcessSe
 from rose.workers.environments.runner_status import BEATS, COUNTERS_BYTES, LIVE, RUNNING, STUCK, map_counters
 
 SPARE_SECONDS = 2.0
-"""That a process may take to end once it is killed."""
+"""Time that a killed process may take to end."""
 
 
 class ProcessRunner:

@@ -52,7 +52,7 @@ MOST_STUCK = 64
 """Threads that calls went on in after they were given up: a process with so many is replaced."""
 
 BEGIN_SECONDS = 300.0
-"""That a process may take to import what its environments need."""
+"""Time that a process may take to import what its environments need."""
 
 TRY_SECONDS = 1.0
 """Between two attempts to make a runner that begins; doubled with each in a row that comes to nothing."""
@@ -85,7 +85,7 @@ class RunnerSlot:
     number: int
     runner: Runner
     isolated: bool = False
-    """For the jobs that are under way in it alone, until they are answered."""
+    """Whether the runner is left to the jobs that are under way in it, until they are answered."""
     quarantined: bool = False
     """Left then."""
     began: bool = False
@@ -94,7 +94,7 @@ class RunnerSlot:
     """Whether it has answered anything."""
     used_at: float = 0.0
     jobs: dict[int, InFlight] = field(default_factory=dict)
-    """By identity of the job."""
+    """Jobs under way, by the identity of the job."""
     heartbeats: int = 0
     silent_seconds: float = 0.0
     silent_looks: int = 0
@@ -145,15 +145,15 @@ class RunnerGroup:
         self._timeout_seconds = limits.timeout_seconds
         self._most = limits.max_runners
         self.slots: dict[int, RunnerSlot] = {}
-        """By number. The oldest of those that are not apart takes what no other holds."""
+        """Slots by number. The oldest slot that is not isolated takes each job that belongs to no other slot."""
         self._slot_of: dict[str, int] = {}
-        """By trajectory: the place that may hold its environment. No other does."""
+        """Number of the slot that may hold a trajectory's environment, by trajectory. No other slot holds it."""
         self.quarantine: deque[list[InFlight]] = deque()
-        """To be begun again, each list apart from all others."""
+        """Lists of jobs to be started again, each list apart from all others."""
         self._stopping: list[tuple[float, Runner]] = []
         """Those that were asked to end, and when."""
         self._delayed: list[InFlight] = []
-        """To be begun once a runner may be made again."""
+        """Jobs to be started once a runner can be made again."""
         self._try_at = 0.0
         self._why = ""
         """Why a runner did not begin, since the last look."""

@@ -20,7 +20,7 @@ for no more than a part of what a step may take: who was frozen has not looked; 
 has, that late."""
 
 NewRunner = Callable[[str, ResultCallback, int], Runner]
-"""Of a kind of environments, by name: what it calls with each answer, and the life that it begins in."""
+"""Makes a runner from the name of its environments, a callback for each answer, and its first generation."""
 
 
 class RunnerPool:
@@ -31,7 +31,7 @@ class RunnerPool:
         self._limits = limits
         self._generation = 0
         self._groups: dict[str, RunnerGroup] = {}
-        """By the environment's name."""
+        """Groups of runners, by the name of the environment."""
         self._results: queue.Queue[tuple[int, Job, JobResult]] = queue.Queue()
         """Each with the number of the runner that gave it. No SimpleQueue: a signal amid its wait can make that
         endless, as if no timeout had been given."""

@@ -132,7 +132,7 @@ def _end_rest(group: int) -> None:
 
 
 def _children() -> list[int]:
-    """Of the keeper: also those that have ended and are not reaped."""
+    """Return the process ids of this process's children, including children that have ended and are not reaped."""
     return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()]
 
 

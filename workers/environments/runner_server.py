@@ -34,10 +34,10 @@ from rose.workers.environments.thread_runner import CLOSE_SECONDS, ThreadRunner
 from rose.workers.environments.turn_format import TurnFormat
 
 _exit = os._exit
-"""As it is now: an environment may take it away."""
+"""The function `os._exit` at the import: an environment may replace it."""
 
 MAX_MESSAGE_BYTES = 1 << 26
-"""Of a message in either direction."""
+"""Most bytes of a message in either direction."""
 
 
 class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ Call = Callable[[], None]
 
 
 class _Outcome(Future[T]):
-    """Of one call."""
+    """Future of one call."""
 
     def __init__(self, stuck: "set[_Outcome[Any]]") -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Outcome(Future[T]):
         self._pid = _getpid()
 
     def cancel(self) -> bool:
-        """As any future; one whose call goes on all the same counts as stuck until that ends."""
+        """Cancel the future; a call that runs on is counted as stuck until it ends."""
         cancelled = super().cancel()
         if self.running():
             self._stuck.add(self)

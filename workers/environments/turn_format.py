@@ -54,7 +54,7 @@ FORMAT_FILE, GENERATION_FILE = "turn_format.json", "generation_config.json"
 """Files of a model folder."""
 
 HALF = re.compile("[\ud800-\udfff]")
-"""Of a surrogate pair: Python's strings hold it, UTF-8 and tokenizers do not."""
+"""Half of a surrogate pair: Python's strings may hold it, UTF-8 and tokenizers cannot."""
 
 UNKNOWN = "\ue000\U0010fffd\U0003134a"
 """Characters that few tokenizers know. What stands for them, special or not, any text may hold."""

@@ -210,10 +210,10 @@ class ServingState:
     """The requests that serving holds at one moment."""
 
     prefills: Sequence[tuple[float, int]] = ()
-    """For each request without a first token, in the order of serving's queue: its arrival (seconds), and its prompt
-    tokens that are neither computed nor cached."""
+    """Requests without a first token, in the order of serving's queue: arrival (seconds), and prompt tokens that are
+    neither computed nor cached."""
     last_tokens: Sequence[float] = ()
-    """For each decoding request, the time of its latest token, seconds."""
+    """Time of the latest token of each decoding request, seconds."""
     waiting: int = 0
     """Requests that hold no slot: new requests, and requests that serving has preempted."""
     queued: bool = False

@@ -33,7 +33,7 @@ class TrainerConfig:
     """What becomes of samples that were cut off by `max_turns` or by their context: `train` takes them as the others,
     with the reward that they had by then; `leave_out` settles them as filtered, and no advantage counts them."""
     learning_rate: float = 1e-4
-    """Of AdamW."""
+    """Learning rate of AdamW."""
     clip_low: float = 0.8
     """Lowest ratio of the policy to that which sampled, at which a token of negative advantage is pulled down."""
     clip_high: float = 1.28

@@ -53,7 +53,7 @@ class FolderTensor:
     file: str
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors calls it."""
+    """Element type, by safetensors' name."""
 
     @property
     def travels(self) -> bool:

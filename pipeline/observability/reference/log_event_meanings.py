@@ -215,4 +215,4 @@ MEANINGS = {
     "version_unreadable": Meaning("An unexpected error while a version was read.", "Report the traceback."),
     "version_untrusted": Meaning("A manifest is not of this run or not signed by its key.", "See `reason`."),
 }
-"""By event, in alphabetical order."""
+"""Meanings by event, in alphabetical order."""
