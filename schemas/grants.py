@@ -10,7 +10,7 @@ Keeps true
 - Which cell a worker is to be in is said for every executor, under a key of its own. It holds until another is named:
   nobody has to renew it, and who was told of none stays where it is.
 
-Example
+Example:
     rl-executor-0            lend, for 30 s
     rl-executor-0/by-hand    park                             -> it is parked
     rl-executor-0/drain      take nothing, end in 60 s        -> it is drained, until this is deleted

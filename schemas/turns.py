@@ -225,6 +225,7 @@ class TurnDispatch(Record, frozen=True, kw_only=True, dict=True):
 
     @property
     def key(self) -> TurnKey:
+        """Trajectory, turn and attempt."""
         return TurnKey(self.request.trajectory_id, self.request.turn, self.attempt)
 
 
@@ -311,6 +312,7 @@ class TurnResult(Record, frozen=True, kw_only=True):
 
     @property
     def key(self) -> TurnKey:
+        """Trajectory, turn and attempt."""
         return TurnKey(self.trajectory_id, self.turn, self.attempt)
 
     @property

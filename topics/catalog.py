@@ -60,6 +60,7 @@ class Partitions:
     cells: int = 1
 
     def count_of(self, setting: PartitionSetting) -> int:
+        """Return the number of partitions that a setting gives."""
         return {
             PartitionSetting.HOME: self.home,
             PartitionSetting.SLOTS: self.slots,
@@ -86,6 +87,7 @@ class Topic:
 
     @property
     def dead_letters(self) -> str:
+        """Name of the dead letter queue."""
         return f"{self.name}.dlq"
 
 

@@ -265,6 +265,7 @@ class Reader:
         self._consumer.pause([self._partition(place, 0) for place in places if place in self._assigned])
 
     def resume(self, places: Iterable[Place]) -> None:
+        """Resume those of the places that are assigned."""
         self._consumer.resume([self._partition(place, 0) for place in places if place in self._assigned])
 
     def group_metadata(self) -> object:

@@ -182,7 +182,9 @@ def _report_commit(error: KafkaError | None, _partitions: object) -> None:
 
 
 def parse_properties(pairs: list[str], command_config: Path | None) -> dict[str, str]:
-    """librdkafka settings from `--command-config FILE` (key=value lines, `#` comments), overridden by `-X key=value`.
+    """Return librdkafka settings from `--command-config FILE`, overridden by `-X key=value`.
+
+    Lines of the file are `key=value`; lines that begin with `#` are comments.
 
     `pairs`: the arguments of -X. Raises UsageError for a file that cannot be read or a line that is not `key=value`.
     """

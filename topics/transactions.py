@@ -14,7 +14,7 @@ Keeps true
 - A slow coordinator is waited for as long as a transaction may be open.
 - What a call that was given up holds is freed when the call returns, if it ever does.
 
-Example
+Example:
     run_guarded(lambda: producer.send_offsets_to_transaction(...), CallWatchdog(lambda:
     reader.reach_coordinator(place)))
 """

@@ -23,6 +23,7 @@ class BfloatXIELU(torch.nn.Module):
         self.beta, self.eps = torch.nn.Buffer(layer.beta), torch.nn.Buffer(layer.eps)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Apply the activation, element by element."""
         above, below = (torch.nn.functional.softplus(alpha.bfloat16()) for alpha in (self.alpha_p, self.alpha_n))
         below = self.beta.bfloat16() + below
         curved = torch.where(x > 0, above * x * x, below * (torch.expm1(torch.minimum(x, self.eps)) - x))

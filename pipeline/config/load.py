@@ -163,6 +163,7 @@ class Config:
 
     @property
     def partitions(self) -> Partitions:
+        """Number of partitions of each kind of topic."""
         topics = self.settings.topics
         return Partitions(
             home=topics.home_partitions,
@@ -514,6 +515,7 @@ def without_secrets(resolved: str) -> str:
 
 
 def as_toml(value: Any) -> str:
+    """Return a value as TOML, on one line; tables are inline tables."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Enum):

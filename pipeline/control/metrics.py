@@ -18,6 +18,7 @@ class ControlCollector(Collector):
         self._clock = clock
 
     def collect(self) -> Iterable[Metric]:
+        """Yield the metrics with their present values."""
         decides, cells, lenders, woken, parked, moved, moving, work = self.describe()
         control, now = self._core, self._clock()
         live = control.live_summaries(now)

@@ -16,7 +16,7 @@ Keeps true
 
 Pure: `now` is the time of the elasticity core.
 
-Example
+Example:
     cell 0: w1 and w2 are open, 3 s of work; cell 1: unserved, 5 turns wait  -> after 3 s w2 is moved to cell 1
     cell 0: w1 is open, 3 s of work; cell 1: unserved, 5 turns wait          -> no move before cell 0 has no work
     cell 0: 4 are open, 10 s of work; cell 1: w5 is open, 90 s of work       -> one move: 13 s here, 45 s there

@@ -214,6 +214,7 @@ class BrokerProbe:
             return None
 
     def close(self) -> None:
+        """Close the clients."""
         for reader in self._offsets.values():
             reader.close()
 
@@ -334,6 +335,7 @@ class BrokerProbeThread:
         return self._probe.trouble
 
     def close(self) -> None:
+        """End the thread; wait for it no longer than an answer may take."""
         self._stop.set()
         self._thread.join(ANSWER_SECONDS)
 

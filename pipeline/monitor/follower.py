@@ -179,6 +179,7 @@ class RunFollower:
         )
 
     def close(self) -> None:
+        """End the probe and close the reader."""
         self._probe.close()
         self._reader.close()
 

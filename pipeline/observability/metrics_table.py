@@ -68,6 +68,7 @@ class Metric:
 
     @property
     def unit(self) -> str:
+        """The unit that the name contains; empty for a count."""
         last = self.name.removesuffix("_total").rpartition("_")[2]
         return last if last in UNITS else ""
 

@@ -1,8 +1,8 @@
-"""Output of a command to a terminal, with control characters escaped.
+r"""Output of a command to a terminal, with control characters escaped.
 
 Keeps true: control characters in a record, a key or a reason are shown as text and do not reach the terminal.
 
-Example: "\\x1b[2J" -> the four characters \\x1b, and [2J.
+Example: "\x1b[2J" -> the four characters \x1b, and [2J.
 """
 
 import errno

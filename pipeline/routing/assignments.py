@@ -11,7 +11,7 @@ Keeps true
   for LISTING_SECONDS of `Executor.observed_seconds`. An executor may send heartbeats before it has read a dispatch,
   also after a silence.
 
-Example
+Example:
     t's attempt 0 is dispatched to w1; w1 falls silent   -> a ghost at w1, t is queued as attempt 1
     w1 returns and lists attempt 0, t is still queued    -> t is assigned to w1 as attempt 0; nothing is lost
     w1 lists attempt 0 after attempt 1 went to w2        -> both run t; the ghost takes room at w1

@@ -63,4 +63,5 @@ class Shortage:
 
     @property
     def with_room(self) -> list[Candidate]:
+        """Return the candidates whose room has grown."""
         return list(self._grown.values())

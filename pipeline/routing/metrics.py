@@ -75,6 +75,7 @@ class RouterCollector(Collector):
         self._source = source
 
     def collect(self) -> Iterable[Metric]:
+        """Yield the metrics with their present values."""
         serves, cells, *others = self.describe()
         sessions = self._source.sessions
         serves.add_metric([], len(sessions))

@@ -5,7 +5,7 @@ Keeps true
 - In a cluster of three nodes, every topic and internal topic may have a replica on each node, and two replicas
   acknowledge. While two nodes run, no acknowledged record is lost and the cluster works.
 
-Example
+Example:
     with start_cluster(folder, kafka_home=home) as cluster:
         ...  # cluster.bootstrap names all nodes
         cluster.nodes[1].kill()  # its leaders move

@@ -8,7 +8,7 @@ Keeps true
 - The offset to commit is that of the oldest input whose consequences are not on the log.
 - A group is unsettled from its opening until each of its trajectories has an outcome.
 
-Example
+Example:
     prompts a (offset 0), b (1), a again (2)    opened in turn; the third is refused
     results at 7, 8 and 9 are read; 8 is done   low water 7
     7 is done                                   low water 9

@@ -104,6 +104,7 @@ class RunnerSlot:
 
     @property
     def kind(self) -> str:
+        """Whether the runner is a process or a thread, in one word."""
         return "process" if self.runner.killable else "thread"
 
     def start(self, waiting: Sequence[InFlight]) -> None:
@@ -161,11 +162,13 @@ class RunnerGroup:
 
     @property
     def in_flight(self) -> int:
+        """Number of jobs that have no answer yet."""
         waiting = len(self._delayed) + sum(map(len, self.quarantine))
         return waiting + sum(len(place.jobs) for place in self.slots.values())
 
     @property
     def shared(self) -> RunnerSlot | None:
+        """The oldest slot that is not isolated; None if there is none."""
         return next((place for place in self.slots.values() if not place.isolated), None)
 
     def begin(self) -> RunnerSlot:
@@ -268,6 +271,7 @@ class RunnerGroup:
                 place.runner.begin_generation(generation)
 
     def runners(self) -> list[Runner]:
+        """Return all runners, also those that are asked to end."""
         return [place.runner for place in self.slots.values()] + [runner for _, runner in self._stopping]
 
     def _idles(self, place: RunnerSlot) -> bool:

@@ -54,14 +54,17 @@ class TrackedCall(Coroutine[Any, Any, T]):
         self._mark = job.ticket + 1 if job is not None and isinstance(job.ticket, int) else -1
 
     def send(self, value: Any) -> Any:
+        """Continue the call; a call whose runner has left is cancelled."""
         if self._has_left():
             return self._run(self._code.throw, asyncio.CancelledError())
         return self._run(self._code.send, value)
 
     def throw(self, *error: Any) -> Any:
+        """Raise an error inside the call."""
         return self._run(self._code.throw, *error)
 
     def close(self) -> None:
+        """Close the call's coroutine."""
         self._code.close()
 
     def __await__(self) -> Generator[Any, Any, T]:

@@ -1,4 +1,4 @@
-"""How text becomes a trajectory's tokens: observations are appended, actions are kept as they were sampled.
+r"""How text becomes a trajectory's tokens: observations are appended, actions are kept as they were sampled.
 
 Keeps true
 - A context only ever grows: observation tokens, then the sampled tokens as they are (stop token included), and so on.
@@ -13,8 +13,8 @@ Keeps true
 
 A model folder says how its policy reads turns by its chat template (see `chat_template.py`), or, where that does not
 fit or is not there, by a `turn_format.json`, which wins:
-    {"first_prefix": "<|im_start|>user\\n", "prefix": "\\n<|im_start|>user\\n",
-     "suffix": "<|im_end|>\\n<|im_start|>assistant\\n"}
+    {"first_prefix": "<|im_start|>user\n", "prefix": "\n<|im_start|>user\n",
+     "suffix": "<|im_end|>\n<|im_start|>assistant\n"}
 The stop tokens are the template's end of a turn and the `eos_token_id` of `generation_config.json`; where that has none
 the tokenizer's `eos_token`, else the `eos_token_id` of `config.json`. Needs `tokenizers` and `jinja2` alone, no torch.
 """

@@ -50,6 +50,7 @@ class Connection:
     channel: ChannelFds
 
     def close(self) -> None:
+        """Close the socket and the channel."""
         self.connection.close()
         self.channel.close()
 

@@ -106,6 +106,7 @@ class LogChunkSink:
         self._waiting_bytes = 0
 
     def put(self, chunk: WeightChunk) -> StoredChunk:
+        """Write a chunk to the log. Raises BusError."""
         stored = StoredChunk(len(chunk.payload), digest_of(chunk.payload))
         place = self._written % self._partitions
         self._written += 1
@@ -116,6 +117,7 @@ class LogChunkSink:
         return stored
 
     def close(self) -> None:
+        """Wait until the broker has stored all chunks. Raises BusError."""
         self._writer.flush()
         self._waiting_bytes = 0
 
@@ -186,6 +188,7 @@ class FileChunkSink:
         self._size = 0
 
     def put(self, chunk: WeightChunk) -> StoredChunk:
+        """Append a chunk to the file. Raises StoreError."""
         stored = StoredChunk(len(chunk.payload), digest_of(chunk.payload), partition=0, offset=self._size)
         with _store_errors("an anchor cannot be written"):
             self._file.write(chunk.payload)
@@ -193,6 +196,7 @@ class FileChunkSink:
         return stored
 
     def close(self) -> None:
+        """Close the file. Raises StoreError."""
         with _store_errors("an anchor cannot be written"):
             self._file.close()
 

@@ -11,7 +11,7 @@ Keeps true
 
 Pure: manifests are verified before they are added, and paths are followed elsewhere.
 
-Example
+Example:
     added: anchor 0, then 1 on 0, 2 on 1        -> try 0, 1, 2
     held 2; added 3 on 2, 4 on 3                -> try 3, 4
     3 failed, a chunk of it is missing          -> nothing: the path to 4 contains 3

@@ -57,6 +57,7 @@ class FolderTensor:
 
     @property
     def travels(self) -> bool:
+        """Whether the tensor is published with each version."""
         return self.dtype in WEIGHTS
 
 

@@ -47,6 +47,7 @@ class ProbeAnswer:
 
     @property
     def logprobs(self) -> Logprobs:
+        """All logprobs of the answer, position by position, as one flat array."""
         return np.array([logprob for place in self.top_logprobs for logprob in place.values()])
 
 

@@ -105,6 +105,7 @@ class KvPool:
 
     @property
     def free(self) -> int:
+        """Number of free blocks."""
         return int(self._pool.get_num_free_blocks())
 
     @property
