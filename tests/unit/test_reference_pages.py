@@ -1,6 +1,7 @@
 """The generated pages of the documentation describe what the code has."""
 
 import ast
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -79,8 +80,8 @@ def test_configuration_page_has_every_key_with_a_meaning() -> None:
     rows = [line.split(" | ") for line in configuration.as_markdown().splitlines() if line.startswith("| `")]
     keys = {row[0].removeprefix("| ").strip("`") for row in rows}
     for section, declared_by in section_types().items():
-        for name in declared_by.__dataclass_fields__:
-            path = f"{section}.{name}"
+        for field in dataclasses.fields(declared_by):
+            path = f"{section}.{field.name}"
             assert path in SHARED or any(key == path or key.startswith(f"{path}.") for key in keys), path
     assert [row[0] for row in rows if not row[-1].rstrip("| ").endswith(".")] == []
 

@@ -77,7 +77,7 @@ def _rows(path: str, declared_by: type) -> Iterator[list[str]]:
         key, kind = f"{path}.{field.name}", hints[field.name]
         if key in SHARED:
             continue
-        if dataclasses.is_dataclass(kind):
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
             yield from _rows(key, kind)
             continue
         unit = next((each for each in UNITS if field.name.endswith(each)), "")
