@@ -16,7 +16,7 @@ from rose.schemas.samples import Sample, SampleOutcome
 from rose.schemas.turns import TurnDispatch, TurnRequest, TurnResult
 
 TRAJECTORY = "trajectory"
-"""The span that all others of a trajectory are under."""
+"""Name of the root span of a trajectory."""
 
 SAMPLE = "sample"
 OUTCOME = "outcome"
@@ -43,7 +43,7 @@ def result_span(turn: int, attempt: int) -> str:
 
 
 def span_of(record: Record) -> str:
-    """The hop that writes this record; of what is no hop, what it is."""
+    """Return the name of the span that writes this record; for a record without span, its schema."""
     match record:
         case TurnRequest():
             return request_span(record.turn)
@@ -70,5 +70,5 @@ def span_id(trajectory_id: str, span: str) -> str:
 
 
 def traceparent(trajectory_id: str, span: str) -> str:
-    """The W3C trace context of a hop."""
+    """Return the W3C trace context of a span."""
     return f"00-{trace_id(trajectory_id)}-{span_id(trajectory_id, span)}-01"

@@ -11,7 +11,7 @@ SHOWN_CHARACTERS = 64
 
 
 def reject_duplicate_keys(pairs: Iterable[tuple[Hashable, Any]]) -> dict[Hashable, Any]:
-    """The map of these pairs. Raises ValueError when two have the same key."""
+    """Return the map of these pairs. Raises ValueError if two have the same key."""
     found: dict[Hashable, Any] = {}
     for key, value in pairs:
         if key in found:

@@ -53,7 +53,7 @@ RECORDS: tuple[type[Record], ...] = (
     WeightChunk,
     RoleBegun,
 )
-"""Every record that travels."""
+"""Every record type that is written to a topic."""
 
 SCHEMA_HEADER = "rose-schema"
 TRACE_HEADER = "traceparent"
@@ -76,7 +76,7 @@ _untyped_fields: dict[type[Record], Callable[[Any], object]] = {
     Group: lambda group: group.prompt and group.prompt.arguments,
     Sample: lambda sample: sample.info,
 }
-"""Where a record holds values of any type."""
+"""Return the part of a record that holds values of any type."""
 
 _unpack = partial(msgpack.unpackb, strict_map_key=False, object_pairs_hook=lambda pairs: [*chain.from_iterable(pairs)])
 """A map as the list of its keys and values: those too that come under one key, of which msgspec leaves the last."""
@@ -95,7 +95,10 @@ _decoders: dict[type[Record], msgspec.msgpack.Decoder[Any]] = {
 
 
 def encode(record: Record) -> bytes:
-    """The record's bytes. Raises RecordError when a reader would refuse them: a size, a range, a value of no type."""
+    """Return the record's bytes.
+
+    Raises RecordError if a reader would refuse them: a size, a range, a value of no type.
+    """
     try:
         wire = _encoder.encode(record)
         _check_size(record, wire)
@@ -107,7 +110,7 @@ def encode(record: Record) -> bytes:
 
 
 def decode(record: type[R], wire: bytes, headers: Headers = ()) -> R:
-    """The typed record. Raises RecordError when the bytes, their size or the schema header are wrong."""
+    """Return the typed record. Raises RecordError if the bytes, their size or the schema header are wrong."""
     _check_size(record, wire)
     _check_schema(record, headers)
     return _decoded(record, wire)
@@ -147,7 +150,7 @@ def _lone_surrogate(text: bytes) -> str:
 
 
 def headers_of(record: Record, trajectory_id: str | None = None) -> list[tuple[str, bytes]]:
-    """The headers of a record: its schema and, for a trajectory's records, the W3C trace context of its hop."""
+    """Return the headers of a record: its schema and, for a trajectory's records, the W3C trace context of its span."""
     headers: list[tuple[str, bytes]] = [(SCHEMA_HEADER, record.SCHEMA.encode())]
     if trajectory_id is not None:
         headers.append((TRACE_HEADER, traceparent(trajectory_id, span_of(record)).encode()))
@@ -160,7 +163,7 @@ def _check_size(record: Record | type[Record], wire: bytes) -> None:
 
 
 def _check_field_bounds(record: Record) -> None:
-    """What the types of its fields do not say. Raises RecordError or ValueError."""
+    """Check what the types of the fields do not say. Raises RecordError or ValueError."""
     if (loose := _untyped_fields.get(type(record))) is not None:
         _check_nesting(record, loose(record))
     if isinstance(record, TurnDispatch):
