@@ -11,18 +11,20 @@ import typer
 from rose.pipeline.config.field_docs import keep_docstring
 from rose.pipeline.config.options import Common, with_common
 
-dlq = typer.Typer(help="Dead letters: list and show them, send mended ones back.", no_args_is_help=True)
+dlq = typer.Typer(help="List dead letters, show one, send one back.", no_args_is_help=True)
 
-Place = Annotated[str, typer.Argument(metavar="PLACE", help="TOPIC/PARTITION/OFFSET, as `rose dlq list` has it.")]
+Place = Annotated[str, typer.Argument(metavar="PLACE", help="TOPIC/PARTITION/OFFSET, as in `rose dlq list`.")]
 
 
 @dlq.command("list")
 @with_common
 def dlq_list(
     common: Common,
-    topic: Annotated[str | None, typer.Option("--topic", metavar="TOPIC", help="Of this topic alone.")] = None,
+    topic: Annotated[
+        str | None, typer.Option("--topic", metavar="TOPIC", help="Only dead letters of this topic.")
+    ] = None,
 ) -> None:
-    """Every dead letter in a line: its place, when, why, its key."""
+    """List the dead letters, one a line: position, time, reason and key."""
     from rose.pipeline.cli.dead_letters import list_dead_letters
 
     list_dead_letters(common, topic)
@@ -31,7 +33,7 @@ def dlq_list(
 @dlq.command("show")
 @with_common
 def dlq_show(common: Common, place: Place) -> None:
-    """One dead letter whole: headers, and what it holds."""
+    """Show one dead letter with its headers and its content."""
     from rose.pipeline.cli.dead_letters import show_dead_letter
 
     show_dead_letter(common, place)
@@ -43,26 +45,26 @@ def dlq_retry(
     common: Common,
     place: Place,
     edit: Annotated[
-        Path | None, typer.Option("--edit", metavar="FILE", help="Send what is in this file instead.")
+        Path | None, typer.Option("--edit", metavar="FILE", help="Send the content of this file instead.")
     ] = None,
     field: Annotated[
-        list[str] | None, typer.Option("--field", metavar="FIELD=VALUE", help="Set a field of it. Repeatable.")
+        list[str] | None, typer.Option("--field", metavar="FIELD=VALUE", help="Set a field of the record. Repeatable.")
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Even if it was sent back before.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Send it even if it was sent back before.")] = False,
 ) -> None:
-    """Send a dead letter back to its topic, mended or as it came."""
+    """Send a dead letter back to its topic, corrected or unchanged."""
     from rose.pipeline.cli.dead_letters import retry_dead_letter
 
     retry_dead_letter(common, place, edit, field, again=again)
 
 
-topics = typer.Typer(help="Create, describe and check the topics; their contracts and ACLs.", no_args_is_help=True)
+topics = typer.Typer(help="Create, describe and check the topics; print contracts and ACLs.", no_args_is_help=True)
 
 
 @topics.command("create")
 @with_common
 def topics_create(common: Common) -> None:
-    """Create the topics that are not there yet, and inboxes that the one of dispatches lacks."""
+    """Create missing topics, and add missing inboxes."""
     from rose.pipeline.cli.topics import create_catalog
 
     create_catalog(common)
@@ -71,7 +73,7 @@ def topics_create(common: Common) -> None:
 @topics.command("describe")
 @with_common
 def topics_describe(common: Common) -> None:
-    """The topics as the broker has them."""
+    """Show the topics as they are on the broker."""
     from rose.pipeline.cli.topics import describe_catalog
 
     describe_catalog(common)
@@ -89,7 +91,7 @@ def topics_check(common: Common) -> None:
 @topics.command("asyncapi")
 @with_common
 def topics_asyncapi(common: Common) -> None:
-    """AsyncAPI of all topics and records, for this namespace and these partitions."""
+    """Print the AsyncAPI document of all topics and records, for this namespace and these partitions."""
     from rose.pipeline.contracts.asyncapi import print_asyncapi
 
     print_asyncapi(common)
@@ -98,7 +100,7 @@ def topics_asyncapi(common: Common) -> None:
 @topics.command("prompt-schema")
 @keep_docstring
 def topics_prompt_schema() -> None:
-    """JSON Schema of a prompt as JSON."""
+    """Print the JSON Schema of a prompt in JSON."""
     from rose.pipeline.contracts.asyncapi import print_prompt_schema
 
     print_prompt_schema()
@@ -113,17 +115,19 @@ def topics_acl(
         typer.Option(
             "--role",
             metavar="ROLE",
-            help="environment, router, control, executor (so is a lender), trainer, producer, view, operator or admin.",
+            help="environment, router, control, executor (also lenders), trainer, producer, view, operator or admin.",
         ),
     ],
     principal: Annotated[
-        str | None, typer.Option("--principal", metavar="TYPE:NAME", help="Whose; left out, User:rose-ROLE.")
+        str | None,
+        typer.Option("--principal", metavar="TYPE:NAME", help="Principal of the ACLs; default: User:rose-ROLE."),
     ] = None,
     strimzi: Annotated[
-        str | None, typer.Option("--strimzi", metavar="CLUSTER", help="A KafkaUser of this Strimzi cluster instead.")
+        str | None,
+        typer.Option("--strimzi", metavar="CLUSTER", help="Print a KafkaUser of this Strimzi cluster instead."),
     ] = None,
 ) -> None:
-    """The ACLs that a role needs, and no more: lines of options for kafka-acls.sh. Needs no broker."""
+    """Print the ACLs that a role needs, as options of kafka-acls.sh. Needs no broker."""
     from rose.pipeline.cli.topics import print_acls
 
     print_acls(common, role, principal, strimzi)

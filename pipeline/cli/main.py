@@ -41,14 +41,16 @@ app.add_typer(dlq, name="dlq", rich_help_panel=LOOKING)
 
 @app.callback()
 def begin() -> None:
-    """Before any command: what is logged goes to standard error, what was asked for to standard output."""
+    """Set up logging for every command: logs go to standard error, results to standard output."""
     from rose.pipeline.process.process_setup import configure_logging, dump_stacks_on_crash
 
     configure_logging()
     dump_stacks_on_crash()
 
 
-Worker = Annotated[str | None, typer.Option("--name", metavar="NAME", help="Its own on the bus; left out, the host's.")]
+Worker = Annotated[
+    str | None, typer.Option("--name", metavar="NAME", help="Unique name of the worker; default: the host's name.")
+]
 Name = Annotated[str | None, typer.Option("--name", metavar="NAME", help="Name of the run.")]
 Without = Annotated[
     Path | None,
@@ -60,7 +62,7 @@ Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of t
 @app.command(rich_help_panel=RUNNING)
 @with_common
 def demo(common: Common, name: Name = None, seed: Seed = None) -> None:
-    """A policy that learns: everything on this machine, success measured before and after, and a report."""
+    """Train a small policy on this machine: all roles, success before and after, and a report."""
     from rose.pipeline.local.demo import run_demo
 
     run_demo(common.with_overrides(name=("run.name", name), seed=("run.seed", seed)))
@@ -77,7 +79,7 @@ def up(
     ] = None,
     without: Without = None,
 ) -> None:
-    """All roles of a configuration on this machine, until the trainer is done."""
+    """Run all roles of a configuration on this machine until the trainer is done."""
     from rose.pipeline.local.run import run_up
 
     run_up(common.with_overrides(name=("run.name", name), seed=("run.seed", seed)), prompts, without)
@@ -87,10 +89,10 @@ def up(
 @with_common
 def submit(
     common: Common,
-    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="One prompt a line.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="File with one prompt a line.")],
     without: Without = None,
 ) -> None:
-    """Prompts to the input topic: every line is checked first, and all are sent or none."""
+    """Write prompts to the input topic. Every line is checked first, and all are sent or none."""
     from rose.pipeline.cli.run_commands import submit_file
 
     submit_file(common, file, without)
@@ -100,12 +102,12 @@ def submit(
 @with_common
 def evaluate(
     common: Common,
-    model: Annotated[
-        Path | None, typer.Argument(metavar="FOLDER", help="Model folder; left out, model.folder.")
+    model: Annotated[Path | None, typer.Argument(metavar="FOLDER", help="Model folder; default: model.folder.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="File for the results, as JSON.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here.")] = None,
 ) -> None:
-    """Success of a policy on the held-out tasks, sampled at temperature 1, in one process without Kafka."""
+    """Measure the success of a policy on the held-out tasks, at temperature 1, in one process without Kafka."""
     from rose.pipeline.cli.evaluate import evaluate_folder
 
     evaluate_folder(common, model, output)
@@ -116,10 +118,10 @@ def evaluate(
 def environment(
     common: Common,
     number: Annotated[
-        int, typer.Option("--number", metavar="N", min=0, max=MOST_NUMBER, help="Which environment worker this is.")
+        int, typer.Option("--number", metavar="N", min=0, max=MOST_NUMBER, help="Number of this environment worker.")
     ] = 0,
 ) -> None:
-    """An environment worker: opens groups, steps environments, asks for turns."""
+    """Run an environment worker, which opens groups, steps environments and requests turns."""
     from rose.pipeline.cli.roles import run_environment
 
     run_environment(common, number)
@@ -128,7 +130,7 @@ def environment(
 @app.command(rich_help_panel=ROLES)
 @with_common
 def executor(common: Common, name: Worker = None) -> None:
-    """A rollout executor: runs turns on vLLM and takes up new policy versions."""
+    """Run an executor, which runs turns on vLLM and activates new policy versions."""
     from rose.pipeline.cli.roles import run_executor_role
 
     run_executor_role(common.with_overrides(name=("executor.name", name)))
@@ -138,17 +140,21 @@ def executor(common: Common, name: Worker = None) -> None:
 @with_common
 def lend(
     common: Common,
-    model: Annotated[Path | None, typer.Option("--model", metavar="FOLDER", help="What a new server serves.")] = None,
-    endpoint: Annotated[
-        str | None, typer.Option("--endpoint", metavar="URL", help="A server of the policy that is there already.")
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="FOLDER", help="Model folder that a new server serves.")
     ] = None,
-    flags: Annotated[list[str] | None, typer.Argument(metavar="-- FLAGS", help="vLLM's own, after two dashes.")] = None,
+    endpoint: Annotated[
+        str | None, typer.Option("--endpoint", metavar="URL", help="URL of an existing server of the policy.")
+    ] = None,
+    flags: Annotated[
+        list[str] | None, typer.Argument(metavar="-- FLAGS", help="Flags of vLLM, after two dashes.")
+    ] = None,
     name: Worker = None,
     observe: Annotated[
         bool, typer.Option("--observe", help="Lend nothing: log and export what could be lent. Needs no broker.")
     ] = False,
 ) -> None:
-    """A vLLM server that runs rollout turns while it has nothing to serve; or turns by request, from one elsewhere."""
+    """Run a vLLM server that lends its idle capacity to rollouts, or lend an existing server by requests."""
     from rose.pipeline.cli.roles import run_endpoint_role, run_lender_role
 
     common = common.with_overrides(name=("executor.name", name), endpoint=("endpoint.url", endpoint))
@@ -164,9 +170,9 @@ def lend(
 @with_common
 def loadgen(
     common: Common,
-    url: Annotated[str, typer.Argument(metavar="URL", help="Where the server answers, without a path.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="URL of the server, without a path.")],
 ) -> None:
-    """Load on a serving engine, replayed from a trace; how long each request took goes to the run's folder."""
+    """Replay a trace as load on a serving engine, and write the latency of each request to the run's folder."""
     from rose.pipeline.cli.roles import run_loadgen_role
 
     run_loadgen_role(common, url)
@@ -183,11 +189,11 @@ def router(
             metavar="N",
             min=0,
             max=MOST_NUMBER,
-            help="Which router this is: they share the cells, any more wait.",
+            help="Number of this router. Routers share the cells; further routers wait.",
         ),
     ] = 0,
 ) -> None:
-    """The router: places every turn on an executor."""
+    """Run a router, which assigns every turn to an executor."""
     from rose.pipeline.cli.roles import run_router_role
 
     run_router_role(common, number)
@@ -204,11 +210,11 @@ def control(
             metavar="N",
             min=0,
             max=MOST_NUMBER,
-            help="Which control app this is: one decides, any others wait.",
+            help="Number of this control app. One decides; the others wait.",
         ),
     ] = 0,
 ) -> None:
-    """The control app: decides which serving workers lend, by leases that it renews, and shows why on a page."""
+    """Run the control app, which decides by leases which workers lend, and shows the reasons on a page."""
     from rose.pipeline.cli.roles import run_control_role
 
     run_control_role(common, number)
@@ -217,7 +223,7 @@ def control(
 @app.command(rich_help_panel=ROLES)
 @with_common
 def trainer(common: Common) -> None:
-    """The trainer: learns from finished groups and publishes policy versions."""
+    """Run the trainer, which learns from finished groups and publishes policy versions."""
     from rose.pipeline.cli.roles import run_trainer_role
 
     run_trainer_role(common)
@@ -225,8 +231,8 @@ def trainer(common: Common) -> None:
 
 @app.command(rich_help_panel=ROLES)
 @keep_docstring
-def keys(file: Annotated[Path, typer.Argument(metavar="FILE", help="where the private key goes")]) -> None:
-    """Make the key with which a trainer signs its versions, and the public one (FILE.pub) for executors."""
+def keys(file: Annotated[Path, typer.Argument(metavar="FILE", help="File for the private key.")]) -> None:
+    """Make the private key with which a trainer signs its versions, and the public key (FILE.pub) for executors."""
     from rose.workers.weights.trust import make_keys
 
     public = make_keys(file)
@@ -237,7 +243,7 @@ def keys(file: Annotated[Path, typer.Argument(metavar="FILE", help="where the pr
 @with_common
 def grant(
     common: Common,
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `rose status` names it.")],
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Name of the worker, as in `rose status`.")],
     lend: Annotated[bool, typer.Option("--lend/--no-lend", help="Lend, or park.")] = True,
     kv_bytes: Annotated[
         int, typer.Option("--kv-bytes", metavar="N", min=0, help="KV cache that turns may hold; 0: no limit.")
@@ -245,12 +251,12 @@ def grant(
     token_budget: Annotated[
         int, typer.Option("--token-budget", metavar="N", min=0, help="Tokens that turns may hold; 0: no limit.")
     ] = 0,
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="For people.")] = "",
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason, for people.")] = "",
     release: Annotated[
-        bool, typer.Option("--release", help="Take the grant by hand back: the control app decides again.")
+        bool, typer.Option("--release", help="Delete the manual grant: the control app decides again.")
     ] = False,
 ) -> None:
-    """Have a lending server lend, or park, whatever the control app says, until that is taken back."""
+    """Have a lending server lend or park, whatever the control app decides, until the grant is released."""
     from rose.pipeline.cli.grants import release_grant, send_grant
 
     if not release:
@@ -265,7 +271,7 @@ def grant(
 @with_common
 def drain(
     common: Common,
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `rose status` names it.")],
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Name of the worker, as in `rose status`.")],
     within: Annotated[
         float | None,
         typer.Option(
@@ -273,13 +279,13 @@ def drain(
             metavar="SECONDS",
             min=0,
             max=MAX_FINISH_SECONDS,
-            help="What it holds may end for so long; default 60.",
+            help="Time that running turns may take to end; default: 60.",
         ),
     ] = None,
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="For people.")] = "",
-    release: Annotated[bool, typer.Option("--release", help="Take the drain back: it takes turns again.")] = False,
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason, for people.")] = "",
+    release: Annotated[bool, typer.Option("--release", help="End the drain: the worker takes turns again.")] = False,
 ) -> None:
-    """Have an executor or a lending server take no more turns, and wait until it holds none: its node can go then."""
+    """Have a worker take no more turns, and wait until it holds none. Its node can then be removed."""
     from rose.pipeline.cli.grants import DRAIN_TIMEOUT_SECONDS, release_drain
     from rose.pipeline.cli.grants import drain as drain_worker
 
@@ -295,10 +301,10 @@ def drain(
 @with_common
 def settle(
     common: Common,
-    name: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX, or a GROUP_ID: all of it.")],
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="For people.")] = "",
+    name: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX, or GROUP_ID for the whole group.")],
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason, for people.")] = "",
 ) -> None:
-    """End a trajectory, or all of a group, as a failure of the infrastructure: one that ends its worker, say."""
+    """End a trajectory or a whole group as a failure of the infrastructure, for instance if it ends its worker."""
     from rose.pipeline.cli.settle import settle_by_hand as settle_by_hand
 
     settle_by_hand(common, name, reason)
@@ -307,7 +313,7 @@ def settle(
 @app.command(rich_help_panel=LOOKING)
 @with_common
 def watch(common: Common) -> None:
-    """A live view of a run."""
+    """Show a live view of a run."""
     from rose.pipeline.cli.run_commands import watch_run
 
     watch_run(common)
@@ -317,9 +323,9 @@ def watch(common: Common) -> None:
 @with_common
 def status(
     common: Common,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything that is known, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything that is known, as JSON.")] = False,
 ) -> None:
-    """Who waits for whom, and why, on one screen. Exit status 1 if something is unwell."""
+    """Show who waits for whom, and why, on one screen. Exit status 1 if something is unwell."""
     waits = WaitNotice()
     waits.show("loads what it looks with")
     from rose.pipeline.cli.status import show_status
@@ -332,11 +338,12 @@ def status(
 def health(
     common: Common,
     address: Annotated[
-        str | None, typer.Argument(metavar="HOST:PORT", help="Its metrics; left out, metrics.port of this machine.")
+        str | None,
+        typer.Argument(metavar="HOST:PORT", help="Address of its metrics; default: metrics.port of this machine."),
     ] = None,
-    live: Annotated[bool, typer.Option("--live", help="Whether its loop turns over at all.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Check only whether the process is alive.")] = False,
 ) -> None:
-    """Whether one process does what it is there for, in a sentence. Exit status 1 if it does not."""
+    """Say in one sentence whether a process does its work. Exit status 1 if it does not."""
     from rose.pipeline.process.health_server import print_health
 
     print_health(common, address, live=live)
@@ -346,9 +353,9 @@ def health(
 @with_common
 def why(
     common: Common,
-    name: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX, or a GROUP_ID.")],
+    name: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX, or GROUP_ID.")],
 ) -> None:
-    """Where a trajectory or a group is, and why, in a sentence."""
+    """Say in one sentence where a trajectory or a group is, and why."""
     from rose.pipeline.cli.replay import print_why
 
     print_why(common, name)
@@ -357,7 +364,7 @@ def why(
 @app.command(rich_help_panel=LOOKING)
 @with_common
 def audit(common: Common) -> None:
-    """The conservation law, from the log alone: one end for every trajectory. Exit status 1 if it is broken."""
+    """Check the conservation law on the log: every trajectory has one end. Exit status 1 if it is broken."""
     from rose.pipeline.cli.run_commands import audit_run
 
     audit_run(common)
@@ -368,7 +375,7 @@ def audit(common: Common) -> None:
 def replay(
     common: Common, trajectory: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX")]
 ) -> None:
-    """The life of one trajectory, turn by turn."""
+    """Show the life of one trajectory, turn by turn."""
     from rose.pipeline.cli.replay import print_replay
 
     print_replay(common, trajectory)
@@ -386,14 +393,14 @@ def report(common: Common) -> None:
 @app.command("config", rich_help_panel=LOOKING)
 @with_common
 def show_config(common: Common) -> None:
-    """The resolved configuration: every field, its value, what it is and who said so. Passwords are not shown."""
+    """Print the resolved configuration: every field with its value, meaning and origin. Passwords are hidden."""
     from rose.pipeline.config.load import load, resolved_toml, without_secrets
 
     sys.stdout.write(without_secrets(resolved_toml(load(common), explained=True)))
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command; this is the console script."""
     repair_streams()
     try:
         try:

@@ -23,12 +23,12 @@ class Common:
     """The values of the common options. `overrides` are further values: (flag, `section.field`, value)."""
 
     config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="TOML configuration.", rich_help_panel=PANEL)
+        Path | None, typer.Option("--config", metavar="FILE", help="Configuration file, TOML.", rich_help_panel=PANEL)
     ] = None
     run: Annotated[
         str | None,
         typer.Option(
-            "--run", metavar="NAME", help="A run of this folder: its configuration, broker.", rich_help_panel=PANEL
+            "--run", metavar="NAME", help="Use the configuration and the broker of this run.", rich_help_panel=PANEL
         ),
     ] = None
     settings: Annotated[
@@ -42,7 +42,9 @@ class Common:
     ] = None
     bootstrap_server: Annotated[
         str | None,
-        typer.Option("--bootstrap-server", metavar="HOST:PORT", help="A running Kafka.", rich_help_panel=PANEL),
+        typer.Option(
+            "--bootstrap-server", metavar="HOST:PORT", help="Address of a running Kafka.", rich_help_panel=PANEL
+        ),
     ] = None
     command_config: Annotated[
         Path | None,
@@ -56,7 +58,9 @@ class Common:
     ] = None
     namespace: Annotated[
         str | None,
-        typer.Option("--namespace", metavar="PREFIX", help="Before every topic, group and id.", rich_help_panel=PANEL),
+        typer.Option(
+            "--namespace", metavar="PREFIX", help="Prefix of every topic, group and id.", rich_help_panel=PANEL
+        ),
     ] = None
     overrides: tuple[tuple[str, str, object], ...] = ()
 
