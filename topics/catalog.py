@@ -138,7 +138,7 @@ _COMPACTED = {
 _DEAD_LETTER_CONFIG = {**_retained(30 * DAY), "cleanup.policy": "compact,delete"}
 """Dead letters have their places as keys: one that was written twice is kept once."""
 
-_GRANT_KEY = f"{{worker}}[{'|'.join(voice.value for voice in GrantSource if voice.value)}]"
+_GRANT_KEY = f"{{worker}}[{'|'.join(source.value for source in GrantSource if source.value)}]"
 """Without more behind the worker's name it is what the control app leases."""
 
 _VERSION_KEY = "{model_id}/{run}/{version}[/{file}]"

@@ -318,11 +318,11 @@ def begin(role: Role, settings: BusSettings) -> None:
     elif role is TRAINER:
         SampleStream(settings, "policy").close()
     elif role is VIEW:
-        sounder = BrokerProbe(settings)
-        sounder.probe()
-        sounder.close()
-        if sounder.trouble:
-            raise RoseError(sounder.trouble)
+        probe = BrokerProbe(settings)
+        probe.probe()
+        probe.close()
+        if probe.last_error:
+            raise RoseError(probe.last_error)
     elif role is OPERATOR:
         Writer(settings, "letters", transactional_id=DEAD_LETTERS_TRANSACTIONAL_ID)
     elif role is ADMIN:

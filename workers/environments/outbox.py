@@ -136,9 +136,9 @@ class Outbox:
         try:
             return committed_offsets(self._reader, self._writer, places)
         except BusError as error:
-            trouble = error
+            failure = error
         self._discard_writer()
-        raise trouble
+        raise failure
 
     def on_recovered(self, offsets: Mapping[Place, int], request_ends: Mapping[int, int]) -> None:
         """The homes were recovered.
@@ -180,7 +180,7 @@ class Outbox:
         self.began_at = time.monotonic()
         self._counted.clear()
         self._asking.clear()
-        trouble: BusError | TopicMissing | None = None
+        failure: BusError | TopicMissing | None = None
         try:
             self._writer.begin()
             ended = [ended_id for home, decision in decisions for ended_id in self._put_decision(home, decision)]
@@ -192,10 +192,10 @@ class Outbox:
             self._writer.commit(offsets, self._reader)
             self._writer.poll()
         except (BusError, TopicMissing) as error:
-            trouble = error
-        if trouble is not None:
+            failure = error
+        if failure is not None:
             self._discard_writer()
-            raise trouble
+            raise failure
         self._committed.update(offsets)
         self._committed_at = time.monotonic()
         metrics.TRANSACTION_SECONDS.observe(self._committed_at - self.began_at)

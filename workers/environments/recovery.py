@@ -142,17 +142,17 @@ class Recovery:
         """
         trajectories: dict[str, Trajectory] = {}
         broken: list[UnrecoverableTrajectory] = []
-        strays: list[str] = []
+        orphaned: list[str] = []
         for name, progress in self._progress.items():
             group = self.home.open_groups.get(progress.group_id)
             if group is None:
-                strays.append(name)
+                orphaned.append(name)
                 continue
             try:
                 trajectories[name] = self._rebuilt(progress, group.prompt, max_context_tokens)
             except _Gap as gap:
                 broken.append(UnrecoverableTrajectory(name, group.prompt, progress.index, f"recovery: {gap}"))
-        return trajectories, broken, strays
+        return trajectories, broken, orphaned
 
     def _rebuilt(self, progress: TrajectoryProgress, prompt: Prompt, max_context_tokens: int) -> Trajectory:
         name = progress.trajectory_id

@@ -133,11 +133,11 @@ class EnvironmentWorker:
                     if self._homes:
                         self._recovery_policy.on_success()
                     HEALTH.report(f"owns homes {self._member.homes}" if self._homes else "waits for homes")
-                except RECOVERABLE as trouble:
+                except RECOVERABLE as error:
                     self._member.rebalanced = True
-                    wait = self._recovery_policy.on_error(trouble, time.monotonic(), self._outbox.began_at)
-                    log.warning("restarting", worker=self._name, reason=str(trouble), retry_seconds=wait)
-                    HEALTH.report_restart(f"trouble with the broker: {trouble}")
+                    wait = self._recovery_policy.on_error(error, time.monotonic(), self._outbox.began_at)
+                    log.warning("restarting", worker=self._name, reason=str(error), retry_seconds=wait)
+                    HEALTH.report_restart(f"trouble with the broker: {error}")
                     stop.wait(wait)
         finally:
             self._member.close()

@@ -200,8 +200,8 @@ class Executor:
                 self._writer.dead_letter(item, item.reason)
             elif isinstance(item, Envelope) and isinstance(item.record, TurnDispatch):
                 is_own = item.record.worker == self._name
-                if is_own and (flaw := dispatch_error(item.record, homes=self._homes)):
-                    self._writer.dead_letter(item, flaw)
+                if is_own and (error := dispatch_error(item.record, homes=self._homes)):
+                    self._writer.dead_letter(item, error)
                 else:
                     self._on_dispatch(item.record, item.offset)
             elif isinstance(item, Envelope) and item.key == FENCING_KEY:
@@ -385,8 +385,8 @@ class Executor:
         result = finished_result(
             self._incarnation, dispatch, finished, outcome, reason, received_at=running.received_at
         )
-        if not given_up and (flaw := result.part.validation_error):  # of an aborted turn, the next executor checks it
-            self._refuse(dispatch, f"its engine's answer cannot be learned from: {flaw}", Refusal.ENGINE)
+        if not given_up and (error := result.part.validation_error):  # of an aborted turn, the next executor checks it
+            self._refuse(dispatch, f"its engine's answer cannot be learned from: {error}", Refusal.ENGINE)
         else:
             metrics.count_finished(outcome, finished, received_at=running.received_at)
             self._send(result)

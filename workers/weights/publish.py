@@ -250,12 +250,12 @@ class WeightPublisher:
             for box in slices_of(snapshot.boxes[name], column_parts=self._column_parts)
         ]
         check_layout(tuple(snapshot.specs.values()), len(boxes))
-        shelf = self._log if base is not None else self._anchor_sink(snapshot, version)
+        sink = self._log if base is not None else self._anchor_sink(snapshot, version)
         pending = [
-            (number, name, box, self._put_slice(shelf, name, box, snapshot, base, version))
+            (number, name, box, self._put_slice(sink, name, box, snapshot, base, version))
             for number, name, box in boxes
         ]
-        shelf.close()
+        sink.close()
         slices = tuple(
             _slice_ref(
                 number, box, snapshot.digests[name, box], NO_BASE if base is None else base.digests[name, box], chunks
@@ -272,7 +272,7 @@ class WeightPublisher:
             tensors=tuple(snapshot.specs.values()),
             slices=slices,
             digest=NO_BASE,
-            files=shelf.files,
+            files=sink.files,
             published_at=published_at,
         )
         manifest = merge_manifests([manifest])
