@@ -1,11 +1,47 @@
 """`python -m rose.pipeline.observability` in a checkout writes the generated pages of docs/ and deploy/dashboards/."""
 
+import json
 from pathlib import Path
 
-from rose.pipeline.observability.generated_files import generated_files
+from rose.pipeline.observability.grafana import as_json
+from rose.pipeline.observability.metrics_table import as_markdown, metrics, servers
+from rose.pipeline.observability.pages import DASHBOARDS
+from rose.pipeline.observability.reference import cli, configuration, log_events, topics
+from rose.pipeline.observability.reference.pages import Page
 
-for name, content in generated_files().items():
-    # Resolved: in a checkout the packages of `rose` are links.
-    path = Path(__file__).resolve().parents[2] / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content, encoding="utf-8")
+FOLDER = "deploy/dashboards"
+
+
+def generated_files() -> dict[str, str]:
+    """Return the content of each file by its path in the checkout.
+
+    Raises UnknownMetric for a dashboard that asks for a metric that no process exports, and UnclearLogEvent for a log
+    event that cannot be documented.
+    """
+    found = [*metrics(), *servers()]
+    known = {series for each in found for series in each.series}
+    pages = {
+        Page.METRICS: as_markdown(found),
+        Page.CLI: cli.as_markdown(),
+        Page.CONFIGURATION: configuration.as_markdown(),
+        Page.TOPICS: topics.as_markdown(),
+        Page.LOG_EVENTS: log_events.as_markdown(),
+    }
+    dashboards = {
+        f"{FOLDER}/{each.name}.json": json.dumps(as_json(each, known), indent=2, ensure_ascii=False) + "\n"
+        for each in DASHBOARDS
+    }
+    return {**{each.value: content for each, content in pages.items()}, **dashboards}
+
+
+def main() -> None:
+    """Write the files."""
+    for name, content in generated_files().items():
+        # Resolved: in a checkout the packages of `rose` are links.
+        path = Path(__file__).resolve().parents[2] / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

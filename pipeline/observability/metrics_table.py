@@ -124,16 +124,25 @@ def as_markdown(metrics_found: Sequence[Metric]) -> str:
         ]
         for each in metrics_found
     ]
-    return page(Page.METRICS, INTRODUCTION, [table(("name", "type", "labels", "unit", "role", "meaning"), rows)])
+    return page(
+        Page.METRICS,
+        INTRODUCTION,
+        ["## All metrics\n", table(("name", "type", "labels", "unit", "role", "meaning"), rows)],
+    )
 
 
-INTRODUCTION = """Every process serves Prometheus metrics on a port of its own if one is set (`metrics.*`, see
-`rose config`). The trainer uses its own port. Router, control app, environment worker, executor
-and lender *n* use the first port of their kind plus *n*. For a lender the sidecar serves the
-metrics; the server's own `/metrics` says how its users fare.
+INTRODUCTION = """Every process serves Prometheus metrics on its own port, if one is configured
+(`metrics.*`). Port 0 is off.
 
-A histogram has the series `_bucket`, `_sum` and `_count`. A counter restarts at 0 with its
-process, so use `rate` or `increase`. A counter whose labels are known starts at 0. While an
-executor or lender restarts, as when its guest or the broker is away, its metrics of the engine
-and of policy versions are missing rather than old. The client's own `process_*` and `python_*`
-are exported too."""
+| role | port |
+| --- | --- |
+| any role in a container | `metrics.port` |
+| trainer | `metrics.trainer` |
+| router, control app, environment worker, executor or lender *n* | the port of its kind, plus *n* |
+
+The metrics of a lender come from its sidecar. The server's own `/metrics` says how its users fare.
+
+- A histogram has `_bucket`, `_sum` and `_count`.
+- A counter restarts at 0 with its process: use `rate` or `increase`. Counters with known labels begin at 0.
+- An executor that starts again exports no engine metrics until it has started: figures are missing rather than old.
+- The client's own `process_*` and `python_*` are exported too."""

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rose.pipeline.observability.generated_files import FOLDER
+from rose.pipeline.observability.__main__ import FOLDER
 from rose.pipeline.observability.metrics_table import metrics
 from rose.pipeline.observability.pages import DASHBOARDS
 from rose.pipeline.observability.panels import RATE

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from rose.pipeline.observability.generated_files import FOLDER, generated_files
+from rose.pipeline.observability.__main__ import FOLDER, generated_files
 from rose.pipeline.observability.grafana import UnknownMetric, filter_by_job, names_in
 from rose.pipeline.observability.metrics_table import SOURCES, UNITS, Metric, metrics, servers
 from rose.pipeline.observability.pages import DASHBOARDS

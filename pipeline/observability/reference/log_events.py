@@ -157,13 +157,10 @@ def _row(same: list[LogEvent]) -> list[str]:
     return [code(same[0].name), levels, fields, meaning.sentence, meaning.action]
 
 
-INTRODUCTION = """Every role logs to standard error, one event a line. On a terminal the lines are coloured;
-everywhere else a line is `key=value` pairs with `timestamp`, `level`, `event` and the fields of
-the event. An event is a stable `snake_case` name, so search for `event=guest_hung`. The field
-`reason` holds a sentence for people.
+INTRODUCTION = """Every role logs to standard error, one event a line. On a terminal the lines are coloured. Everywhere
+else a line has `key=value` pairs: `timestamp`, `level`, `event` and the fields of the event.
 
-A lending server logs its events in vLLM's own log, as `rose: EVENT field=value ...
-reason=SENTENCE`.
-
-An event with several levels is logged at several places; not every line has all fields of the
-table."""
+- An event is a stable `snake_case` name: search for `event=guest_hung`.
+- The field `reason` holds a sentence for people; `exception` holds a traceback.
+- A lending server logs in vLLM's own log, as `rose: EVENT field=value ... reason=SENTENCE`.
+- An event with several levels is logged at several places; not every line has all fields of the table."""

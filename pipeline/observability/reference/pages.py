@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 COMMAND = "python -m rose.pipeline.observability"
 """The command that writes all generated pages and dashboards."""
 
-GENERATED = f"`{COMMAND}` writes this page from the code; a test holds it up to date."
+GENERATED = f"`{COMMAND}` writes this page. A test compares it with the code."
 
 
 class Page(Enum):
@@ -35,7 +35,7 @@ def page(which: Page, introduction: str, sections: Iterable[str]) -> str:
     folder = PurePosixPath(which.value).parent
     links = (f"[{title}]({relpath(other.value, folder)})" for other, title in TITLES.items() if other is not which)
     return "\n".join(
-        (f"# {TITLES[which]}\n", f"{introduction}\n", f"{GENERATED}\n", *sections, f"**Next:** {', '.join(links)}\n")
+        (f"# {TITLES[which]}\n", f"{introduction}\n", f"{GENERATED}\n", *sections, f"**Next:** {' · '.join(links)}\n")
     )
 
 

@@ -6,15 +6,15 @@ from rose.pipeline.observability.reference.pages import Page, code, page, table
 from rose.topics.acl import ROLES
 from rose.topics.catalog import DAY, DEAD_LETTERS, HOUR, MINUTE, RECORD_TOPICS, Partitions, PartitionSetting, Topic
 
-INTRODUCTION = """ROSE has one topic for each kind of record. `rose topics create` creates them; `rose topics
-check` compares a broker with this page. `broker.namespace` is put before every name. The fields
-of the records are in [asyncapi.json](../asyncapi.json), which `rose topics asyncapi` prints.
+INTRODUCTION = """ROSE has one topic for each kind of record. `rose topics create` creates the topics;
+`rose topics check` compares a broker with this page. `broker.namespace` is put before every name.
 
-In a key, `{field}` is the value of that field, and `[a|b]` is one of these texts or none. The
-number of partitions is a setting of the section `topics`; the number in brackets is its
-default. Producers and consumers are the roles of `rose topics acl`; `executor` stands for
-lenders too, `view` for the commands that only read, and `operator` for the commands that change
-a run."""
+The fields of the records are in [asyncapi.json](../asyncapi.json), which `rose topics asyncapi` prints.
+
+- In a key, `{field}` is the value of that field, and `[a|b]` is one of these texts or none.
+- The number of partitions is a setting of the section `topics`; the number in brackets is its default.
+- Producers and consumers are the roles of `rose topics acl`. `executor` stands for lenders too, `view` for the commands
+  that only read, and `operator` for the commands that change a run."""
 
 DELETED = "until its readers need the record no more"
 """Retention of topics from which time deletes nothing."""
