@@ -23,10 +23,10 @@ from typing import NoReturn
 from rose.topics.processes import POLL_SECONDS, adopt_orphans, die_with_parent, set_process_name
 
 GRACE_SECONDS = 0.5
-"""Between SIGTERM and SIGKILL to what an environment leaves behind."""
+"""Time between SIGTERM and SIGKILL for processes that an environment leaves behind."""
 
 TRACKER_SECONDS = 2.0
-"""What a resource tracker may take to let go of what it knows, once all others have ended."""
+"""Time that a resource tracker may take to release its resources once all others have ended."""
 
 
 def main(line: int, signs: int) -> NoReturn:
@@ -78,7 +78,7 @@ def _open_anew(number: int) -> None:
 
 
 def _kept(pid: int, wake: int) -> int:
-    """Wait for the end of the process, or of the worker, and leave nothing behind; how the process ended."""
+    """Wait for the end of the process or of the worker, and end everything it has started; returns its exit status."""
     watched = select.poll()
     watched.register(0, select.POLLIN)
     watched.register(wake, select.POLLIN)
@@ -96,7 +96,7 @@ def _kept(pid: int, wake: int) -> int:
 
 
 def _reaped(pid: int) -> int | None:
-    """Take in who has ended: orphans end here, too."""
+    """Reap processes that have ended, including orphans."""
     found = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -145,7 +145,7 @@ def _is_tracker(pid: int) -> bool:
 
 
 def _end_as(status: int) -> NoReturn:
-    """End with this wait status."""
+    """End this process with the same wait status."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         import resource
