@@ -49,8 +49,8 @@ SOURCES = (
 
 
 SERVERS = (
-    ("vllm:time_to_first_token_seconds", "How long users waited for their first token."),
-    ("vllm:inter_token_latency_seconds", "How long they waited for each further one."),
+    ("vllm:time_to_first_token_seconds", "Time that users waited for their first token."),
+    ("vllm:inter_token_latency_seconds", "Time that users waited for each further token."),
 )
 """The metrics of a vLLM server that the dashboards query; all are histograms."""
 

@@ -1,13 +1,13 @@
-"""The program of a process in which environments of one kind run, and its keeper, which outlives it by a moment.
+"""The program of a process in which environments of one kind run, and its guard, which outlives it by a moment.
 
 Keeps true
 - Nothing that an environment starts outlives its process, and neither outlives the worker, however each of them ends:
-  the keeper becomes the parent of whatever is left behind, and ends it.
-- The keeper ends as the environments' process did, so the worker knows by which signal or status.
+  the guard becomes the parent of whatever is left behind, and ends it.
+- The guard ends as the environments' process did, so the worker knows by which signal or status.
 - Where memory runs out, the kernel takes an environment's process first.
 
     worker --(pipe, jobs and answers)--> environments' process
-       └──(standard input, never written to)──> keeper, whose child that is
+       └──(standard input, never written to)──> guard, whose child that is
 """
 
 import os
@@ -30,10 +30,10 @@ TRACKER_SECONDS = 2.0
 
 
 def main(line: int, signs: int) -> NoReturn:
-    """Fork the environments' process, with its line to the worker and memory for signs of life; be its keeper."""
-    keeper = os.getpid()
+    """Fork the environments' process, with its line to the worker and memory for signs of life; be its guard."""
+    guard = os.getpid()
     adopt_orphans()
-    before_it_ends = die_with_parent(keeper, signal.SIGKILL)
+    before_it_ends = die_with_parent(guard, signal.SIGKILL)
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken)
@@ -56,7 +56,7 @@ def main(line: int, signs: int) -> NoReturn:
         serve(line, signs)
     os.close(line)
     os.close(signs)
-    set_process_name("env-keeper")
+    set_process_name("env-guard")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _end_as(_kept(pid, wake))
@@ -106,7 +106,7 @@ def _reaped(pid: int) -> int | None:
 
 
 def _end_rest(group: int) -> None:
-    """End what the process has started: its group, and whoever comes to the keeper as an orphan.
+    """End what the process has started: its group, and whoever comes to the guard as an orphan.
 
     They get SIGTERM, and SIGKILL a little later. A resource tracker of Python's is left to the last: it lets go of the
     shared memory and semaphores of those that ended, and then ends by itself.
@@ -150,7 +150,7 @@ def _end_as(status: int) -> NoReturn:
     if code < 0:
         import resource
 
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it is the environment that crashed, not the keeper
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it is the environment that crashed, not the guard
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

@@ -67,14 +67,14 @@ PUBLISHING = CollectorRegistry()
 """Metrics of publishers, exported once a publisher exists."""
 
 PUBLISHED_BYTES = Counter(
-    "rose_weights_published_bytes_total", "Payload bytes of the chunks that were published.", registry=PUBLISHING
+    "rose_weights_published_bytes_total", "Payload bytes of published chunks.", registry=PUBLISHING
 )
 DENSE_BYTES = Counter(
     "rose_weights_dense_bytes_total", "Bytes of the weights that the published chunks stand for.", registry=PUBLISHING
 )
 PUBLISH_SECONDS = Histogram(
     "rose_weights_publish_seconds",
-    "From the first tensor of a version to the storing of its last chunk.",
+    "Time from the first tensor of a version until its last chunk is stored.",
     buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
     registry=PUBLISHING,
 )

@@ -113,22 +113,16 @@ UNTRUSTED_SENTENCES = {
 RECEIVING = CollectorRegistry()
 """Metrics of receivers, exported while a receiver exists."""
 
-RECEIVED_BYTES = Counter(
-    "rose_weights_received_bytes_total", "Bytes that were read for staged versions.", registry=RECEIVING
-)
+RECEIVED_BYTES = Counter("rose_weights_received_bytes_total", "Bytes read for staged versions.", registry=RECEIVING)
 RECEIVE_SECONDS = Histogram(
     "rose_weights_receive_seconds",
-    "Fetching, decoding and verifying one version.",
+    "Time to fetch, decode and verify one version.",
     buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
     registry=RECEIVING,
 )
-REFUSED = Counter(
-    "rose_weights_refused_total", "Versions that were not taken, by reason.", ["reason"], registry=RECEIVING
-)
-RETRIES = Counter("rose_weights_retries_total", "Fetches begun anew after a failure of the bus.", registry=RECEIVING)
-STAGED_VERSION = Gauge(
-    "rose_weights_staged_version", "The newest version that was staged; -1 for none.", registry=RECEIVING
-)
+REFUSED = Counter("rose_weights_refused_total", "Versions refused, by reason.", ["reason"], registry=RECEIVING)
+RETRIES = Counter("rose_weights_retries_total", "Fetches repeated after a failure of the broker.", registry=RECEIVING)
+STAGED_VERSION = Gauge("rose_weights_staged_version", "Newest staged version; -1 if none.", registry=RECEIVING)
 STAGED_VERSION.set(-1)
 for _refusal in Refusal:
     REFUSED.labels(_refusal.value)
