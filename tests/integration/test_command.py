@@ -266,8 +266,8 @@ def test_config_prints_every_value_with_its_sentence_and_origin(tmp_path: Path) 
     done = started("config", "--config", "rose.toml", "--set", "run.seed=7", folder=tmp_path, ROSE_RUN__EXECUTORS="4")
     assert done.returncode == 0, done.stderr
     for words in (
-        "silences that end are nobody's. (rose.toml)\nmax_attempts = 3\n",
-        "# Seeds tasks, sampling and training. (--set run.seed)\nseed = 7\n",
+        "not count. (rose.toml)\nmax_attempts = 3\n",
+        "# Seed of tasks, sampling and training. (--set run.seed)\nseed = 7\n",
         "(ROSE_RUN__EXECUTORS)\nexecutors = 4\n",
         "(default)\nenvironment_workers = 1\n",
     ):
