@@ -30,7 +30,7 @@ SECTIONS = (
     "weights",
     "tracing",
 )
-"""Of rose.toml, those that roles on a cluster read and the chart does not write itself."""
+"""Sections of rose.toml that roles on a cluster read and that the chart does not write itself."""
 
 OF_THE_CHART = {
     "run.folder",
@@ -81,10 +81,12 @@ def closed(**properties: Schema) -> Schema:
 
 
 def at_least(least: int) -> Schema:
+    """Return the schema of an integer of at least `least`."""
     return {"type": "integer", "minimum": least}
 
 
 def one_of(*words: str) -> Schema:
+    """Return the schema of one of these words."""
     return {"enum": list(words)}
 
 
@@ -115,6 +117,7 @@ def of_field(annotation: Any) -> Schema:
 
 
 def of_section(name: str, section: type) -> Schema:
+    """Return the schema of a section, without the fields that the chart writes and those that follow other fields."""
     hints = typing.get_type_hints(section)
     fields = [field.name for field in dataclasses.fields(section)]
     left = {each for each in fields if f"{name}.{each}" in OF_THE_CHART or f"{name}.{each}" in SHARED}
@@ -122,7 +125,7 @@ def of_section(name: str, section: type) -> Schema:
 
 
 def values_schema() -> Schema:
-    """Of the chart's values."""
+    """Return the schema of the chart's values."""
     sections = section_types()
     values = closed(
         **{"global": ANYTHING},

@@ -20,11 +20,11 @@ ITEM_BYTES = 4
 """Bytes of one token id and of one logprob."""
 
 MIN_LOGPROB = -87.0
-"""Of a token that was drawn: samplers draw from probabilities in float32, and of less than this none is left there.
-What engines say where they have no logprob, as -9999 or -100, is below it."""
+"""Least logprob of a token that was drawn. Samplers draw from probabilities in float32, in which nothing is left of a
+smaller one. Values by which engines say that they have no logprob, as -9999 or -100, are below it."""
 
 MAX_LOGPROB = 1e-3
-"""A probability is at most 1; what is left above that is rounding."""
+"""Largest logprob: a probability is at most 1, and more is rounding."""
 
 
 def pack_tokens(tokens: "Sequence[int] | npt.NDArray[np.integer]") -> bytes:
@@ -35,7 +35,7 @@ def pack_tokens(tokens: "Sequence[int] | npt.NDArray[np.integer]") -> bytes:
 
 
 def unpack_tokens(packed: bytes) -> list[int]:
-    """Token ids as Python ints. Raises RecordError when the bytes are no whole number of u32."""
+    """Return token ids as Python ints. Raises RecordError if the bytes are no whole number of u32."""
     return [int(token) for token in _view(packed, U32).tolist()]
 
 
@@ -47,12 +47,12 @@ def pack_logprobs(logprobs: "Sequence[float] | npt.NDArray[np.floating]") -> byt
 
 
 def unpack_logprobs(packed: bytes) -> "npt.NDArray[np.float32]":
-    """A read-only float32 array over the bytes. Raises RecordError when they are no whole number of f32."""
+    """Return a read-only float32 array over the bytes. Raises RecordError if they are no whole number of f32."""
     return _view(packed, F32)
 
 
 def logprob_error(logprobs: "npt.NDArray[np.floating]") -> str:
-    """Why one of these cannot be the logprob of a token that was drawn; empty if each can."""
+    """Return why one of these cannot be the logprob of a drawn token; empty if each can."""
     possible = (logprobs >= MIN_LOGPROB) & (logprobs <= MAX_LOGPROB)
     if possible.all():
         return ""
@@ -61,7 +61,7 @@ def logprob_error(logprobs: "npt.NDArray[np.floating]") -> str:
 
 
 def count(packed: bytes) -> int:
-    """How many elements a packed array holds, without unpacking it."""
+    """Return the number of elements of a packed array, without unpacking it."""
     return len(packed) // ITEM_BYTES
 
 

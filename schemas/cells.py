@@ -13,66 +13,66 @@ from rose.schemas.limits import Count, Id, Moment, Seconds, Version
 from rose.schemas.record import Record
 
 MAX_EXECUTORS = 3_072
-"""In one summary: as many as fit into a record whatever they are called."""
+"""Most executors in one summary: as many as fit into a record, however long their names are."""
 
 Cell = Annotated[int, Meta(ge=0, lt=2**16)]
 
 
 class ExecutorLine(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One executor in short; on the wire a list of values, of which more may come at the end."""
+    """Summary of one executor; on the wire a list of values, to which more values may be appended."""
 
     worker: Id
     serving: bool
-    """Its class; else it is dedicated."""
+    """Whether the executor is a serving worker; otherwise it is dedicated."""
     by_grant: bool
-    """Grants say whether it lends."""
+    """Whether grants decide if it takes turns."""
     state: ExecutorState
     open: bool
-    """It is sent turns: live, ready, and it has refused none since its newest heartbeat."""
+    """Whether it is sent turns: it is live and ready, and has refused no turn since its newest heartbeat."""
     free_turns: Count
-    """That it would take on beside those that it holds; of one that is not open, none."""
+    """Turns that it would take in addition to those that it holds; 0 if it is not open."""
     free_tokens: Count
     held_turns: Count
     held_tokens: Count
     load_seconds: Seconds
-    """Until it has done what it holds, by its own rates."""
+    """Time that it needs for the turns that it holds, by its own rates."""
     prefill_tokens_per_second: Rate
     decode_tokens_per_second: Rate
-    """Of one sequence."""
+    """Rate of one sequence."""
     lanes: Annotated[int, Meta(ge=1, le=2**31)]
     """Turns that it runs at once."""
     lag_versions: Count
-    """How far it is behind the newest policy version that is served."""
+    """Policy versions that it is behind the newest served version."""
     serving_running: Count
-    """Requests of its own users."""
+    """Running requests of the server's own users."""
     serving_waiting: Count
 
 
 class CellSummary(Record, frozen=True, kw_only=True):
-    """A cell as its router sees it, written every second: what elasticity is decided from."""
+    """Summary of a cell, which its router writes every second and the control app reads."""
 
     SCHEMA: ClassVar[str] = "cell-summary/2"
 
     cell: Cell
     cells: Annotated[int, Meta(ge=1, le=2**16)]
-    """How many there are."""
+    """Number of cells of the run."""
     router: Id
-    """Who serves the cell."""
+    """Name of the router that serves the cell."""
     waiting_turns: Count
-    """That have no room, or are with executors of which none is heard."""
+    """Turns that wait for room, or are assigned to silent executors."""
     outstanding_turns: Count
-    """With executors that are heard."""
+    """Turns that are assigned to executors that send heartbeats."""
     wanted_tokens: Count
-    """Room that the waiting turns want: context, and the most that they may generate."""
+    """Room that the waiting turns need: their contexts, and the most tokens that they may generate."""
     prefill_tokens: Count
-    """Of the waiting turns: their contexts."""
+    """Context tokens of the waiting turns."""
     new_tokens: Count
-    """Expected of the waiting turns."""
+    """Tokens that the waiting turns are expected to generate."""
     waiting_seconds: Seconds
-    """That the open executors together would need for what waits; 0 where nothing waits or none is open."""
+    """Time that the open executors together need for the waiting turns; 0 if nothing waits or no executor is open."""
     policy_version: Version
-    """The newest that is served."""
+    """Newest policy version that is served."""
     executors: Annotated[tuple[ExecutorLine, ...], Meta(max_length=MAX_EXECUTORS)] = ()
-    """Those that are not gone; lenders first."""
+    """Executors that are not gone; lenders first."""
     written_at: Moment
-    """Unix seconds of its router: compared with no clock."""
+    """Unix seconds by the router's clock; compared with no other clock."""

@@ -14,11 +14,11 @@ from rose.schemas.turns import TurnRequest
 
 
 class ContextMissing(RoseError):
-    """A context cannot be had from these requests; asked again with an anchor, it can."""
+    """A context cannot be assembled from these requests. A new request with an anchor mends that."""
 
 
 class ContextFields(TypedDict):
-    """The fields of a request that say what its context is."""
+    """Fields of a request that describe its context."""
 
     appended: bytes
     context_tokens: int
@@ -27,8 +27,10 @@ class ContextFields(TypedDict):
 
 
 def context_fields(context: bytes, chain: tuple[int, ...] = (), *, known_tokens: int = 0) -> ContextFields:
-    """Of a request that goes on from those at the offsets of `chain`, which have appended the first `known_tokens`
-    tokens.
+    """Return the context fields of a request.
+
+    `context`: the whole context, packed. `chain`: offsets of the requests that the request goes on from. These have
+    appended the first `known_tokens` tokens.
     """
     return {
         "appended": context[ITEM_BYTES * known_tokens :],
@@ -39,17 +41,20 @@ def context_fields(context: bytes, chain: tuple[int, ...] = (), *, known_tokens:
 
 
 def context_digest(context: bytes) -> bytes:
-    """16 bytes of BLAKE2b that stand for a whole context, packed."""
+    """Return the digest of a packed context: 16 bytes of BLAKE2b."""
     return hashlib.blake2b(context, digest_size=16).digest()
 
 
 def matches_context(request: TurnRequest, context: bytes) -> bool:
-    """Whether these packed tokens are what the request goes on from."""
+    """Whether these packed tokens are the context of the request."""
     return len(context) == ITEM_BYTES * request.context_tokens and context_digest(context) == request.digest
 
 
 def assemble_context(request: TurnRequest, requests: Mapping[int, TurnRequest]) -> bytes:
-    """Its packed tokens. `requests`: by offset, the requests of its chain. Raises ContextMissing."""
+    """Return the packed context of a request.
+
+    `requests`: the requests of its chain, by offset. Raises ContextMissing.
+    """
     parts = []
     for offset in request.chain:
         link = requests.get(offset)

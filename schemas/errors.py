@@ -4,11 +4,11 @@ Keeps true: the message of a RoseError is one sentence that says what is wrong a
 """
 
 MAX_LEAVES = 5
-"""The number of errors of a group that a sentence describes."""
+"""Number of errors of a group that a sentence describes."""
 
 
 class RoseError(Exception):
-    """Something the user can mend; the command prints the message alone and exits with `exit_status`."""
+    """An error that the user can correct. The command prints only the message and exits with `exit_status`."""
 
     exit_status = 1
 
@@ -42,7 +42,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def leaves_of(error: BaseException) -> list[BaseException]:
-    """The errors of a group and of the groups in it, in order; any other error alone."""
+    """Return the errors of a group and of its groups, in order; any other error alone."""
     found: list[BaseException] = []
     waiting = [error]
     while waiting:

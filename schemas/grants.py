@@ -10,7 +10,7 @@ Keeps true
 - Which cell a worker is to be in is said for every executor, under a key of its own. It holds until another is named:
   nobody has to renew it, and who was told of none stays where it is.
 
-Example
+Example:
     rl-executor-0            lend, for 30 s
     rl-executor-0/by-hand    park                             -> it is parked
     rl-executor-0/drain      take nothing, end in 60 s        -> it is drained, until this is deleted
@@ -31,53 +31,54 @@ MAX_LEASE_SECONDS = 3600.0
 
 
 class GrantSource(Enum):
-    """Who speaks in a grant, by what its key has behind the worker's name."""
+    """Source of a grant: who grants, by the part of the key behind the worker's name."""
 
     LEASED = ""
-    """The control app."""
+    """The control app, whether a lender lends."""
     BY_HAND = "/by-hand"
-    """An operator, of how much a lender lends."""
+    """An operator, whether and how much a lender lends."""
     DRAIN = "/drain"
-    """An operator, who wants to take the worker away: no turns, whatever the others say."""
+    """An operator who drains the worker: it takes no turns, whatever other grants allow."""
     CELL = "/cell"
-    """The control app, of where the worker is to be; of lending it says nothing."""
+    """The control app, in which cell the worker is to be; not whether it lends."""
 
 
 Job = Annotated[str, Meta(pattern=r"^([A-Za-z0-9._:-]{1,128})?\Z")]
-"""`namespace:run`; empty: whichever reads this."""
+"""RL job, `namespace:run`; empty: every job that reads the grant."""
 
 
 class CapacityGrant(Record, frozen=True, kw_only=True):
-    """What one voice says of one worker: the newest of a key holds, and a deleted one says nothing."""
+    """A grant of one source for one worker. The newest record of a key holds; a tombstone deletes the grant."""
 
     SCHEMA: ClassVar[str] = "capacity-grant/4"
 
     worker: Id
     lend: bool
-    """False parks it."""
+    """Whether the worker lends; False parks it."""
     kv_bytes: Count
-    """Of its KV cache that turns may hold; 0 sets no limit."""
+    """Bytes of the worker's KV cache that turns may hold; 0 sets no limit."""
     token_budget: Count
     """Context and new tokens that turns may hold; 0 sets no limit."""
     granted_at: Moment
-    """Unix seconds of whoever granted it: for people, and compared with no clock."""
+    """Unix seconds by the clock of the granting process; for people, compared with no other clock."""
     reason: Text = ""
     lease_seconds: Annotated[float, Meta(ge=0, le=MAX_LEASE_SECONDS)] = 0.0
-    """For which it holds, from when its lender reads it; 0: until it is replaced or deleted."""
+    """Time that the grant holds, from when its lender reads it; 0: until it is replaced or deleted."""
     job: Job = ""
-    """The RL job that the worker may lend to."""
+    """RL job that the worker may lend to."""
     finish_seconds: Annotated[float, Meta(ge=0, le=MAX_FINISH_SECONDS)] = 0.0
-    """Of a drain: for which turns that the worker holds may go on, from when it reads this. Others go back at once."""
+    """In a drain: time that running turns of the worker may take to end, from when it reads this. Others go back at
+    once."""
     cell: Cell | None = None
-    """That the worker is to be in; None where this says nothing of it."""
+    """Cell that the worker is to be in; None if the grant says nothing of it."""
 
 
 def grant_key(worker: str, source: GrantSource) -> str:
-    """The key of what is said so of a worker."""
+    """Return the key of a worker's grants of one source."""
     return f"{worker}{source.value}"
 
 
 def parse_grant_key(key: str) -> tuple[str, GrantSource | None]:
-    """The worker, and who speaks, by the key; None where that is nobody who is known."""
+    """Return worker and source of a key; the source is None if it is not known."""
     worker, slash, suffix = key.partition("/")
     return worker, next((source for source in GrantSource if source.value == slash + suffix), None)

@@ -10,45 +10,46 @@ from rose.schemas.limits import Count, Id, Moment, Seconds, Text, Version
 from rose.schemas.record import Record
 
 MAX_HELD_TURNS = 4_096
-"""Turns that an executor may hold at once."""
+"""Most turns that an executor may hold at once."""
 
 
 Rate = Annotated[float, Meta(ge=1e-3, le=1e12)]
-"""Tokens a second: what divides by it stays finite."""
+"""Tokens per second, above 0, so that dividing by a rate stays finite."""
 
 
 MOVING_REASON = "it goes to cell"
-"""What one that leaves for another cell says first of it."""
+"""Beginning of the pause reason of an executor that moves to another cell."""
 
 DRAINED_REASON = "it is drained"
-"""What an executor that an operator drained says first of why it takes no turns."""
+"""Beginning of the pause reason of a drained executor."""
 
 
 class WorkerClass(Enum):
-    """Whose GPU an executor runs on: the rollouts' own, or one that serves and lends."""
+    """Owner of the GPU that an executor runs on: the rollouts, or a server that lends."""
 
     DEDICATED = "dedicated"
     SERVING = "serving"
 
 
 class ExecutorState(Enum):
-    """What an executor says of taking turns."""
+    """Whether an executor takes turns."""
 
     STARTING = "starting"
-    """Has proven no policy version yet: may be sent weights, not turns."""
+    """It has proven no policy version yet: it may be sent weights, not turns."""
     READY = "ready"
     PAUSED = "paused"
-    """Takes no new turns, and gives back those that it holds; of one that is drained, those that do not end in time."""
+    """It takes no new turns and returns the turns that it holds; a drained executor returns turns that do not end in
+    time."""
     STOPPING = "stopping"
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates as the executor measures them on itself."""
+    """Rates that the executor measures."""
 
     device: Annotated[str, Meta(max_length=128)] = "cpu"
     prefill_tokens_per_second: Rate
     decode_tokens_per_second: Rate
-    """Of one sequence at the present batch."""
+    """Rate of one sequence at the present batch."""
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,13 +60,13 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlackHeartbeat(Record, frozen=True, kw_only=True):
-    """What an executor has at this moment. Older than `ttl_seconds` it says that there is nothing."""
+    """State and load of an executor. A heartbeat older than `ttl_seconds` means that the executor offers nothing."""
 
     SCHEMA: ClassVar[str] = "slack-heartbeat/6"
 
     worker: Id
     incarnation: Count
-    """Grows with every start of the worker."""
+    """Number of the worker's start; it grows with every start."""
     slot: Annotated[int, Meta(ge=0, lt=2**31)]
     sequence: Count
     worker_class: WorkerClass
@@ -78,30 +79,31 @@ class SlackHeartbeat(Record, frozen=True, kw_only=True):
     rollout: Tenant = Tenant()
     serving: Tenant = Tenant()
     max_turns: Annotated[int, Meta(ge=0, le=MAX_HELD_TURNS)]
-    """Turns that it will hold at once, running and waiting."""
+    """Most turns that it holds at once, running and waiting."""
     token_budget: Count
     """Context and new tokens that rollouts may hold in its KV cache at this moment."""
     prefill_headroom_seconds: Seconds | None = None
-    """Least S_prf over serving's waiting requests (ROSE, dual-SLO admission); None without a serving tenant."""
+    """Least prefill slack S_prf over serving's waiting requests (ROSE, dual-SLO admission); None without a serving
+    tenant."""
     decode_headroom_seconds: Seconds | None = None
     ttl_seconds: Annotated[float, Meta(gt=0, le=60)]
     holds: Annotated[bytes, Meta(max_length=8 * MAX_HELD_TURNS)] = b""
-    """`held_hash` of every turn whose answer is not on the log yet, packed as little-endian u64. With STOPPING: of
-    those that it has answered with its last words, all of which are on the log."""
+    """`held_hash` of every turn whose answer is not on the log yet, packed as little-endian u64. In a heartbeat with
+    STOPPING: of the turns that it answered last, whose answers are all on the log."""
     refused_version: Version = -1
-    """The newest policy version that it does not take; -1 if there is none."""
+    """Newest policy version that it refuses; -1 if there is none."""
     refused_reason: Text = ""
     sent_at: Moment
-    """Unix seconds of its own clock: compared with nobody's, but to tell a clock that is wrong."""
+    """Unix seconds by the executor's clock; used only to detect a wrong clock."""
     swap_seconds: Seconds = 0.0
-    """The engine's pause at its latest weight swap."""
+    """Pause of the engine at its latest weight swap."""
     paused_reason: Text = ""
-    """Why it takes no new turns, where it does not."""
+    """Why it takes no new turns; empty if it takes them."""
     cuts: Count = 0
-    """Times since its start that serving took room back from rollouts at once."""
+    """Number of times since its start that serving took memory back from rollouts."""
     frozen: bool = False
-    """It was cut: its budget may shrink further, and does not grow for now."""
+    """Whether its budget was cut: for now the budget may shrink further and does not grow."""
     seeded: bool = True
-    """Whether it takes turns with a seed, which draw by position."""
+    """Whether it takes turns with a seed, whose tokens are drawn by position."""
     by_grant: bool = False
-    """Whether grants say if it takes turns."""
+    """Whether grants decide if it takes turns."""

@@ -8,41 +8,42 @@ MAX_RECORD_BYTES = 900 * 1024
 """No record on any topic is larger; a bigger payload is cut into chunks or lives in an object store."""
 
 RECORD_OVERHEAD_BYTES = 16 * 1024
-"""Room for field names and ids beside the largest payload."""
+"""Room for field names and ids in addition to the largest payload."""
 
 MAX_CONTEXT_TOKENS = 65_536
-"""Tokens of the longest context: a Sample has 9 bytes for each of them (id, mask, logprob), and is one record."""
+"""Most tokens of a context: a sample has 9 bytes for each token (id, mask, logprob), and is one record."""
 
 MAX_GROUP_SIZE = 4_096
-"""Trajectories of one prompt."""
+"""Most trajectories of one prompt."""
 
 MAX_CHAIN = 64
-"""Requests that one goes on from, its anchor the first of them: so many records are read back at most."""
+"""Most requests of a chain, the anchor included: as many records are read back at most."""
 
 MAX_TURNS = 512
-"""Turns of one trajectory."""
+"""Most turns of one trajectory."""
 
 MAX_SPANS = 2_048
-"""Policy-version spans of one trajectory; a turn has one, and one more for each version that came while it ran."""
+"""Most policy-version spans of one trajectory. A turn has one span, and one more for each version change while it
+ran."""
 
 MAX_STOP_TOKENS = 16
-"""Stop tokens of a turn."""
+"""Most stop tokens of a turn."""
 
 MAX_NESTING = 64
-"""Lists and maps within one another, at most, where a record holds values of any type: how much of a stack is left to
-whoever checks, writes or reads a record must not matter."""
+"""Most lists and maps within one another in a field that holds values of any type. The bound keeps every check,
+encoding and decoding within any stack."""
 
 MAX_INFO_BYTES = 64 * 1024
-"""An environment's remarks at the end of a trajectory, encoded."""
+"""Most bytes of an environment's remarks at the end of a trajectory, encoded."""
 
 MAX_GROUP_ID_CHARACTERS = 120
-"""Of a group id: `<group id>:<index>` is a trajectory's."""
+"""Most characters of a group id; a trajectory's id is `<group id>:<index>`."""
 
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}\Z")]
-"""A worker's, run's or model's: readable in kcat, safe in a file name."""
+"""Id of a worker, run or model: readable in kcat, safe in a file name."""
 
 GroupId = Annotated[str, Meta(pattern=rf"^[A-Za-z0-9._:/@#+=,~-]{{1,{MAX_GROUP_ID_CHARACTERS}}}\Z")]
-"""As data sets name their tasks: nothing is called by it, neither a file nor a URL."""
+"""Id of a group, in the characters by which data sets name tasks. No file and no URL is named by it."""
 
 TrajectoryId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:/@#+=,~-]{1,128}\Z")]
 

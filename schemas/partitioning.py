@@ -10,12 +10,12 @@ _WORD = 0xFFFFFFFF
 
 
 def home_partition(group_id: str, partitions: int) -> int:
-    """The home of this group among so many home partitions."""
+    """Return the home of a group among this number of home partitions."""
     return _partition_of(group_id, partitions)
 
 
 def inbox_slot(worker: str, slots: int) -> int:
-    """The inbox slot of this executor among so many, unless it is told another; several may have the same."""
+    """Return the default inbox slot of an executor among this number of slots; several executors may have the same."""
     return _partition_of(worker, slots)
 
 

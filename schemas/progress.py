@@ -28,17 +28,17 @@ from rose.schemas.turns import Turn
 
 
 class GroupState(Enum):
-    """How far a group is."""
+    """State of a group."""
 
     OPEN = "open"
-    """Not every trajectory has an outcome yet."""
+    """At least one trajectory has no outcome yet."""
     SETTLED = "settled"
     REFUSED = "refused"
-    """Its prompt was dead-lettered; a mended one of the same id may still open it."""
+    """The prompt was dead-lettered; a mended prompt of the same id may still open the group."""
 
 
 class Group(Record, frozen=True, kw_only=True):
-    """A group id that is taken: a second prompt of one that is open or settled is refused. The newest record counts."""
+    """A group id that is taken: a second prompt of an open or settled group is refused. The newest record counts."""
 
     SCHEMA: ClassVar[str] = "group/1"
 
@@ -46,15 +46,15 @@ class Group(Record, frozen=True, kw_only=True):
     group_size: Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)]
     state: GroupState
     offset: Count
-    """Of the prompt in its home."""
+    """Offset of the prompt in its home."""
     prompt: Prompt | None = None
-    """While it is open."""
+    """The prompt, while the group is open."""
     outcomes_from: Count = 0
-    """Every outcome of its trajectories lies at or after this offset."""
+    """Lower bound of the offsets of its trajectories' outcomes."""
     decided_to: Count | None = None
-    """The prompts of its home before this offset have been decided; None: those up to its own."""
+    """The prompts of its home before this offset have been decided; None: those up to its own prompt."""
     changed_at: Moment
-    """Unix seconds."""
+    """Unix seconds at which the state changed."""
 
 
 class EnvSnapshot(Record, frozen=True, kw_only=True):
@@ -67,49 +67,53 @@ class EnvSnapshot(Record, frozen=True, kw_only=True):
 
     trajectory_id: TrajectoryId
     digest: Digest
-    """Of `state`: no new snapshot is written while it stays the same."""
+    """Digest of `state`: no new snapshot is written while it stays the same."""
     state: Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)]
 
 
 class Applied(msgspec.Struct, frozen=True, array_like=True):
-    """How a turn was taken in: what no other record says, so that a restart goes on exactly."""
+    """How a turn was applied: facts that no other record has, so that a restart continues exactly."""
 
     offset: Count
-    """Of its result, in the home's results."""
+    """Offset of the turn's result in the home's results."""
     observed: Annotated[int, Meta(ge=0, le=2**32)]
     """Tokens of the observation that followed."""
     applied_at: Moment
-    """Unix seconds; the environment worker took the result in."""
+    """Unix seconds at which the environment worker applied the result."""
     environment_seconds: Seconds
-    """Spent in the environment's own step."""
+    """Time that the environment's own step took."""
     reward: Reward
-    """Sum over the steps so far."""
+    """Sum of the rewards of all steps so far."""
     committed_at: Moment = 0.0
-    """Unix seconds; the turn's request was committed. 0 where a worker took the trajectory over meanwhile."""
+    """Unix seconds at which the turn's request was committed; 0 if a worker took the trajectory over in between."""
 
 
 class TrajectoryProgress(Record, frozen=True, kw_only=True):
-    """Where the parts of a live trajectory lie in its home. The newest counts; a tombstone says that it has ended."""
+    """Where the parts of a live trajectory lie in its home.
+
+    The newest record counts; a tombstone says that it has ended.
+    """
 
     SCHEMA: ClassVar[str] = "trajectory-progress/2"
 
     trajectory_id: TrajectoryId
     group_id: GroupId
     index: Annotated[int, Meta(ge=0, lt=MAX_GROUP_SIZE)]
-    """Of the trajectory in its group."""
+    """Index of the trajectory in its group."""
     turn: Turn
-    """The one that is asked for."""
+    """Number of the requested turn."""
     requested_from: Count
-    """The request of `turn` lies at or after this offset of the home's requests, a few records on at most."""
+    """Lower bound of the offset of the request of `turn`, a few records before it at most."""
     prompted: Annotated[int, Meta(ge=0, le=2**32)]
     """Tokens of the first observation."""
     applied: Annotated[tuple[Applied, ...], Meta(max_length=MAX_TURNS)] = ()
-    """Of the turns before `turn`, in order."""
+    """Results of the turns before `turn`, in order."""
 
 
 class SettleRequest(Record, frozen=True, kw_only=True):
-    """Somebody wants a trajectory to end as a failure of the infrastructure. Its environment worker sees to it, before
-    it applies another of its results; one that has ended already stays as it is.
+    """A request to end a trajectory as a failure of the infrastructure.
+
+    The environment worker ends it before it applies another result. A trajectory that has ended stays as it is.
     """
 
     SCHEMA: ClassVar[str] = "settle-request/1"
@@ -117,8 +121,8 @@ class SettleRequest(Record, frozen=True, kw_only=True):
     trajectory_id: TrajectoryId
     group_id: GroupId
     offset: Count
-    """Of its group's prompt in its home: a later group of the same id is another."""
+    """Offset of the group's prompt in its home: a later group of the same id is another group."""
     reason: Text = ""
-    """For people."""
+    """Reason, for people."""
     asked_at: Moment
-    """Unix seconds."""
+    """Unix seconds of the request."""

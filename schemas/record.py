@@ -22,4 +22,4 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     MAX_BYTES: ClassVar[int] = MAX_RECORD_BYTES + RECORD_OVERHEAD_BYTES
-    """Of the record encoded, with what a newer writer has added to it."""
+    """Most bytes of the encoded record, with what a newer writer has added to it."""

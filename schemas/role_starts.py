@@ -9,16 +9,16 @@ from rose.schemas.record import Record
 
 
 class RoleBegun(Record, frozen=True, kw_only=True):
-    """A process has begun, or has given up what it was at and begins anew. A process that is well says it once."""
+    """A process has started, or has failed and restarts in place. A healthy process writes this once."""
 
     SCHEMA: ClassVar[str] = "role-begun/1"
 
     role: Id
-    """Which process, as its log names it."""
+    """Name of the process, as in its log."""
     times: Annotated[int, Meta(ge=1, le=2**53)] = 1
-    """How often since it last said so."""
+    """Number of restarts since its last record."""
     reason: Text = ""
-    """Why it begins anew; empty where the process has just started."""
+    """Why it restarts; empty if the process has just started."""
     place: Text = ""
-    """Where the process runs: its host, and its number among the processes of its name there. One that ends and is
-    started again has the same, and namesakes that run at once have different ones; empty where it is not known."""
+    """Where the process runs: its host, and its number among the processes of its name there. A restarted process has
+    the same place; processes of one name that run at once have different places. Empty if not known."""

@@ -30,40 +30,40 @@ from rose.schemas.turns import Attempt, DeviceSeconds, Turn, TurnTimes, VersionS
 
 
 class SampleTurn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One applied turn, as the loss, the report and the cost accounting need it."""
+    """One applied turn, with what the loss, the report and the cost accounting need."""
 
     turn: Turn
     attempt: Attempt
     worker: Id
     sampling: Sampling
-    """As the turn was asked for."""
+    """Sampling settings with which the turn was requested."""
     start: Count
     """Index of its first sampled token in the sample's tokens."""
     end: Count
     cached_tokens: Count
-    """Of the context, by the attempt that ended the turn."""
+    """Context tokens that the attempt that ended the turn found in the prefix cache."""
     times: TurnTimes
     environment_seconds: Seconds
-    """Spent in the environment's own step."""
+    """Time that the environment's own step took."""
 
 
 class Ending(Enum):
     """Why a trajectory has no further turn."""
 
     DONE = "done"
-    """Its environment said so."""
+    """The environment was done."""
     MAX_TURNS = "max_turns"
-    """It had as many turns as its prompt allows, and its environment was not done."""
+    """The trajectory had as many turns as its prompt allows, and its environment was not done."""
     CONTEXT = "context"
-    """Its context had no room for another token, and its environment was not done."""
+    """The context had no room for another token, and the environment was not done."""
     FAILED = "failed"
     """The infrastructure failed."""
     UNKNOWN = "unknown"
-    """Whoever wrote the sample did not say."""
+    """The writer of the sample did not say."""
 
 
 TRUNCATED = frozenset({Ending.MAX_TURNS, Ending.CONTEXT})
-"""Endings of trajectories that would have gone on: the reward is that of a part of the task."""
+"""Endings of truncated trajectories: the reward is that of a part of the task."""
 
 
 class Sample(Record, frozen=True, kw_only=True):
@@ -75,7 +75,7 @@ class Sample(Record, frozen=True, kw_only=True):
     group_id: GroupId
     group_size: Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)]
     model_id: Id
-    """Whose policy versions sampled it."""
+    """Name of the policy whose versions sampled it."""
     environment: Annotated[str, Meta(max_length=256)]
     seed: Seed
     tokens: Tokens
@@ -83,45 +83,45 @@ class Sample(Record, frozen=True, kw_only=True):
     loss_mask: Mask
     """1 where the policy sampled the token."""
     logprobs: Logprobs
-    """One a token; 0.0 where the mask is 0."""
+    """Logprob of each token; 0.0 where the mask is 0."""
     spans: Annotated[tuple[VersionSpan, ...], Meta(max_length=MAX_SPANS)]
-    """Over `tokens`; they cover exactly the sampled ones."""
+    """Policy versions over `tokens`; the spans cover exactly the sampled tokens."""
     turns: Annotated[tuple[SampleTurn, ...], Meta(max_length=MAX_TURNS)]
     reward: Reward | None
-    """None when the infrastructure failed: that is no reward of 0."""
+    """Reward; None if the infrastructure failed, which is no reward of 0."""
     success: bool | None = None
-    """Whether the task was solved, where its environment says so."""
+    """Whether the task was solved; None if the environment does not say."""
     failure: Text = ""
-    """Why the infrastructure failed; empty when it did not."""
+    """Why the infrastructure failed; empty if it did not."""
     info: dict[str, Any] = {}
-    """The environment's own remarks at the end."""
+    """Remarks of the environment at the end."""
     device_seconds: DeviceSeconds = {}
     completed_at: Moment
     ended: Ending = Ending.UNKNOWN
-    """`max_turns` and `context`: it was cut off, with its reward as it stood."""
+    """Why the trajectory ended; `max_turns` and `context` mean that it was truncated, with its reward up to then."""
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version that sampled one of its tokens; -1 if none was sampled."""
+        """Oldest policy version that sampled one of its tokens; -1 if none was sampled."""
         return min((span.version for span in self.spans), default=-1)
 
 
 class Outcome(Enum):
-    """How a trajectory ends, once. A failure of the infrastructure is one of them, and never a reward of 0."""
+    """Outcome of a trajectory, written once. A failure of the infrastructure is an outcome, never a reward of 0."""
 
     TRAINED = "trained"
     STALE = "stale"
-    """Sampled under a policy older than the bound allows."""
+    """Sampled by a policy older than the bound allows."""
     FILTERED = "filtered"
-    """There is nothing to learn from it: all rewards of its group were equal, it asks for what cannot be weighed, or it
-    was cut off and the trainer leaves such out."""
+    """Nothing can be learned: all rewards of its group were equal, its sampling cannot be weighed, or it was truncated
+    and the trainer leaves such samples out."""
     INFRA_FAILED = "infra_failed"
     SUPERSEDED = "superseded"
-    """Sampled under a policy version that the run has gone back behind."""
+    """Sampled by a policy version that the run has gone back behind."""
 
 
 class SampleOutcome(Record, frozen=True, kw_only=True):
-    """The one end of a trajectory."""
+    """The outcome of one trajectory."""
 
     SCHEMA: ClassVar[str] = "sample-outcome/2"
 
@@ -129,8 +129,8 @@ class SampleOutcome(Record, frozen=True, kw_only=True):
     group_id: GroupId
     outcome: Outcome
     step: Count
-    """The optimizer step that settled it."""
+    """Optimizer step that settled it."""
     policy_version: Version
-    """The trainer's version at that moment."""
+    """Version of the trainer's policy at that time."""
     reason: Text = ""
     recorded_at: Moment

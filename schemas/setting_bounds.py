@@ -7,7 +7,7 @@ YEAR_SECONDS = 366 * 24 * 3600.0
 """No wait that is set is longer: what adds it to a clock's time meets no overflow."""
 
 MAX_FINISH_SECONDS = 3600.0
-"""For which turns of a worker that is drained may go on."""
+"""Most time that turns of a drained worker may take to end."""
 
 MAX_COUNT = 10**9
 """More than there is of anything that is counted in one process; sums and products of it stay whole."""

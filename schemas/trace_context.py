@@ -16,34 +16,34 @@ from rose.schemas.samples import Sample, SampleOutcome
 from rose.schemas.turns import TurnDispatch, TurnRequest, TurnResult
 
 TRAJECTORY = "trajectory"
-"""The span that all others of a trajectory are under."""
+"""Name of the root span of a trajectory."""
 
 SAMPLE = "sample"
 OUTCOME = "outcome"
 
 
 def request_span(turn: int) -> str:
-    """Of the environment worker that asks for the turn."""
+    """Return the name of the span of the environment worker that requests the turn."""
     return f"request/{turn}"
 
 
 def dispatch_span(turn: int, attempt: int) -> str:
-    """Of the router that sends an attempt to an executor."""
+    """Return the name of the span of the router that sends an attempt to an executor."""
     return f"dispatch/{turn}/{attempt}"
 
 
 def execution_span(turn: int, attempt: int) -> str:
-    """Of the executor that runs the attempt, and writes its result."""
+    """Return the name of the span of the executor that runs the attempt and writes its result."""
     return f"execution/{turn}/{attempt}"
 
 
 def result_span(turn: int, attempt: int) -> str:
-    """Of the environment worker that takes the result in."""
+    """Return the name of the span of the environment worker that applies the result."""
     return f"result/{turn}/{attempt}"
 
 
 def span_of(record: Record) -> str:
-    """The hop that writes this record; of what is no hop, what it is."""
+    """Return the name of the span that writes this record; for a record without span, its schema."""
     match record:
         case TurnRequest():
             return request_span(record.turn)
@@ -60,15 +60,15 @@ def span_of(record: Record) -> str:
 
 
 def trace_id(trajectory_id: str) -> str:
-    """As 32 hexadecimal digits."""
+    """Return the trace id of a trajectory, 32 hexadecimal digits."""
     return hashlib.blake2b(trajectory_id.encode(), digest_size=16).hexdigest()
 
 
 def span_id(trajectory_id: str, span: str) -> str:
-    """As 16 hexadecimal digits."""
+    """Return the id of a span, 16 hexadecimal digits."""
     return hashlib.blake2b(f"{trajectory_id}/{span}".encode(), digest_size=8).hexdigest()
 
 
 def traceparent(trajectory_id: str, span: str) -> str:
-    """The W3C trace context of a hop."""
+    """Return the W3C trace context of a span."""
     return f"00-{trace_id(trajectory_id)}-{span_id(trajectory_id, span)}-01"

@@ -39,13 +39,13 @@ Attempt = Annotated[int, Meta(ge=0, lt=2**16)]
 
 
 MAX_WORKER_CLASSES = 8
-"""Worker classes that a record tells apart."""
+"""Most worker classes that a record distinguishes."""
 
 DeviceSeconds = Annotated[dict[Annotated[str, Meta(max_length=32)], Seconds], Meta(max_length=MAX_WORKER_CLASSES)]
-"""By worker class."""
+"""Device seconds by worker class."""
 
 MAX_DEVICE_SECONDS = 1e9
-"""Of one turn in one class, some thirty years: sums of them stay within the bound of a record."""
+"""Most device seconds of one turn in one class, some thirty years: sums of them stay within the bound of a record."""
 
 
 class TurnKey(NamedTuple):
@@ -57,13 +57,13 @@ class TurnKey(NamedTuple):
 
 
 def held_hash(key: TurnKey) -> int:
-    """BLAKE2b with a digest of 8 bytes, little-endian, that stands for an execution in a heartbeat's `holds`."""
+    """Return 8 bytes of BLAKE2b as a little-endian number, which stand for an execution in a heartbeat's `holds`."""
     name = f"{key.trajectory_id}/{key.turn}/{key.attempt}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
 
 
 class TurnRequest(Record, frozen=True, kw_only=True):
-    """An environment worker asks for the next turn of a trajectory.
+    """A request for the next turn of a trajectory, written by an environment worker.
 
     It carries what its context has become longer by since the trajectory's request before, and names the places of
     those it goes on from. An anchor goes on from none and carries its context whole: the first request of a trajectory,
@@ -77,37 +77,39 @@ class TurnRequest(Record, frozen=True, kw_only=True):
     SCHEMA: ClassVar[str] = "turn-request/5"
 
     MAX_BYTES: ClassVar[int] = ITEM_BYTES * MAX_CONTEXT_TOKENS + 32 * 1024
-    """What else it says, and what a newer writer adds, leaves its dispatch room for all that may have been sampled."""
+    """Most bytes of a request: its dispatch must have room for all that may have been sampled."""
 
     trajectory_id: TrajectoryId
     group_id: GroupId
     home: Partition
-    """The partition of the prompt; the result comes back to the same one."""
+    """Partition of the prompt; the result comes back to the same partition."""
     environment: Environment
-    """Of the prompt: how long turns get is learned for each by itself."""
+    """Environment of the prompt: how long turns get is learned for each environment by itself."""
     turn: Turn
     appended: Tokens
-    """What was sampled since the request before and the observation that followed; of an anchor, all tokens so far."""
+    """Tokens since the last request: sampled tokens and the observation that followed; in an anchor, all tokens so
+    far."""
     context_tokens: Annotated[int, Meta(ge=0, le=MAX_CONTEXT_TOKENS)]
-    """All tokens so far: observations and sampled tokens alike."""
+    """Number of all tokens so far: observations and sampled tokens."""
     digest: Digest
-    """`contexts.context_digest` of them."""
+    """Digest of the whole context (`contexts.context_digest`)."""
     chain: Annotated[tuple[Count, ...], Meta(max_length=MAX_CHAIN)] = ()
-    """Offsets, in the home's requests, of those it goes on from: its anchor first, the request before last."""
+    """Offsets, in the home's requests, of the requests that it goes on from: the anchor first, the request before
+    last."""
     sampling: Sampling
     requested_at: Moment
-    """Unix seconds, of the environment worker's clock."""
+    """Unix seconds by the environment worker's clock."""
     patience_seconds: Annotated[float, Meta(gt=0, le=1e12)]
-    """The router fails the turn once it has waited for so long and no executor has taken it up."""
+    """Longest time that the turn waits for an executor; then the router fails it."""
 
     @property
     def is_anchor(self) -> bool:
-        """Whether it carries its context whole."""
+        """Whether the request carries its context whole."""
         return not self.chain
 
     @property
     def validation_error(self) -> str:
-        """Where it contradicts itself; empty when it does not."""
+        """Contradiction within the request; empty if there is none."""
         appended = count(self.appended)
         if len(self.appended) % ITEM_BYTES or appended > self.context_tokens:
             return f"{len(self.appended)} bytes are appended to a context that has {self.context_tokens} tokens then"
@@ -127,18 +129,18 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """What was sampled of a turn up to some token of it, and what that cost."""
+    """Tokens that were sampled of a turn so far, and their cost."""
 
     tokens: Tokens
     logprobs: Logprobs
-    """Of each token under the distribution that it was drawn from."""
+    """Logprob of each token under the distribution that it was drawn from."""
     spans: Annotated[tuple[VersionSpan, ...], Meta(max_length=MAX_SPANS)]
-    """Over `tokens`, in order, without gaps."""
+    """Policy versions over `tokens`, in order, without gaps."""
     device_seconds: DeviceSeconds = {}
 
     @property
     def validation_error(self) -> str:
-        """Why nobody can go on from it, or learn from it; empty when it is whole."""
+        """Why no attempt can go on from it, or why it cannot be learned from; empty if it is valid."""
         sampled = count(self.tokens)
         if len(self.tokens) % ITEM_BYTES or not sampled:
             return f"{len(self.tokens)} bytes of tokens are no whole number of tokens above 0"
@@ -157,24 +159,24 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacementCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a worker was chosen: the terms of its cost, and the best that was passed over."""
+    """Terms of the cost by which a worker was chosen, and the best worker that was passed over."""
 
     wait_seconds: Seconds
     prefill_seconds: Seconds
     decode_seconds: Seconds
     risk_seconds: Seconds = 0.0
-    """The price of staleness, of a lender that may take its slack back, and of what the turn delays."""
+    """Cost of staleness, of a lender that may take its slack back, and of the delay for other turns."""
     cached_tokens: Count = 0
     """Tokens of the context that the router believes to be in the worker's prefix cache."""
     passed_over: Id | None = None
-    """The second best worker, if there was one."""
+    """Second best worker, if there was one."""
     passed_over_seconds: Seconds = 0.0
 
 
 _request = msgspec.msgpack.Decoder(TurnRequest)
 
 FENCING_KEY = "router"
-"""Of the tombstone by which a router claims an inbox; its offset is the claim."""
+"""Key of the tombstone by which a router claims an inbox; its offset is the claim."""
 
 
 class TurnDispatch(Record, frozen=True, kw_only=True, dict=True):
@@ -188,34 +190,35 @@ class TurnDispatch(Record, frozen=True, kw_only=True, dict=True):
     SCHEMA: ClassVar[str] = "turn-dispatch/6"
 
     asked: Annotated[msgspec.Raw, Meta(extra={"record": "TurnRequest"})] = msgspec.field(name="request")
-    """The TurnRequest's bytes as they came: what a newer writer added passes an older router unharmed."""
+    """Bytes of the TurnRequest as they came, so that fields of a newer writer pass an older router."""
     home: Partition
-    """Where the request lay, whatever it says itself; the result goes there."""
+    """Partition in which the request lay; the result goes there."""
     offset: Count
-    """Of the request in its home."""
+    """Offset of the request in its home."""
     cut: bool = False
-    """What it appends was left out: it is read back where it lies."""
+    """Whether `appended` of the request was left out; the executor reads it back from the log."""
     attempt: Attempt = 0
-    """The router counts up when it issues a turn again."""
+    """Number of the attempt, which the router increases when it reissues a turn."""
     worker: Id
     slot: Partition
     incarnation: Count
-    """The start of the worker that this is meant for; any other start drops it."""
+    """Start of the worker that this is meant for; any other start drops it."""
     claim: Count
-    """Offset of the router's claim in this inbox: once a newer one is there, this is of a router that was replaced."""
+    """Fencing token: offset of the router's claim of this inbox. After a newer claim the dispatch is dropped."""
     failures: Attempt = 0
-    """Attempts that ended by somebody's fault; refusals for lack of room and preemptions are nobody's."""
+    """Failed attempts so far; refusals for lack of room and preemptions do not count."""
     dispatched_at: Moment
     cost: PlacementCost
     queued_at: Moment = 0.0
-    """Unix seconds; since when this attempt has waited in the router."""
+    """Unix seconds since which this attempt has waited in the router."""
     begun: Part | None = None
-    """What attempts before this one sampled: the turn goes on from there."""
+    """Partial output of earlier attempts, from which this attempt goes on."""
 
     @cached_property
     def request(self) -> TurnRequest:
-        """What was asked, decoded when it is looked at first. Raises ValueError when it is no TurnRequest, which none
-        that was read is.
+        """The request, decoded at the first access.
+
+        Raises ValueError if it is no TurnRequest; a dispatch that was read has a valid one.
         """
         try:
             return _request.decode(self.asked)
@@ -224,42 +227,43 @@ class TurnDispatch(Record, frozen=True, kw_only=True, dict=True):
 
     @property
     def key(self) -> TurnKey:
+        """Trajectory, turn and attempt."""
         return TurnKey(self.request.trajectory_id, self.request.turn, self.attempt)
 
 
 class TurnOutcome(Enum):
-    """How one attempt at a turn ended. COMPLETED and FAILED end the turn, too."""
+    """How one attempt at a turn ended. COMPLETED and FAILED also end the turn."""
 
     COMPLETED = "completed"
     PREEMPTED = "preempted"
-    """The executor gave it up, as when serving needs the room; what was generated is in the result."""
+    """The executor stopped the turn, for instance because serving needs the room; the result has the tokens so far."""
     REFUSED = "refused"
-    """The executor would not start it; the reason says why."""
+    """The executor did not start the turn; the reason says why."""
     FAILED = "failed"
-    """Given up: attempts or deadline ran out, or the turn can never run. Written by the router."""
+    """The router gave the turn up: attempts or patience ran out, or the turn can never run."""
 
 
 class Refusal(Enum):
-    """Why an executor would not start a turn."""
+    """Why an executor did not start a turn."""
 
     ROOM = "room"
-    """It holds as much as it offers; nobody's fault."""
+    """The executor has no room; this is no failure."""
     VERSION = "version"
-    """It has proven no policy version yet; nobody's fault."""
+    """The executor has proven no policy version yet; this is no failure."""
     CONTEXT = "context"
-    """The requests that it goes on from cannot be read back: nobody's fault, and asked again with an anchor."""
+    """The context cannot be read back; this is no failure, and the turn is requested again with an anchor."""
     ENGINE = "engine"
-    """Its engine can't run it as it was asked for."""
+    """The engine cannot run the turn as requested."""
 
 
 class TurnTimes(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """When a turn passed each station, in unix seconds; 0 where it never came by."""
+    """When a turn passed each station, in Unix seconds; 0 if it did not pass."""
 
     requested_at: Moment = 0.0
     committed_at: Moment = 0.0
-    """The environment worker had committed the request, as it heard: before that nobody could read it."""
+    """The environment worker learned that the request is committed; before that nobody could read it."""
     queued_at: Moment = 0.0
-    """The router took it in: until `dispatched_at` it waits for an executor with room."""
+    """The router accepted the request, which then waits for an executor until `dispatched_at`."""
     dispatched_at: Moment = 0.0
     received_at: Moment = 0.0
     """The executor took it from its inbox."""
@@ -268,11 +272,11 @@ class TurnTimes(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     first_token_at: Moment = 0.0
     finished_at: Moment = 0.0
     applied_at: Moment = 0.0
-    """The environment worker took the result in."""
+    """The environment worker applied the result."""
 
 
 class TurnResult(Record, frozen=True, kw_only=True):
-    """What became of one attempt at one turn.
+    """The result of one attempt at one turn.
 
     `tokens`, `logprobs`, `spans` and `device_seconds` are of the whole turn so far: this attempt's, behind those of the
     attempts that it went on from. All else is this attempt's own.
@@ -288,31 +292,32 @@ class TurnResult(Record, frozen=True, kw_only=True):
     outcome: TurnOutcome
     reason: Text = ""
     refusal: Refusal | None = None
-    """With `refused`."""
+    """Kind of refusal, with the outcome `refused`."""
     worker: Id | None = None
-    """None when the router wrote it."""
+    """Executor that ran the attempt; None if the router wrote the result."""
     incarnation: Count = 0
     tokens: Tokens = b""
-    """Sampled tokens, the stop token included."""
+    """Sampled tokens, including the stop token."""
     logprobs: Logprobs = b""
-    """Of each sampled token under the distribution that it was drawn from."""
+    """Logprob of each sampled token under the distribution that it was drawn from."""
     finish_reason: Annotated[str, Meta(max_length=32)] = ""
-    """`stop` or `length`; empty unless completed."""
+    """`stop` or `length`; empty unless the turn is completed."""
     spans: Annotated[tuple[VersionSpan, ...], Meta(max_length=MAX_SPANS)] = ()
-    """Over `tokens`, in order, without gaps."""
+    """Policy versions over `tokens`, in order, without gaps."""
     context_tokens: Count = 0
-    """That this attempt began with: the turn's context, and what attempts before it had sampled."""
+    """Tokens that this attempt began with: the turn's context, and what earlier attempts had sampled."""
     cached_tokens: Count = 0
-    """Of those, found in the prefix cache."""
+    """How many of `context_tokens` were found in the prefix cache."""
     times: TurnTimes = TurnTimes()
     device_seconds: DeviceSeconds = {}
     """The turn's share of its steps, by worker class."""
 
     @property
     def key(self) -> TurnKey:
+        """Trajectory, turn and attempt."""
         return TurnKey(self.trajectory_id, self.turn, self.attempt)
 
     @property
     def part(self) -> Part:
-        """What was sampled of the turn."""
+        """The partial output of the turn."""
         return Part(tokens=self.tokens, logprobs=self.logprobs, spans=self.spans, device_seconds=self.device_seconds)

@@ -4,15 +4,15 @@ import msgspec
 
 
 class UserRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request to a serving engine, by the clock of who sent it."""
+    """One request to a serving engine, by the clock of its sender."""
 
     at: float
-    """Unix seconds at which it was due."""
+    """Unix seconds at which the request was due."""
     seconds: float
-    """From there until its last token came, or it failed."""
+    """Time from `at` until its last token or its failure."""
     prompt_tokens: int
     tokens: int = 0
-    """That came."""
+    """Tokens that came."""
     first_token_seconds: float | None = None
     """TTFT: from `at` to its first token; None if it got none."""
     token_seconds: float | None = None

@@ -17,20 +17,20 @@ from rose.schemas.record import Record
 from rose.schemas.turns import Partition
 
 MAX_TENSORS = 2**20
-"""Tensors of a model, at most: one of a trillion parameters names 69,120 of experts alone."""
+"""Most tensors of a model: a model of a trillion parameters has 69,120 tensors of experts alone."""
 
 MAX_SLICES = 2**24
-"""Slices of a model, at most: of a trillion parameters there are a million, and more where ranks cut them. What they
-take of a receiver's memory is bounded by the chunks that hold them."""
+"""Most slices of a model: a trillion parameters make a million, and more if ranks cut them. The chunks that hold slices
+limit the memory that slices take in a receiver."""
 
 MAX_INDEX_CHUNKS = 256
-"""Of an index, at most."""
+"""Most chunks of an index."""
 
 MAX_CHUNK_PARTITIONS = 4096
-"""Of the chunks topic, that the chunks of a version lie in, at most."""
+"""Most partitions of the chunks topic that the chunks of a version lie in."""
 
 SIGNATURE_HEADER = "rose-signature"
-"""Beside a manifest: an Ed25519 signature, 64 bytes."""
+"""Header of a manifest: an Ed25519 signature, 64 bytes."""
 
 Order = tuple[int, int]
 """A version's epoch and number."""
@@ -38,7 +38,7 @@ Order = tuple[int, int]
 TensorName = Annotated[str, Meta(min_length=1, max_length=512)]
 
 FileName = Annotated[str, Meta(pattern=r"^anchor-[A-Za-z0-9._:-]{1,190}\Z")]
-"""In the store that a receiver's own configuration names; never a path."""
+"""Name of a file in the store that a receiver's own configuration names; never a path."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -54,17 +54,17 @@ class ChunkRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
     """Where one chunk lies and what it must hold."""
 
     partition: Partition
-    """Of the chunks topic; if the manifest has files, the number of one of them."""
+    """Partition of the chunks topic; if the manifest has files, the number of one of them."""
     offset: Count
-    """In the partition; in a file, in bytes."""
+    """Offset in the partition; in a file, in bytes."""
     bytes: Annotated[int, Meta(ge=1, le=MAX_RECORD_BYTES)]
-    """Of the chunk's payload."""
+    """Size of the chunk's payload."""
     digest: Digest
-    """Of the payload."""
+    """Digest of the payload."""
 
 
 class FirstChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Of the chunks that a version needs, the first one in a partition of the chunks topic."""
+    """The first chunk that a version needs in one partition of the chunks topic."""
 
     partition: Partition
     offset: Count
@@ -74,21 +74,21 @@ class SliceRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
     """One slice of a tensor: rows [row_start, row_start + rows), columns [column_start, column_start + columns)."""
 
     tensor: Annotated[int, Meta(ge=0, lt=MAX_TENSORS)]
-    """Its place among the manifest's tensors."""
+    """Number of the tensor in the manifest's list."""
     row_start: Count
     rows: Count
     column_start: Count
     columns: Count
     digest: Digest
-    """Of the slice's bytes in this version."""
+    """Digest of the slice's bytes in this version."""
     base_digest: Digest
-    """Of the slice's bytes in the version that this one builds on; zeros in an anchor."""
+    """Digest of the slice's bytes in the version that this one builds on; zeros in an anchor."""
     chunks: Annotated[tuple[ChunkRef, ...], Meta(max_length=4096)]
-    """Its payload, cut up, in order; none if the slice is as it was."""
+    """Chunks of the payload, in order; none if the slice is unchanged."""
 
 
 class WeightIndex(msgspec.Struct, frozen=True, kw_only=True):
-    """What a manifest says of tensors and slices, where that is too long for its record.
+    """Tensors and slices of a manifest that is too large for one record.
 
     One MessagePack map, cut into the payloads of the chunks that the manifest names as its `index`, in order.
     """
@@ -98,21 +98,21 @@ class WeightIndex(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightChunk(Record, frozen=True, kw_only=True):
-    """A part of a slice's payload, which is a payload of the codec (`workers.weights.codec`), or of a `WeightIndex`."""
+    """A part of a payload: of a slice, encoded by `workers.weights.codec`, or of a `WeightIndex`."""
 
     SCHEMA: ClassVar[str] = "weight-chunk/2"
 
     model_id: Id
     version: Count
     tensor: TensorName
-    """`:index` in the chunks of an index."""
+    """Name of the tensor; `:index` in the chunks of an index."""
     part: Count
-    """The chunk's place in the payload."""
+    """Number of the chunk in the payload."""
     payload: Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)]
 
 
 class WeightManifest(Record, frozen=True, kw_only=True):
-    """Commits one policy version: every tensor, every slice of it, and every chunk by its place in the log.
+    """Commits one policy version: every tensor, every slice, and the position of every chunk.
 
     A tensor's columns are the elements of one row, whatever its shape; a tensor of no axes is one row. Where keys are
     used, the header `SIGNATURE_HEADER` has the Ed25519 signature of the value's bytes as they travel.
@@ -122,31 +122,32 @@ class WeightManifest(Record, frozen=True, kw_only=True):
 
     model_id: Id
     run: Id
-    """Whose versions these are; those of another run are strangers, whoever signed them."""
+    """Name of the run. Versions of another run are ignored, whoever signed them."""
     epoch: Count
-    """Rises when a run goes back: then the newest version is the newest of the highest epoch."""
+    """Epoch, which grows when a run goes back. The newest version is the newest of the highest epoch."""
     version: Count
-    """Names one policy of the model for ever. It comes again only where the same policy is stored whole again."""
+    """Number of one policy of the model. It is used again only if the same policy is stored whole again."""
     base_version: Version | None = None
-    """What the payloads build on, of the same run and epoch. None: nothing, the version is an anchor."""
+    """Version that the payloads build on, of the same run and epoch. None: the version is an anchor."""
     step: Count
-    """Optimizer steps that made it; the version's number, unless the run went back."""
+    """Number of optimizer steps; the version's number, unless the run went back."""
     tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=MAX_TENSORS)]
     slices: Annotated[tuple[SliceRef, ...], Meta(max_length=MAX_SLICES)]
     index: Annotated[tuple[ChunkRef, ...], Meta(max_length=MAX_INDEX_CHUNKS)] = ()
-    """Chunks of the log that hold tensors and slices, in order (`WeightIndex`); empty where the two are here."""
+    """Chunks on the log that hold tensors and slices, in order (`WeightIndex`); empty if the manifest holds them
+    itself."""
     digest: Digest
-    """Of all slices in order: of each the length of its tensor's name, row_start, rows, column_start and columns as
-    little-endian u64, the name in UTF-8, and its digest."""
+    """Digest of all slices in order. Hashed of each slice: the length of its tensor's name, row_start, rows,
+    column_start and columns as little-endian u64, the name in UTF-8, and its digest."""
     files: Annotated[tuple[FileName, ...], Meta(max_length=4096)] = ()
-    """Of the anchor store, if the chunks lie there and not on the log: one a rank that published."""
+    """Files of the anchor store, one for each rank that published, if the chunks lie there and not on the log."""
     first: Annotated[tuple[FirstChunk, ...], Meta(max_length=MAX_CHUNK_PARTITIONS)] = ()
-    """Where what it needs of the chunks topic begins, partition by partition."""
+    """First chunk that the version needs, for each partition of the chunks topic."""
     payload_bytes: Count = 0
-    """Of the chunks of all slices."""
+    """Payload bytes of the chunks of all slices."""
     published_at: Moment
 
     @property
     def order(self) -> Order:
-        """Of two versions of a run the one for which this is higher is the newer one."""
+        """The order of versions: the newer one of two versions of a run has the higher value."""
         return self.epoch, self.version

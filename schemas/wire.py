@@ -52,7 +52,7 @@ RECORDS: tuple[type[Record], ...] = (
     WeightChunk,
     RoleBegun,
 )
-"""Every record that travels."""
+"""Every record type that is written to a topic."""
 
 SCHEMA_HEADER = "rose-schema"
 TRACE_HEADER = "traceparent"
@@ -63,10 +63,10 @@ Headers = Iterable[tuple[str, bytes | str | None]]
 ESCAPES = re.compile(
     rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
 )
-"""Of JSON: a backslash, a surrogate pair, or (the group) half of one."""
+"""Matches in JSON: a backslash, a surrogate pair, or (the group) half of a pair."""
 
 NAME_CHARACTERS = 64
-"""Of a name that is not known, in the sentence that says so."""
+"""Most characters of an unknown name in the sentence that says so."""
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -75,14 +75,14 @@ _untyped_fields: dict[type[Record], Callable[[Any], object]] = {
     Group: lambda group: group.prompt and group.prompt.arguments,
     Sample: lambda sample: sample.info,
 }
-"""Where a record holds values of any type."""
+"""Return the part of a record that holds values of any type."""
 
 _unpack = partial(msgpack.unpackb, strict_map_key=False, object_pairs_hook=lambda pairs: [*chain.from_iterable(pairs)])
 """A map as the list of its keys and values: those too that come under one key, of which msgspec leaves the last."""
 
 _names_in_json = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _names_in_msgpack = msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode
-"""Of a map, without looking at what they name."""
+"""Decode the names of a map, without decoding the values."""
 
 _names: dict[type[msgspec.Struct], set[str]] = {
     struct: {field.encode_name for field in msgspec.structs.fields(struct)} for struct in (Prompt, PromptSampling)
@@ -94,7 +94,10 @@ _decoders: dict[type[Record], msgspec.msgpack.Decoder[Any]] = {
 
 
 def encode(record: Record) -> bytes:
-    """The record's bytes. Raises RecordError when a reader would refuse them: a size, a range, a value of no type."""
+    """Return the record's bytes.
+
+    Raises RecordError if a reader would refuse them: a size, a range, a value of no type.
+    """
     try:
         wire = _encoder.encode(record)
         _check_size(record, wire)
@@ -106,7 +109,7 @@ def encode(record: Record) -> bytes:
 
 
 def decode(record: type[R], wire: bytes, headers: Headers = ()) -> R:
-    """The typed record. Raises RecordError when the bytes, their size or the schema header are wrong."""
+    """Return the typed record. Raises RecordError if the bytes, their size or the schema header are wrong."""
     _check_size(record, wire)
     _check_schema(record, headers)
     return _decoded(record, wire)
@@ -146,7 +149,7 @@ def _lone_surrogate(text: bytes) -> str:
 
 
 def headers_of(record: Record, trajectory_id: str | None = None) -> list[tuple[str, bytes]]:
-    """The headers of a record: its schema and, for a trajectory's records, the W3C trace context of its hop."""
+    """Return the headers of a record: its schema and, for a trajectory's records, the W3C trace context of its span."""
     headers: list[tuple[str, bytes]] = [(SCHEMA_HEADER, record.SCHEMA.encode())]
     if trajectory_id is not None:
         headers.append((TRACE_HEADER, traceparent(trajectory_id, span_of(record)).encode()))
@@ -159,7 +162,7 @@ def _check_size(record: Record | type[Record], wire: bytes) -> None:
 
 
 def _check_field_bounds(record: Record) -> None:
-    """What the types of its fields do not say. Raises RecordError or ValueError."""
+    """Check what the types of the fields do not say. Raises RecordError or ValueError."""
     if (loose := _untyped_fields.get(type(record))) is not None:
         _check_nesting(record, loose(record))
     if isinstance(record, TurnDispatch):

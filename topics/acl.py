@@ -10,7 +10,7 @@ Keeps true
 - Only a refusal counts as a missing right; what a broker does not answer does not. The right to create topics is
   reported at its first use, because it may be a right to the cluster.
 
-Example
+Example:
     acls(EXECUTOR, "team.") -> Read on topic team.rose.weights.chunks.v1, ...
 """
 

@@ -1,4 +1,4 @@
-"""Every topic there is: its record, its key, its partitions and how long it is kept.
+"""The catalog of topics: record, key, partitions and retention of each.
 
 Keeps true
 - Topics are created from here alone, never by the broker on first use.
@@ -31,7 +31,7 @@ MAX_MESSAGE_BYTES = MAX_RECORD_BYTES + 64 * 1024
 """`max.message.bytes` of every topic: the largest record, its names, keys and headers. Under Kafka's 1 MiB default."""
 
 MAX_DEAD_LETTER_BYTES = MAX_MESSAGE_BYTES + 16 * 1024
-"""`max.message.bytes` of the dead letters: any message of another topic, and what is said of it."""
+"""`max.message.bytes` of the dead letter queues: any message of another topic, and the headers of a dead letter."""
 
 MINUTE = 60_000
 HOUR = 60 * MINUTE
@@ -39,7 +39,7 @@ DAY = 24 * HOUR
 
 
 class PartitionSetting(Enum):
-    """Which setting gives a topic its number of partitions."""
+    """Setting from which a topic has its number of partitions."""
 
     HOME = "home_partitions"
     SLOTS = "inbox_slots"
@@ -51,7 +51,7 @@ class PartitionSetting(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Partitions:
-    """How many partitions each kind of topic has. Fixed for the life of a topic, but for inboxes: more may be added."""
+    """Number of partitions of each kind of topic. It is fixed for the life of a topic, but inboxes may be added."""
 
     home: int = 8
     slots: int = 32
@@ -60,6 +60,7 @@ class Partitions:
     cells: int = 1
 
     def count_of(self, setting: PartitionSetting) -> int:
+        """Return the number of partitions that a setting gives."""
         return {
             PartitionSetting.HOME: self.home,
             PartitionSetting.SLOTS: self.slots,
@@ -72,33 +73,34 @@ class Partitions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Topic:
-    """One topic; there is one object of each, so identity is equality."""
+    """One topic. There is one object of each topic, so identity is equality."""
 
     name: str
     record: type[Record] | None
-    """None for a dead-letter topic: it holds other topics' bytes."""
+    """Type of the records; None for a dead letter queue, which holds the bytes of other topics."""
     key: str
-    """Of its records: `{field}` is what the record has there, of `[a|b]` there is one or none."""
+    """Key of the records: `{field}` is the value of that field, and `[a|b]` is one of these texts or none."""
     partition_setting: PartitionSetting
     config: dict[str, str] = field(default_factory=dict)
     marker_keys: tuple[str, ...] = ()
-    """Keys of tombstones under which no record ever lay: their places say something."""
+    """Keys of tombstones that delete no record: their offsets have a meaning."""
 
     @property
     def dead_letters(self) -> str:
+        """Name of the dead letter queue."""
         return f"{self.name}.dlq"
 
 
 RETENTION_SECONDS = 7 * 24 * 3600.0
-"""What nobody needs any more is kept for so long after it was written, to look back."""
+"""Time that records which nobody needs any more are kept, to look back."""
 
 OUTCOME_RETENTION_SECONDS = 30 * 24 * 3600.0
-"""How long outcomes are kept, and with them the groups: a second prompt of a group is met by the first meanwhile."""
+"""Time that outcomes are kept, and the groups with them: until then a second prompt of a group meets the first one."""
 
 
 _BROKER_TIMESTAMPS = {"message.timestamp.type": "LogAppendTime"}
-"""Apache Kafka 4 refuses records that their writers stamped more than an hour ahead (`message.timestamp.after.max.ms`),
-and time-based retention would delete what a clock far behind has stamped."""
+"""Timestamps by the broker. Apache Kafka 4 refuses records whose timestamp is more than an hour ahead
+(`message.timestamp.after.max.ms`), and time-based retention would delete records of a clock that is far behind."""
 
 
 def _retained(milliseconds: int) -> dict[str, str]:
@@ -118,11 +120,11 @@ _UNTIL_DELETED = {
     "retention.bytes": "-1",
     "segment.ms": str(6 * HOUR),
 }
-"""Kept until whoever knows that it is not needed any more deletes it (`topics/retention.py`)."""
+"""Settings of topics whose records are kept until a role deletes them (`topics/retention.py`)."""
 
 
 def partitions_of_cell(cell: int, cells: int, partitions: int) -> range:
-    """Which of so many homes, or inboxes, are this cell's."""
+    """Return the numbers of the partitions, of homes or inboxes, that belong to a cell."""
     return range(cell, partitions, cells)
 
 
@@ -134,13 +136,13 @@ _COMPACTED = {
 }
 
 _DEAD_LETTER_CONFIG = {**_retained(30 * DAY), "cleanup.policy": "compact,delete"}
-"""Dead letters have their places as keys: one that was written twice is kept once."""
+"""Settings of dead letter queues. The key is the origin, so a dead letter that was written twice is kept once."""
 
-_GRANT_KEY = f"{{worker}}[{'|'.join(voice.value for voice in GrantSource if voice.value)}]"
-"""Without more behind the worker's name it is what the control app leases."""
+_GRANT_KEY = f"{{worker}}[{'|'.join(source.value for source in GrantSource if source.value)}]"
+"""Key of a grant. A key that is only the worker's name is a lease of the control app."""
 
 _VERSION_KEY = "{model_id}/{run}/{version}[/{file}]"
-"""The file is the first of an anchor's in the store."""
+"""Key of a manifest. The file is the first one in the store, for an anchor in the store."""
 
 PROMPTS = Topic("rose.prompts.submitted.v1", Prompt, "{group_id}", PartitionSetting.HOME, _UNTIL_DELETED)
 REQUESTED = Topic("rose.turns.requested.v1", TurnRequest, "{trajectory_id}", PartitionSetting.HOME, _UNTIL_DELETED)
@@ -152,7 +154,7 @@ DISPATCHED = Topic(
     _retained(HOUR),
     marker_keys=(FENCING_KEY, "{worker}"),
 )
-"""The trajectory is that of the request in it. A router marks its claim of an inbox, an executor its start there."""
+"""The key is the trajectory of the request. A router marks its claim of an inbox, an executor its start there."""
 COMPLETED = Topic("rose.turns.completed.v1", TurnResult, "{trajectory_id}", PartitionSetting.HOME, _UNTIL_DELETED)
 HEARTBEATS = Topic(
     "rose.slack.heartbeats.v1", SlackHeartbeat, "{worker}", PartitionSetting.CELLS, _retained(10 * MINUTE)
@@ -196,30 +198,30 @@ DEAD_LETTERS: tuple[Topic, ...] = tuple(
     Topic(topic.dead_letters, None, "{topic}/{partition}/{offset}", PartitionSetting.ONE, _DEAD_LETTER_CONFIG)
     for topic in RECORD_TOPICS
 )
-"""Their keys are made of what their headers say."""
+"""Dead letter queues; the key of a dead letter is its origin, which its headers name too."""
 
 DEAD_LETTER_SOURCES = tuple(topic for topic in RECORD_TOPICS if topic is not ROLE_STARTS)
-"""Topics whose dead letters are looked at. Nobody buries what lies in BEGUN, and a log of 0.2.0 has neither."""
+"""Topics whose dead letters are read. ROLE_STARTS has no dead letters, and a log of 0.2.0 has neither topic."""
 
 ENVIRONMENT_GROUP = "environment"
 """The consumer group of all environment workers."""
 
 CONTROL_GROUP = "control"
-"""The consumer group of the control app: one of its instances reads the summaries, and decides."""
+"""The consumer group of the control app: one member reads the summaries and decides."""
 
 ROUTER_GROUP = "router"
 """The consumer group of the routers, under which their low water is committed."""
 
 TRAINER_PREFIX = "trainer-"
-"""What the consumer groups and transactional ids of trainers begin with, before the model's."""
+"""Prefix of the consumer groups and transactional ids of trainers; the name of the model follows."""
 
 LOG_GROUP = "log"
-"""Named by whoever reads partitions by hand: it joins nothing and commits nothing, but a client must name a group."""
+"""Group that a client of assigned partitions must name; it joins nothing and commits nothing."""
 
 ENVIRONMENT_TRANSACTIONAL_PREFIX = "environment."
-"""What the transactional ids of environment workers begin with, before the worker's name."""
+"""Prefix of the transactional ids of environment workers; the name of the worker follows."""
 
 DEAD_LETTERS_TRANSACTIONAL_ID = "letters"
-"""The transactional id under which dead letters are sent back."""
+"""Transactional id under which dead letters are sent back."""
 
 CATALOG: tuple[Topic, ...] = RECORD_TOPICS + DEAD_LETTERS

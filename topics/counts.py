@@ -20,6 +20,7 @@ class Count:
         self.value = 0
 
     def inc(self) -> None:
+        """Add one. Any thread may call this."""
         with self._lock:
             self.value += 1
 

@@ -106,6 +106,7 @@ class DeadLetterIndex:
         return set(self._sent_back[topic])
 
     def count(self, topic: Topic) -> int:
+        """Number of dead letters of a topic."""
         return len(self._sent_back[topic]) + self._of_unknown_origin[topic]
 
     def pending(self, topic: Topic) -> int:

@@ -107,8 +107,9 @@ class BusError(RoseError):
     """
 
     def __init__(self, action: str, error: KafkaError, *rights: str) -> None:
-        """`rights`: rights that the action needs, e.g. "Read on topic rose.prompts.submitted.v1". The message lists
-        them if the broker refused one.
+        """`rights`: rights that the action needs, e.g. "Read on topic rose.prompts.submitted.v1".
+
+        The message lists them if the broker refused one.
         """
         message = error.str()
         if (refused := AUTHORIZATION_CODES.get(error.code())) is not None:

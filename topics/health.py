@@ -8,7 +8,7 @@ Keeps true
 - A process whose loop restarts again and again is not ready, whatever it reports in between.
 - A process that waits for its turn is ready: spare routers wait for a cell, and a rolling update may go on.
 
-Example
+Example:
     reports "serves" at 0, valid for 120 s    -> alive and ready until 120
     reports "recovers", not ready, at 50      -> alive and not ready until 170
     no report until 171                       -> neither alive nor ready
@@ -107,6 +107,7 @@ class Health:
 
     @property
     def status(self) -> HealthStatus:
+        """Return the present health: the last report, and whether the process restarts again and again."""
         now, restarts = self._clock(), list(self._restarts)
         status = status_of(self._report, now)
         if len(restarts) < RESTART_LIMIT or now - restarts[0] > RESTART_WINDOW_SECONDS:

@@ -37,7 +37,7 @@ def committed_offsets(reader: Reader, writer: Writer, places: Sequence[Place]) -
         if error.code != KafkaError._TIMED_OUT:
             raise
     reader.commit_metadata(places)  # raises if the coordinator is away: it answers this also during a transaction
-    structlog.get_logger("bus").warning("offsets are held back", reason="a transaction counts as open at the group")
+    structlog.get_logger("bus").warning("offsets_held_back", reason="a transaction counts as open at the group")
     writer.abort_open_transaction(places, reader)
     try:
         return reader.committed(places)

@@ -36,7 +36,7 @@ class BusCollector(Collector):
             ),
             CounterMetricFamily("rose_bus_read_records", "Records handed out by readers, by topic.", labels=topic),
             CounterMetricFamily(
-                "rose_bus_dead_letters", "Dead letters stored, by the topic that they lay in.", labels=topic
+                "rose_bus_dead_letters", "Dead letters stored, by the topic of the message.", labels=topic
             ),
         )
 

@@ -264,6 +264,7 @@ class Reader:
         self._consumer.pause([self._partition(place, 0) for place in places if place in self._assigned])
 
     def resume(self, places: Iterable[Place]) -> None:
+        """Resume those of the places that are assigned."""
         self._consumer.resume([self._partition(place, 0) for place in places if place in self._assigned])
 
     def group_metadata(self) -> object:
@@ -293,7 +294,7 @@ class Reader:
         leaving.start()
         leaving.join(CLOSE_SECONDS)
         if leaving.is_alive():
-            structlog.get_logger("bus").warning("not left in time", seconds=CLOSE_SECONDS)
+            structlog.get_logger("bus").warning("group_not_left", seconds=CLOSE_SECONDS)
 
     def _committed_offsets(self, consumer: Consumer, places: Sequence[Place], seconds: float) -> list[TopicPartition]:
         """The coordinator's answer about committed offsets, for a client of the group. Raises BusError."""
@@ -327,7 +328,7 @@ class Reader:
 
     def _rejoin(self) -> None:
         assert self._join is not None
-        structlog.get_logger("bus").warning("the broker has not answered a join: asking again", seconds=REJOIN_SECONDS)
+        structlog.get_logger("bus").warning("join_retried", seconds=REJOIN_SECONDS)
         former, self._consumer = self._consumer, self._new_consumer()
         Thread(target=former.close, name="leaves", daemon=True).start()
         self._join()

@@ -70,7 +70,7 @@ def _write_starts(settings: BusSettings, role: str, place: str, health: Health, 
                 writer.write(ROLE_STARTS, record, key=role)
                 writer.flush()
         except RoseError as error:
-            structlog.get_logger("bus").warning("not told that this process has begun", reason=str(error))
+            structlog.get_logger("bus").warning("start_not_announced", reason=str(error))
         record = None
         stop.wait(MIN_PAUSE_SECONDS)
         if not stop.is_set():

@@ -176,16 +176,18 @@ def _report_error(servers: int, created_at: float, error: KafkaError) -> None:
         return
     if now - _warned_at.get(error.code(), -math.inf) >= WARNING_SECONDS:
         _warned_at[error.code()] = now
-        structlog.get_logger("bus").warning("broker trouble", error=error.str())
+        structlog.get_logger("bus").warning("broker_error", reason=error.str())
 
 
 def _report_commit(error: KafkaError | None, _partitions: object) -> None:
     if error is not None:
-        structlog.get_logger("bus").warning("offsets not committed", error=error.str())
+        structlog.get_logger("bus").warning("offsets_not_committed", reason=error.str())
 
 
 def parse_properties(pairs: list[str], command_config: Path | None) -> dict[str, str]:
-    """librdkafka settings from `--command-config FILE` (key=value lines, `#` comments), overridden by `-X key=value`.
+    """Return librdkafka settings from `--command-config FILE`, overridden by `-X key=value`.
+
+    Lines of the file are `key=value`; lines that begin with `#` are comments.
 
     `pairs`: the arguments of -X. Raises UsageError for a file that cannot be read or a line that is not `key=value`.
     """

@@ -40,8 +40,9 @@ class TableFollower:
     def __init__(
         self, settings: BusSettings, topic: Topic, name: str, on_record: Callable[[Envelope, bool], None]
     ) -> None:
-        """`on_record` is called on the follower's thread, with each record and whether it came after the end was
-        reached.
+        """Follow a topic on a thread.
+
+        `on_record` is called on that thread, with each record and whether it came after the end was reached.
         """
         self.is_caught_up = Event()
         """Set once the end of the topic was reached."""
@@ -67,7 +68,7 @@ class TableFollower:
             except RoseError as error:
                 self.failure = error if is_permanent(error) else None
                 structlog.get_logger("bus").warning(
-                    "reading anew", topic=self._topic.name, client=self._name, reason=str(error)
+                    "reader_restarting", topic=self._topic.name, client=self._name, reason=str(error)
                 )
                 self._stopping.wait(RETRY_SECONDS)
 

@@ -234,8 +234,9 @@ class Exporter:
     """Sends spans to a collector."""
 
     def __init__(self, endpoint: str, ratio: float, *, service: str, instance: str) -> None:
-        """`endpoint`: the collector's base URL; if empty, OpenTelemetry's variables name it. `ratio`: fraction of the
-        trajectories that are traced. Raises ImportError if OpenTelemetry is not installed.
+        """`endpoint`: the collector's base URL; if empty, OpenTelemetry's variables name it.
+
+        `ratio`: fraction of the trajectories that are traced. Raises ImportError if OpenTelemetry is not installed.
         """
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -266,7 +267,7 @@ class Exporter:
         closing.start()
         closing.join(CLOSE_SECONDS)
         if closing.is_alive():
-            structlog.get_logger("tracing").warning("spans dropped", reason="their collector does not answer")
+            structlog.get_logger("tracing").warning("spans_dropped", reason="their collector does not answer")
 
     def _export(self, hop: TraceSpan) -> None:
         trace = int(trace_id(hop.trajectory_id), 16)
@@ -317,7 +318,7 @@ def export_traces(endpoint: str, ratio: float, *, role: str) -> Iterator[None]:
     except ImportError:
         if endpoint:
             raise UsageError(f"tracing.endpoint is set, and {MISSING}") from None
-        structlog.get_logger("tracing").warning("no traces are exported", reason=MISSING)
+        structlog.get_logger("tracing").warning("traces_not_exported", reason=MISSING)
     except ValueError as error:
         raise UsageError(f"OpenTelemetry does not take its variables OTEL_*: {error}") from None
     try:

@@ -14,7 +14,7 @@ Keeps true
 - A slow coordinator is waited for as long as a transaction may be open.
 - What a call that was given up holds is freed when the call returns, if it ever does.
 
-Example
+Example:
     run_guarded(lambda: producer.send_offsets_to_transaction(...), CallWatchdog(lambda:
     reader.reach_coordinator(place)))
 """
@@ -98,7 +98,7 @@ class CallWatchdog:
             self._ask_broker()
         except RoseError as error:
             if not self._has_warned:
-                structlog.get_logger("bus").warning("a call waits for the broker", reason=str(error))
+                structlog.get_logger("bus").warning("call_waits_for_broker", reason=str(error))
             self._has_warned = True
             return False
         return True
@@ -221,7 +221,7 @@ def retry_until_committed(transaction: Callable[[], None], was_aborted: Callable
         except BusError as error:
             if time.monotonic() + pause > deadline or not was_aborted(error):
                 raise
-            structlog.get_logger("bus").warning("a transaction is made again", reason=str(error), seconds=pause)
+            structlog.get_logger("bus").warning("transaction_retried", reason=str(error), retry_seconds=pause)
         else:
             return
         time.sleep(pause)  # until leaders and coordinators have settled, which the broker does not report

@@ -13,8 +13,9 @@ class _Heedless(FileIO):
 
 
 def unread_stream(number: int, like: TextIOWrapper) -> TextIOWrapper:
-    """A stream `like` this one on the descriptor `number`. What is written when nobody reads it any more is lost,
-    without an error.
+    """A stream `like` this one on the descriptor `number`.
+
+    What is written when nobody reads it any more is lost, without an error.
     """
     return TextIOWrapper(
         BufferedWriter(_Heedless(number, "w", closefd=False)),

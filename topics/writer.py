@@ -208,6 +208,7 @@ class Writer:
         self._raise_failure()
 
     def begin(self) -> None:
+        """Begin a transaction. Raises BusError."""
         self._touched_topics.clear()
         self._guarded("beginning a transaction", self._producer.begin_transaction)
 
@@ -219,6 +220,7 @@ class Writer:
         self._raise_failure()
 
     def abort(self) -> None:
+        """Abort the transaction. Raises BusError."""
         abort = in_time_slices(self._producer.abort_transaction)
         self._guarded("aborting a transaction", poll_until_done, abort, self._watchdog())
 

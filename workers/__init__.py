@@ -1,3 +1,1 @@
-"""The programs that do the work: environments, rollout executor, lender, load generator, trainer and weight
-transfer.
-"""
+"""The worker programs: environments, executor, lender, load generator, trainer and weight transfer."""

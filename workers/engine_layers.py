@@ -1,4 +1,5 @@
 """Replacements for layers of transformers that compute something else than vLLM's layers for the same configuration.
+
 The trainer and the weights proof use them, so that they compute what the engine samples from.
 
 Keeps true: parameters and buffers keep their names; weights in memory and in a folder do not change.
@@ -11,8 +12,7 @@ from torch import Tensor
 
 
 class BfloatXIELU(torch.nn.Module):
-    """The activation of an apertus model with the two parameters rounded to bfloat16, as vLLM holds them in every
-    dtype.
+    """The activation of an apertus model with both parameters rounded to bfloat16, as in vLLM for every dtype.
 
     The parameters themselves stay in float32 and are rounded at each use, so training goes on in float32.
     """
@@ -23,6 +23,7 @@ class BfloatXIELU(torch.nn.Module):
         self.beta, self.eps = torch.nn.Buffer(layer.beta), torch.nn.Buffer(layer.eps)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Apply the activation, element by element."""
         above, below = (torch.nn.functional.softplus(alpha.bfloat16()) for alpha in (self.alpha_p, self.alpha_n))
         below = self.beta.bfloat16() + below
         curved = torch.where(x > 0, above * x * x, below * (torch.expm1(torch.minimum(x, self.eps)) - x))

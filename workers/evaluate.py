@@ -191,8 +191,10 @@ class _Environments:
         return done
 
     def _answer(self) -> tuple[int, JobResult]:
-        """The next result. The runner answers within the timeout unless an environment blocks its thread; then this
-        raises EnvironmentFailed.
+        """The next result.
+
+        The runner answers within the timeout unless an environment blocks its thread; then this raises
+        EnvironmentFailed.
         """
         beats, looks = self._runner.heartbeats, 0
         while True:

@@ -1,5 +1,4 @@
-"""Checks that transformers, which trains a policy, and vLLM, which samples from it, read its config.json in the same
-way.
+"""Checks that transformers, which trains, and vLLM, which samples, read config.json in the same way.
 
 Keeps true
 - A configuration for which the two compute different logprobs is refused with one sentence.
@@ -48,7 +47,7 @@ TAKEN_FOR_GRANTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "qwen3_moe": {ATTENTION_BIAS: (False,)},
     "stablelm": SILU | {"use_parallel_residual": (False,)},
 }
-"""By model type: fields that vLLM does not read, and the values for which vLLM computes the same as transformers."""
+"""Fields that vLLM does not read, with the values for which vLLM computes the same as transformers; by model type."""
 
 OWN_SCALE = "phimoe"
 """The model type for which transformers reads `short_mscale`; vLLM reads the field for all types."""
@@ -121,8 +120,9 @@ def max_context_tokens_of(folder: Path) -> int | None:
 
 
 def check_context_length(folder: Path, tokens: int) -> None:
-    """Raises ConfigRefused if an executor's longest context of `tokens` tokens exceeds `max_context_tokens_of` the
-    folder.
+    """Check the longest context of an executor.
+
+    Raises ConfigRefused if `tokens` exceeds `max_context_tokens_of` the folder.
     """
     most = max_context_tokens_of(folder)
     if most is not None and tokens > most:
@@ -133,8 +133,9 @@ def check_context_length(folder: Path, tokens: int) -> None:
 
 
 def match_engine_numerics(config: Any) -> None:
-    """Set a transformers model configuration so that the model computes what vLLM computes and returns its output in
-    one form.
+    """Make a transformers model compute what vLLM computes, and return its output in one form.
+
+    `config` is changed in place.
 
     Raises ConfigRefused if a layer has sliding attention with a window of 0.
     """
@@ -162,8 +163,9 @@ def _angles(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _known(config: Mapping[str, Any], name: str) -> bool:
-    """Whether transformers' configuration of this model type has the field. True if transformers does not know the
-    type.
+    """Whether transformers' configuration of this model type has the field.
+
+    True if transformers does not know the type.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

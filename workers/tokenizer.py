@@ -148,14 +148,15 @@ LOADED = ("version", "added_tokens", "normalizer", "pre_tokenizer", "decoder", "
 NULL = msgspec.Raw(b"null")
 
 MARKS_FIRST = re.compile(rb'"prepend_scheme"\s*:\s*"first"')
-"""Of a pre-tokenizer that puts a mark of a word's beginning before a text, and before nothing behind an added token."""
+"""Matches a pre-tokenizer that marks the beginning of a word before a text, and not behind an added token."""
 
 Fields = dict[str, msgspec.Raw]
 
 
 def load_tokenizer(file: Path, *, special: Collection[str] = (), amid: bool = False) -> Any:
-    """Load a `tokenizers.Tokenizer` from a `tokenizer.json` and the token files in the same folder. Raises
-    TokenizerError.
+    """Load a `tokenizers.Tokenizer` from a `tokenizer.json` and the token files in the same folder.
+
+    Raises TokenizerError.
 
     `special`: contents of added tokens that count as special, whatever the files say. `amid`: texts are read as if they
     followed an added token of a longer text, see `marks_first`.

@@ -40,6 +40,7 @@ class InFlight:
 
     @property
     def total(self) -> int:
+        """Number of trajectories that are on their way."""
         return self.not_opened + self.in_a_turn + self.waiting_for_trainer
 
 
@@ -128,9 +129,11 @@ class Ledger:
         self._of(trajectory).live = live
 
     def on_sample(self, trajectory: str) -> None:
+        """Count a sample of a trajectory."""
         self._of(trajectory).samples += 1
 
     def on_outcome(self, record: SampleOutcome) -> None:
+        """Add an outcome of a trajectory."""
         self._of(record.trajectory_id).outcomes.append(record)
 
     def audit(self, *, outcomes_from: int = 0, forgotten_before: float = 0.0) -> Audit:

@@ -210,8 +210,9 @@ def _from_json(letter: DeadLetter, data: bytes) -> bytes:
 
 
 def _merge_edit(original: Any, edited: Any) -> Any:
-    """Return the edited value, with base64 text decoded where the original holds bytes. Raises ValueError if the text
-    is not base64.
+    """Return the edited value, with base64 text decoded where the original holds bytes.
+
+    Raises ValueError if the text is not base64.
     """
     if isinstance(original, dict) and isinstance(edited, dict):
         return {name: _merge_edit(original.get(name), value) for name, value in edited.items()}

@@ -120,12 +120,12 @@ def _make_grant(worker: str, *, lend: bool, kv_bytes: int = 0, token_budget: int
         raise UsageError(f"no such grant can be made: {sentence}") from None
 
 
-def _release(common: Common, worker: str, voice: GrantSource) -> None:
+def _release(common: Common, worker: str, source: GrantSource) -> None:
     try:
         msgspec.convert(worker, Id)
     except msgspec.ValidationError as error:
         raise UsageError(f"that is no worker: {error}") from None
-    _print_grant(_connect(common), worker, None, voice)
+    _print_grant(_connect(common), worker, None, source)
 
 
 def _connect(common: Common) -> BusSettings:
@@ -134,12 +134,12 @@ def _connect(common: Common) -> BusSettings:
     return settings
 
 
-def _print_grant(settings: BusSettings, worker: str, grant: CapacityGrant | None, voice: GrantSource) -> None:
+def _print_grant(settings: BusSettings, worker: str, grant: CapacityGrant | None, source: GrantSource) -> None:
     with closing(Writer(settings, "rose-grant")) as writer:
         if grant is None:
-            writer.tombstone(GRANTS, key=grant_key(worker, voice), partition=0)
+            writer.tombstone(GRANTS, key=grant_key(worker, source), partition=0)
         else:
-            writer.write(GRANTS, grant, key=grant_key(worker, voice))
+            writer.write(GRANTS, grant, key=grant_key(worker, source))
         writer.flush()
 
 

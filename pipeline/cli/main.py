@@ -40,8 +40,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-dlq = typer.Typer(help="Dead letters: list and show them, send mended ones back.", no_args_is_help=True)
-topics = typer.Typer(help="Create, describe and check the topics; their contracts and ACLs.", no_args_is_help=True)
+dlq = typer.Typer(help="List dead letters, show one, send one back.", no_args_is_help=True)
+topics = typer.Typer(help="Create, describe and check the topics; print contracts and ACLs.", no_args_is_help=True)
 app.add_typer(topics, name="topics", rich_help_panel=LOOKING)
 app.add_typer(dlq, name="dlq", rich_help_panel=LOOKING)
 
@@ -53,29 +53,31 @@ def number_option(help_text: str) -> Any:
 
 @app.callback()
 def begin() -> None:
-    """Before any command: what is logged goes to standard error, what was asked for to standard output."""
+    """Set up logging for every command: logs go to standard error, results to standard output."""
     from rose.pipeline.process.process_setup import configure_logging, dump_stacks_on_crash
 
     configure_logging()
     dump_stacks_on_crash()
 
 
-Worker = Annotated[str | None, typer.Option("--name", metavar="NAME", help="Its own on the bus; left out, the host's.")]
+Worker = Annotated[
+    str | None, typer.Option("--name", metavar="NAME", help="Unique name of the worker; default: the host's name.")
+]
 Name = Annotated[str | None, typer.Option("--name", metavar="NAME", help="Name of the run.")]
 Without = Annotated[
     Path | None,
     typer.Option("--without", metavar="METRICS.jsonl", help="Leave out the groups that a run's metrics.jsonl names."),
 ]
-Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="For people.")]
-WorkerName = Annotated[str, typer.Argument(metavar="WORKER", help="As `rose status` names it.")]
-Place = Annotated[str, typer.Argument(metavar="PLACE", help="TOPIC/PARTITION/OFFSET, as `rose dlq list` has it.")]
+Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason, for people.")]
+WorkerName = Annotated[str, typer.Argument(metavar="WORKER", help="Name of the worker, as in `rose status`.")]
+Place = Annotated[str, typer.Argument(metavar="PLACE", help="TOPIC/PARTITION/OFFSET, as in `rose dlq list`.")]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of tasks, sampling and training.")]
 
 
 @app.command(rich_help_panel=RUNNING)
 @with_common
 def demo(common: Common, name: Name = None, seed: Seed = None) -> None:
-    """A policy that learns: everything on this machine, success measured before and after, and a report."""
+    """Train a small policy on this machine: all roles, success before and after, and a report."""
     from rose.pipeline.local.demo import run_demo
 
     run_demo(common.with_overrides(name=("run.name", name), seed=("run.seed", seed)))
@@ -92,7 +94,7 @@ def up(
     ] = None,
     without: Without = None,
 ) -> None:
-    """All roles of a configuration on this machine, until the trainer is done."""
+    """Run all roles of a configuration on this machine until the trainer is done."""
     from rose.pipeline.local.run import run_up
 
     run_up(common.with_overrides(name=("run.name", name), seed=("run.seed", seed)), prompts, without)
@@ -102,10 +104,10 @@ def up(
 @with_common
 def submit(
     common: Common,
-    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="One prompt a line.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="File with one prompt a line.")],
     without: Without = None,
 ) -> None:
-    """Prompts to the input topic: every line is checked first, and all are sent or none."""
+    """Write prompts to the input topic. Every line is checked first, and all are sent or none."""
     from rose.pipeline.cli.run_commands import submit_file
 
     submit_file(common, file, without)
@@ -115,12 +117,12 @@ def submit(
 @with_common
 def evaluate(
     common: Common,
-    model: Annotated[
-        Path | None, typer.Argument(metavar="FOLDER", help="Model folder; left out, model.folder.")
+    model: Annotated[Path | None, typer.Argument(metavar="FOLDER", help="Model folder; default: model.folder.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="File for the results, as JSON.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here.")] = None,
 ) -> None:
-    """Success of a policy on the held-out tasks, sampled at temperature 1, in one process without Kafka."""
+    """Measure the success of a policy on the held-out tasks, at temperature 1, in one process without Kafka."""
     from rose.pipeline.cli.evaluate import evaluate_folder
 
     evaluate_folder(common, model, output)
@@ -132,10 +134,10 @@ def export(
     common: Common,
     target: Annotated[
         Path | None,
-        typer.Option("--to", metavar="FOLDER", help="Replaced if it is there; left out, `model` in the run's folder."),
+        typer.Option("--to", metavar="FOLDER", help="Folder to write or replace; default: the run's `model`."),
     ] = None,
 ) -> None:
-    """The newest policy of a run as a model folder, also of a run that has not ended."""
+    """Write the newest policy of a run as a model folder, also of a run that has not ended."""
     from rose.pipeline.cli.run_commands import export_run
 
     export_run(common, target)
@@ -145,9 +147,9 @@ def export(
 @with_common
 def environment(
     common: Common,
-    number: Annotated[int, number_option("Which environment worker this is.")] = 0,
+    number: Annotated[int, number_option("Number of this environment worker.")] = 0,
 ) -> None:
-    """An environment worker: opens groups, steps environments, asks for turns."""
+    """Run an environment worker, which opens groups, steps environments and requests turns."""
     from rose.pipeline.cli.roles import run_environment
 
     run_environment(common, number)
@@ -156,7 +158,7 @@ def environment(
 @app.command(rich_help_panel=ROLES)
 @with_common
 def executor(common: Common, name: Worker = None) -> None:
-    """A rollout executor: runs turns on vLLM and takes up new policy versions."""
+    """Run an executor, which runs turns on vLLM and activates new policy versions."""
     from rose.pipeline.cli.roles import run_executor_role
 
     run_executor_role(common.with_overrides(name=("executor.name", name)))
@@ -166,17 +168,21 @@ def executor(common: Common, name: Worker = None) -> None:
 @with_common
 def lend(
     common: Common,
-    model: Annotated[Path | None, typer.Option("--model", metavar="FOLDER", help="What a new server serves.")] = None,
-    endpoint: Annotated[
-        str | None, typer.Option("--endpoint", metavar="URL", help="A server of the policy that is there already.")
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="FOLDER", help="Model folder that a new server serves.")
     ] = None,
-    flags: Annotated[list[str] | None, typer.Argument(metavar="-- FLAGS", help="vLLM's own, after two dashes.")] = None,
+    endpoint: Annotated[
+        str | None, typer.Option("--endpoint", metavar="URL", help="URL of an existing server of the policy.")
+    ] = None,
+    flags: Annotated[
+        list[str] | None, typer.Argument(metavar="-- FLAGS", help="Flags of vLLM, after two dashes.")
+    ] = None,
     name: Worker = None,
     observe: Annotated[
         bool, typer.Option("--observe", help="Lend nothing: log and export what could be lent. Needs no broker.")
     ] = False,
 ) -> None:
-    """A vLLM server that runs rollout turns while it has nothing to serve; or turns by request, from one elsewhere."""
+    """Run a vLLM server that lends its idle capacity to rollouts, or lend an existing server by requests."""
     from rose.pipeline.cli.roles import run_endpoint_role, run_lender_role
 
     common = common.with_overrides(name=("executor.name", name), endpoint=("endpoint.url", endpoint))
@@ -192,9 +198,9 @@ def lend(
 @with_common
 def loadgen(
     common: Common,
-    url: Annotated[str, typer.Argument(metavar="URL", help="Where the server answers, without a path.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="URL of the server, without a path.")],
 ) -> None:
-    """Load on a serving engine, replayed from a trace; how long each request took goes to the run's folder."""
+    """Replay a trace as load on a serving engine, and write the latency of each request to the run's folder."""
     from rose.pipeline.cli.roles import run_loadgen_role
 
     run_loadgen_role(common, url)
@@ -204,9 +210,9 @@ def loadgen(
 @with_common
 def router(
     common: Common,
-    number: Annotated[int, number_option("Which router this is: they share the cells, any more wait.")] = 0,
+    number: Annotated[int, number_option("Number of this router. Routers share the cells; further routers wait.")] = 0,
 ) -> None:
-    """The router: places every turn on an executor."""
+    """Run a router, which assigns every turn to an executor."""
     from rose.pipeline.cli.roles import run_router_role
 
     run_router_role(common, number)
@@ -216,9 +222,9 @@ def router(
 @with_common
 def control(
     common: Common,
-    number: Annotated[int, number_option("Which control app this is: one decides, any others wait.")] = 0,
+    number: Annotated[int, number_option("Number of this control app. One decides; the others wait.")] = 0,
 ) -> None:
-    """The control app: decides which serving workers lend, by leases that it renews, and shows why on a page."""
+    """Run the control app, which decides by leases which workers lend, and shows the reasons on a page."""
     from rose.pipeline.cli.roles import run_control_role
 
     run_control_role(common, number)
@@ -227,7 +233,7 @@ def control(
 @app.command(rich_help_panel=ROLES)
 @with_common
 def trainer(common: Common) -> None:
-    """The trainer: learns from finished groups and publishes policy versions."""
+    """Run the trainer, which learns from finished groups and publishes policy versions."""
     from rose.pipeline.cli.roles import run_trainer_role
 
     run_trainer_role(common)
@@ -235,8 +241,8 @@ def trainer(common: Common) -> None:
 
 @app.command(rich_help_panel=ROLES)
 @keep_docstring
-def keys(file: Annotated[Path, typer.Argument(metavar="FILE", help="where the private key goes")]) -> None:
-    """Make the key with which a trainer signs its versions, and the public one (FILE.pub) for executors."""
+def keys(file: Annotated[Path, typer.Argument(metavar="FILE", help="File for the private key.")]) -> None:
+    """Make the private key with which a trainer signs its versions, and the public key (FILE.pub) for executors."""
     from rose.workers.weights.trust import make_keys
 
     public = make_keys(file)
@@ -257,10 +263,10 @@ def grant(
     ] = 0,
     reason: Reason = "",
     release: Annotated[
-        bool, typer.Option("--release", help="Take the grant by hand back: the control app decides again.")
+        bool, typer.Option("--release", help="Delete the manual grant: the control app decides again.")
     ] = False,
 ) -> None:
-    """Have a lending server lend, or park, whatever the control app says, until that is taken back."""
+    """Have a lending server lend or park, whatever the control app decides, until the grant is released."""
     from rose.pipeline.cli.interventions import release_grant, send_grant
 
     if not release:
@@ -283,13 +289,13 @@ def drain(
             metavar="SECONDS",
             min=0,
             max=MAX_FINISH_SECONDS,
-            help="What it holds may end for so long; default 60.",
+            help="Time that running turns may take to end; default: 60.",
         ),
     ] = None,
     reason: Reason = "",
-    release: Annotated[bool, typer.Option("--release", help="Take the drain back: it takes turns again.")] = False,
+    release: Annotated[bool, typer.Option("--release", help="End the drain: the worker takes turns again.")] = False,
 ) -> None:
-    """Have an executor or a lending server take no more turns, and wait until it holds none: its node can go then."""
+    """Have a worker take no more turns, and wait until it holds none. Its node can then be removed."""
     from rose.pipeline.cli.interventions import DRAIN_TIMEOUT_SECONDS, release_drain
     from rose.pipeline.cli.interventions import drain as drain_worker
 
@@ -305,10 +311,10 @@ def drain(
 @with_common
 def settle(
     common: Common,
-    name: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX, or a GROUP_ID: all of it.")],
+    name: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX, or GROUP_ID for the whole group.")],
     reason: Reason = "",
 ) -> None:
-    """End a trajectory, or all of a group, as a failure of the infrastructure: one that ends its worker, say."""
+    """End a trajectory or a whole group as a failure of the infrastructure, for instance if it ends its worker."""
     from rose.pipeline.cli.interventions import settle_by_hand
 
     settle_by_hand(common, name, reason)
@@ -317,7 +323,7 @@ def settle(
 @app.command(rich_help_panel=LOOKING)
 @with_common
 def watch(common: Common) -> None:
-    """A live view of a run."""
+    """Show a live view of a run."""
     from rose.pipeline.cli.run_commands import watch_run
 
     watch_run(common)
@@ -327,9 +333,9 @@ def watch(common: Common) -> None:
 @with_common
 def status(
     common: Common,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything that is known, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything that is known, as JSON.")] = False,
 ) -> None:
-    """Who waits for whom, and why, on one screen. Exit status 1 if something is unwell."""
+    """Show who waits for whom, and why, on one screen. Exit status 1 if something is unwell."""
     waits = WaitNotice()
     waits.show("loads what it looks with")
     from rose.pipeline.cli.status import show_status
@@ -342,11 +348,12 @@ def status(
 def health(
     common: Common,
     address: Annotated[
-        str | None, typer.Argument(metavar="HOST:PORT", help="Its metrics; left out, metrics.port of this machine.")
+        str | None,
+        typer.Argument(metavar="HOST:PORT", help="Address of its metrics; default: metrics.port of this machine."),
     ] = None,
-    live: Annotated[bool, typer.Option("--live", help="Whether its loop turns over at all.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Check only whether the process is alive.")] = False,
 ) -> None:
-    """Whether one process does what it is there for, in a sentence. Exit status 1 if it does not."""
+    """Say in one sentence whether a process does its work. Exit status 1 if it does not."""
     from rose.pipeline.process.health_server import print_health
 
     print_health(common, address, live=live)
@@ -356,9 +363,9 @@ def health(
 @with_common
 def why(
     common: Common,
-    name: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX, or a GROUP_ID.")],
+    name: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX, or GROUP_ID.")],
 ) -> None:
-    """Where a trajectory or a group is, and why, in a sentence."""
+    """Say in one sentence where a trajectory or a group is, and why."""
     from rose.pipeline.cli.replay import print_why
 
     print_why(common, name)
@@ -367,7 +374,7 @@ def why(
 @app.command(rich_help_panel=LOOKING)
 @with_common
 def audit(common: Common) -> None:
-    """The conservation law, from the log alone: one end for every trajectory. Exit status 1 if it is broken."""
+    """Check the conservation law on the log: every trajectory has one end. Exit status 1 if it is broken."""
     from rose.pipeline.cli.run_commands import audit_run
 
     audit_run(common)
@@ -378,7 +385,7 @@ def audit(common: Common) -> None:
 def replay(
     common: Common, trajectory: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX")]
 ) -> None:
-    """The life of one trajectory, turn by turn."""
+    """Show the life of one trajectory, turn by turn."""
     from rose.pipeline.cli.replay import print_replay
 
     print_replay(common, trajectory)
@@ -396,7 +403,7 @@ def report(common: Common) -> None:
 @app.command("config", rich_help_panel=LOOKING)
 @with_common
 def show_config(common: Common) -> None:
-    """The resolved configuration: every field, its value, what it is and who said so. Passwords are not shown."""
+    """Print the resolved configuration: every field with its value, meaning and origin. Passwords are hidden."""
     from rose.pipeline.config.load import load, resolved_toml, without_secrets
 
     sys.stdout.write(without_secrets(resolved_toml(load(common), explained=True)))
@@ -406,9 +413,11 @@ def show_config(common: Common) -> None:
 @with_common
 def dlq_list(
     common: Common,
-    topic: Annotated[str | None, typer.Option("--topic", metavar="TOPIC", help="Of this topic alone.")] = None,
+    topic: Annotated[
+        str | None, typer.Option("--topic", metavar="TOPIC", help="Only dead letters of this topic.")
+    ] = None,
 ) -> None:
-    """Every dead letter in a line: its place, when, why, its key."""
+    """List the dead letters, one a line: position, time, reason and key."""
     from rose.pipeline.cli.dead_letters import list_dead_letters
 
     list_dead_letters(common, topic)
@@ -417,7 +426,7 @@ def dlq_list(
 @dlq.command("show")
 @with_common
 def dlq_show(common: Common, place: Place) -> None:
-    """One dead letter whole: headers, and what it holds."""
+    """Show one dead letter with its headers and its content."""
     from rose.pipeline.cli.dead_letters import show_dead_letter
 
     show_dead_letter(common, place)
@@ -429,14 +438,14 @@ def dlq_retry(
     common: Common,
     place: Place,
     edit: Annotated[
-        Path | None, typer.Option("--edit", metavar="FILE", help="Send what is in this file instead.")
+        Path | None, typer.Option("--edit", metavar="FILE", help="Send the content of this file instead.")
     ] = None,
     field: Annotated[
-        list[str] | None, typer.Option("--field", metavar="FIELD=VALUE", help="Set a field of it. Repeatable.")
+        list[str] | None, typer.Option("--field", metavar="FIELD=VALUE", help="Set a field of the record. Repeatable.")
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Even if it was sent back before.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Send it even if it was sent back before.")] = False,
 ) -> None:
-    """Send a dead letter back to its topic, mended or as it came."""
+    """Send a dead letter back to its topic, corrected or unchanged."""
     from rose.pipeline.cli.dead_letters import retry_dead_letter
 
     retry_dead_letter(common, place, edit, field, again=again)
@@ -445,7 +454,7 @@ def dlq_retry(
 @topics.command("create")
 @with_common
 def topics_create(common: Common) -> None:
-    """Create the topics that are not there yet, and inboxes that the one of dispatches lacks."""
+    """Create missing topics, and add missing inboxes."""
     from rose.pipeline.cli.topics import create_catalog
 
     create_catalog(common)
@@ -454,7 +463,7 @@ def topics_create(common: Common) -> None:
 @topics.command("describe")
 @with_common
 def topics_describe(common: Common) -> None:
-    """The topics as the broker has them."""
+    """Show the topics as they are on the broker."""
     from rose.pipeline.cli.topics import describe_catalog
 
     describe_catalog(common)
@@ -472,7 +481,7 @@ def topics_check(common: Common) -> None:
 @topics.command("asyncapi")
 @with_common
 def topics_asyncapi(common: Common) -> None:
-    """AsyncAPI of all topics and records, for this namespace and these partitions."""
+    """Print the AsyncAPI document of all topics and records, for this namespace and these partitions."""
     from rose.pipeline.asyncapi import print_asyncapi
 
     print_asyncapi(common)
@@ -481,7 +490,7 @@ def topics_asyncapi(common: Common) -> None:
 @topics.command("prompt-schema")
 @keep_docstring
 def topics_prompt_schema() -> None:
-    """JSON Schema of a prompt as JSON."""
+    """Print the JSON Schema of a prompt in JSON."""
     from rose.pipeline.asyncapi import print_prompt_schema
 
     print_prompt_schema()
@@ -496,24 +505,26 @@ def topics_acl(
         typer.Option(
             "--role",
             metavar="ROLE",
-            help="environment, router, control, executor (so is a lender), trainer, producer, view, operator or admin.",
+            help="environment, router, control, executor (also lenders), trainer, producer, view, operator or admin.",
         ),
     ],
     principal: Annotated[
-        str | None, typer.Option("--principal", metavar="TYPE:NAME", help="Whose; left out, User:rose-ROLE.")
+        str | None,
+        typer.Option("--principal", metavar="TYPE:NAME", help="Principal of the ACLs; default: User:rose-ROLE."),
     ] = None,
     strimzi: Annotated[
-        str | None, typer.Option("--strimzi", metavar="CLUSTER", help="A KafkaUser of this Strimzi cluster instead.")
+        str | None,
+        typer.Option("--strimzi", metavar="CLUSTER", help="Print a KafkaUser of this Strimzi cluster instead."),
     ] = None,
 ) -> None:
-    """The ACLs that a role needs, and no more: lines of options for kafka-acls.sh. Needs no broker."""
+    """Print the ACLs that a role needs, as options of kafka-acls.sh. Needs no broker."""
     from rose.pipeline.cli.topics import print_acls
 
     print_acls(common, role, principal, strimzi)
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command; this is the console script."""
     repair_streams()
     try:
         try:

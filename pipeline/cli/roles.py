@@ -141,8 +141,9 @@ def number_of(worker: str) -> int:
 def _running_role(
     config: Config, role: Role, metrics_port: int, number: int = 0, *, name: str
 ) -> Iterator[tuple[BusSettings, Event]]:
-    """Set up what every role has around its loop. Raises BrokerUnreachable, RightsMissing, or UsageError from
-    `_exporting`.
+    """Set up what every role has around its loop.
+
+    Raises BrokerUnreachable, RightsMissing, or UsageError from `_exporting`.
     """
     settings = config.bus()
     stop = stop_on_signals()

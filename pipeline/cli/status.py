@@ -56,27 +56,29 @@ def show_status(common: Common, *, as_json: bool, waits: WaitNotice | None = Non
         watch = follow_run(config, bus, whole=False, on_wait=deadline_after(LONGEST_SECONDS, bus))
         try:
             _look(watch, waits)
-            facts, sounding, versions = watch.facts(), watch.snapshot, watch.run_state.versions
-            untold = unknown_parts(answered=sounding is not None, caught_up=watch.caught_up, trouble=watch.broker_error)
+            facts, snapshot, versions = watch.facts(), watch.snapshot, watch.run_state.versions
+            untold = unknown_parts(
+                answered=snapshot is not None, caught_up=watch.caught_up, broker_error=watch.broker_error
+            )
         finally:
             waits.show("")
             watch.close()
     findings = [*untold, *diagnose(facts)]
     if as_json:
-        report = msgspec.json.encode(_plain(facts, findings, sounding, versions))
+        report = msgspec.json.encode(_plain(facts, findings, snapshot, versions))
         sys.stdout.write(f"{msgspec.json.format(report, indent=2).decode()}\n")
     else:
-        _print(facts, findings, sounding, versions, title=f"ROSE on {bus.bootstrap}{_of(bus.namespace)}")
+        _print(facts, findings, snapshot, versions, title=f"ROSE on {bus.bootstrap}{_of(bus.namespace)}")
     unwell = [finding.sentence for finding in findings if finding.severity is Severity.UNWELL]
     if unwell:
         more = f"; and {len(unwell) - 1} more to mend" if len(unwell) > 1 else ""
         raise RunUnhealthy(f"unwell: {unwell[0]}{more}")
 
 
-def unknown_parts(*, answered: bool, caught_up: bool, trouble: str) -> Iterator[Finding]:
+def unknown_parts(*, answered: bool, caught_up: bool, broker_error: str) -> Iterator[Finding]:
     """Yield a finding for each part of the state that could not be read."""
     if not answered:
-        why = f" ({trouble})" if trouble else ""
+        why = f" ({broker_error})" if broker_error else ""
         sentence = f"the broker does not say who is a member of which group, nor how far they have read{why}"
         yield Finding(Severity.UNWELL, "broker", sentence)
     if not caught_up:
@@ -128,7 +130,7 @@ def _unhealthy(facts: Facts) -> list[str]:
 
 
 def _print(
-    facts: Facts, findings: list[Finding], sounding: BrokerSnapshot | None, versions: int, *, title: str
+    facts: Facts, findings: list[Finding], snapshot: BrokerSnapshot | None, versions: int, *, title: str
 ) -> None:
     console = Console()
     console.print(Text(title, "bold"))
@@ -140,11 +142,11 @@ def _print(
     table.add_column()
     newest = f", the newest is {facts.newest_version}" if versions else ""
     table.add_row("versions", f"{versions} of this run on the log{newest}")
-    if sounding is not None:
-        owned = f", {sounding.homes_owned} of {sounding.homes} homes owned"
-        table.add_row("environments", f"{sounding.environment_workers} workers{owned}")
-        table.add_row("routers", str(sounding.routers))
-        lag = ", ".join(f"{count} in {topic.name}" for topic, count in sounding.lag.items())
+    if snapshot is not None:
+        owned = f", {snapshot.homes_owned} of {snapshot.homes} homes owned"
+        table.add_row("environments", f"{snapshot.environment_workers} workers{owned}")
+        table.add_row("routers", str(snapshot.routers))
+        lag = ", ".join(f"{count} in {topic.name}" for topic, count in snapshot.lag.items())
         table.add_row("behind by", f"{lag} (offsets)")
     console.print(table, highlight=False)
     console.print()
@@ -152,10 +154,10 @@ def _print(
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _plain(facts: Facts, findings: list[Finding], sounding: BrokerSnapshot | None, versions: int) -> dict[str, Any]:
+def _plain(facts: Facts, findings: list[Finding], snapshot: BrokerSnapshot | None, versions: int) -> dict[str, Any]:
     report: dict[str, Any] = msgspec.to_builtins(facts)
     report["versions"] = versions
-    report["lag"] = {topic.name: count for topic, count in sounding.lag.items()} if sounding is not None else {}
+    report["lag"] = {topic.name: count for topic, count in snapshot.lag.items()} if snapshot is not None else {}
     report["findings"] = msgspec.to_builtins(findings)
     report["well"] = all(finding.severity is not Severity.UNWELL for finding in findings)
     return report

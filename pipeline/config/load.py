@@ -162,6 +162,7 @@ class Config:
 
     @property
     def partitions(self) -> Partitions:
+        """Number of partitions of each kind of topic."""
         topics = self.settings.topics
         return Partitions(
             home=topics.home_partitions,
@@ -503,7 +504,7 @@ def resolved_toml(config: Config, *, explained: bool) -> str:
                 comment = f"{sentences.get(field.name, '')} ({config.origins.get(path, 'default')})".strip()
                 lines += textwrap.wrap(comment, COLUMNS, initial_indent="# ", subsequent_indent="# ")
             value = getattr(values, field.name)
-            lines.append(f"# {field.name} =" if value is None else f"{field.name} = {_toml(value)}")
+            lines.append(f"# {field.name} =" if value is None else f"{field.name} = {as_toml(value)}")
         lines.append("")
     return "\n".join(lines)
 
@@ -513,20 +514,21 @@ def without_secrets(resolved: str) -> str:
     return SECRET.sub(rf'\1{NOT_SHOWN}"', resolved)
 
 
-def _toml(value: Any) -> str:
+def as_toml(value: Any) -> str:
+    """Return a value as TOML, on one line; tables are inline tables."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Enum):
-        return _toml(value.value)
+        return as_toml(value.value)
     if isinstance(value, Path):
-        return _toml(str(value))
+        return as_toml(str(value))
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, int | float):
         return repr(value)
     if dataclasses.is_dataclass(value):
-        return _toml({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+        return as_toml({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
     if isinstance(value, dict):
-        pairs = (f"{_toml(str(key))} = {_toml(inner)}" for key, inner in value.items() if inner is not None)
+        pairs = (f"{as_toml(str(key))} = {as_toml(inner)}" for key, inner in value.items() if inner is not None)
         return f"{{ {', '.join(pairs)} }}" if value else "{}"
-    return f"[{', '.join(_toml(item) for item in value)}]"
+    return f"[{', '.join(as_toml(item) for item in value)}]"

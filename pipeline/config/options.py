@@ -15,23 +15,26 @@ import typer
 
 from rose.pipeline.config.field_docs import keep_docstring
 
-_option = partial(typer.Option, rich_help_panel="Configuration and broker")
+PANEL = "Configuration and broker"
+"""Heading of the common options in the help of a command."""
+
+_option = partial(typer.Option, rich_help_panel=PANEL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Common:
     """The values of the common options. `overrides` are further values: (flag, `section.field`, value)."""
 
-    config: Annotated[Path | None, _option("--config", metavar="FILE", help="TOML configuration.")] = None
+    config: Annotated[Path | None, _option("--config", metavar="FILE", help="Configuration file, TOML.")] = None
     run: Annotated[
-        str | None, _option("--run", metavar="NAME", help="A run of this folder: its configuration, broker.")
+        str | None, _option("--run", metavar="NAME", help="Use the configuration and the broker of this run.")
     ] = None
     settings: Annotated[
         list[str] | None,
         _option("--set", metavar="SECTION.KEY=VALUE", help="One setting; see `rose config`. Repeatable."),
     ] = None
     bootstrap_server: Annotated[
-        str | None, _option("--bootstrap-server", metavar="HOST:PORT", help="A running Kafka.")
+        str | None, _option("--bootstrap-server", metavar="HOST:PORT", help="Address of a running Kafka.")
     ] = None
     command_config: Annotated[
         Path | None, _option("--command-config", metavar="FILE", help="librdkafka settings, key=value lines.")
@@ -41,7 +44,7 @@ class Common:
     ] = None
     namespace: Annotated[
         str | None,
-        _option("--namespace", metavar="PREFIX", help="Before every topic, group and id."),
+        _option("--namespace", metavar="PREFIX", help="Prefix of every topic, group and id."),
     ] = None
     overrides: tuple[tuple[str, str, object], ...] = ()
 

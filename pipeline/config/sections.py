@@ -34,40 +34,40 @@ MOST_FIRST_SEED = 2**62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerSection:
-    """The Kafka of the run."""
+    """The Kafka cluster of the run."""
 
     bootstrap_server: str = ""
     """`host:port[,host:port]` of a running Kafka; empty: `rose up` and `rose demo` start one on this machine."""
     kafka_home: Path | None = None
-    """Folder with Apache Kafka's `libs/`, to start instead of the embedded broker; KAFKA_HOME says the same."""
+    """Folder with Apache Kafka's `libs/`. `rose up` and `rose demo` start this Kafka instead of the embedded broker.
+    The variable KAFKA_HOME has the same effect."""
     namespace: str = ""
-    """Put before every topic, group and transactional id, to share a cluster."""
+    """Prefix of every topic, group and transactional id, so that several runs can share a cluster."""
     properties: dict[str, str] = field(default_factory=dict)
-    """librdkafka settings, verbatim."""
+    """librdkafka settings of every client, passed on verbatim."""
     embedded: bool = False
-    """Whether the broker is the embedded one, or one like it: it answers an empty fetch at once and never evicts a dead
-    member of a group. `rose up` and `rose demo` say so of a broker that they start."""
+    """Whether the broker is the embedded one. It answers an empty fetch at once and never evicts a dead member of a
+    group. `rose up` and `rose demo` set this for a broker that they start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicsSection:
-    """The partitions and the replication of the topics."""
+    """Partitions and replication of the topics."""
 
     home_partitions: int = 8
     """Partitions of prompts, requests, results and snapshots; at least one for each environment worker."""
     inbox_slots: int = 32
-    """Partitions of the executors' inboxes. Who shares one reads what is for the others too: as many as there are
-    executors, or more, cost least."""
+    """Partitions of the executors' inboxes. Executors that share an inbox read each other's records, so use at least as
+    many as there are executors."""
     sample_partitions: int = 4
     """Partitions of finished samples."""
     chunk_partitions: int = 4
     """Partitions of weight chunks."""
     cells: int = 1
-    """Parts into which homes, inboxes and executors fall, each with a routing core of its own. Routers share them: more
-    routers than cells are spares. A core is at its best with some hundreds of executors; each cell needs some of its
-    own."""
+    """Shards of the router. Each cell has its own homes, inboxes and executors, and one router serves it; further
+    routers are spares. Use one cell for each few hundred executors."""
     replication_factor: int = 1
-    """Copies of every partition; 3 on a cluster that must survive the loss of a broker."""
+    """Copies of every partition; use 3 on a cluster that must survive the loss of a broker."""
 
     def __post_init__(self) -> None:
         check_bounds(
@@ -90,7 +90,7 @@ class ModelSection:
     folder: Path = WARM_START
     """Hugging Face model folder with chat template or `turn_format.json`; the default is the warm start of the demo."""
     id: str = "policy"
-    """Names the policy on the log."""
+    """Name of the policy on the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +98,11 @@ class RunSection:
     """One run on this machine."""
 
     name: str = "demo"
-    """All that a run writes lies in `<folder>/<name>`."""
+    """Name of the run. All files of the run are in `<folder>/<name>`."""
     folder: Path = Path("runs")
-    """Where runs are kept."""
+    """Folder in which runs are kept."""
     seed: int = 0
-    """Seeds tasks, sampling and training."""
+    """Seed of tasks, sampling and training."""
     environment_workers: int = 1
     """Environment workers that `rose up` starts."""
     executors: int = 2
@@ -128,14 +128,14 @@ class RunSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingSection:
-    """The servers that lend in a run on this machine."""
+    """The lending servers of a run on this machine."""
 
     folder: Path = WARM_START
-    """Hugging Face model folder."""
+    """Hugging Face model folder that the servers serve."""
     flags: list[str] = field(default_factory=list)
-    """vLLM's own, but for host and port."""
+    """Flags of vLLM, except host and port."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Environment variables of the server, beside those that it inherits."""
+    """Environment variables of the server, in addition to inherited ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,9 +146,9 @@ class MetricsSection:
     """
 
     host: str = "127.0.0.1"
-    """Address that the metrics are served on; loopback unless said otherwise."""
+    """Address that serves the metrics; loopback by default."""
     port: int = 0
-    """Port of a role that has its network to itself, as in a container, whichever it is; 0: that of its kind, below."""
+    """Port of any role that has a network of its own, as in a container; 0: the port of the role's kind, below."""
     router: int = 0
     """Port of the router's metrics."""
     control: int = 0
@@ -156,9 +156,9 @@ class MetricsSection:
     trainer: int = 0
     """Port of the trainer's metrics."""
     environment: int = 0
-    """Port of the first environment worker's metrics; worker n has this plus n."""
+    """Port of the first environment worker's metrics; worker n uses this port plus n."""
     executor: int = 0
-    """Port of an executor's metrics; the one of the name executor-N has this plus N."""
+    """Port of an executor's metrics; executor-N uses this port plus N."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -179,9 +179,9 @@ class TracingSection:
     """OpenTelemetry traces, one trace for each trajectory; needs the extra `otel`. Raises UsageError."""
 
     endpoint: str = ""
-    """Base URL of a collector (OTLP over HTTP); empty: that in OTEL_EXPORTER_OTLP_ENDPOINT, or no traces."""
+    """Base URL of a collector (OTLP over HTTP); empty: the URL in OTEL_EXPORTER_OTLP_ENDPOINT, or no traces."""
     ratio: float = 1.0
-    """Share of the trajectories that are traced, the same ones in every process."""
+    """Share of the trajectories that are traced; every process traces the same ones."""
 
     def __post_init__(self) -> None:
         if self.endpoint and not is_http_server(self.endpoint):
@@ -198,19 +198,19 @@ class TasksSection:
     """The tasks of `rose demo` and `rose evaluate`."""
 
     environment: str = "calculator"
-    """A built-in environment's name, or `package.module:Class`."""
+    """Name of a built-in environment, or `package.module:Class`."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Handed to the environment's `reset`."""
+    """Arguments of the environment's `reset`."""
     group_size: int = 16
     """Trajectories of one prompt."""
     steps: int = 24
-    """Optimizer steps of the demo; it asks for as many groups as they take."""
+    """Optimizer steps of the demo, which requests as many groups as the steps need."""
     max_turns: int = 16
-    """Turns after which a trajectory ends as it stands."""
+    """Most turns of a trajectory; a trajectory with this many turns ends."""
     held_out: int = 1024
-    """Fixed tasks, never trained on, that success before and after is measured on."""
+    """Number of fixed tasks that are never trained on. Success before and after training is measured on them."""
     first_seed: int = 0
-    """Seed of the first training task of run seed 0; every run seed has a range of its own."""
+    """Seed of the first training task of run seed 0; every run seed has its own range of task seeds."""
     held_out_seed: int = 1_000_000_000
     """Seed of the first held-out task; the same for every run."""
 

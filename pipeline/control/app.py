@@ -148,7 +148,13 @@ class ControlApp:
         except RecordError as error:
             raw = RawMessage(message.key, message.value, headers)
             invalid = InvalidMessage(SUMMARIES, message.partition, message.offset, raw, str(error))
-            self._log.warning("buried", offset=message.offset, reason=str(error))
+            self._log.warning(
+                "dead_lettered",
+                topic=SUMMARIES.name,
+                partition=message.partition,
+                offset=message.offset,
+                reason=str(error),
+            )
             self._writer.dead_letter(invalid, str(error))
             return
         counts.read(SUMMARIES).inc()
@@ -185,10 +191,10 @@ class ControlApp:
         if grant.cell is not None:
             self._writer.write(GRANTS, grant, key=grant_key(grant.worker, GrantSource.CELL))
             self._decisions.appendleft(grant)
-            self._log.info("move", worker=grant.worker, to=grant.cell, reason=grant.reason)
+            self._log.info("move_granted", worker=grant.worker, cell=grant.cell, reason=grant.reason)
             return
         self._writer.write(GRANTS, grant, key=grant_key(grant.worker, GrantSource.LEASED))
         if self._lending.get(grant.worker) != grant.lend:
             self._lending[grant.worker] = grant.lend
             self._decisions.appendleft(grant)
-            self._log.info("lend" if grant.lend else "park", worker=grant.worker, reason=grant.reason)
+            self._log.info("lend_granted" if grant.lend else "park_granted", worker=grant.worker, reason=grant.reason)

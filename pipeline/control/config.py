@@ -10,24 +10,24 @@ HIGHEST_PORT = 65_535
 
 @dataclass(frozen=True, slots=True)
 class ControlConfig:
-    """How capacity is granted, and where that is shown."""
+    """When lenders are woken, parked and moved, and the page that shows the decisions."""
 
     most_lenders: int = 0
-    """Serving workers that lend at once, at most; 0: as many as are worth it."""
+    """Most serving workers that lend at once; 0: no limit."""
     lease_seconds: float = 30.0
-    """For which a grant holds unless it is renewed, which it is three times in that time."""
+    """Seconds that a grant holds unless it is renewed. The control app renews it three times in that time."""
     margin_seconds: float = 2.0
-    """That one more lender must be at work before what waits is done, to be woken. One without which all that there is
-    would be done in half of it is of no use."""
+    """A lender is woken if it would work for more than this many seconds before the waiting work is done. A lender is
+    of no use if the other executors would do all work in half of this time."""
     dwell_seconds: float = 20.0
-    """A worker that was woken or parked stays so for at least so long, and one that was moved where it is. For as long
-    one more has to be worth it in a cell in which somebody is at work already."""
+    """Least time between two changes of one worker: wake, park or move. In a cell that has working executors, a further
+    lender must be worthwhile for as long before it is woken."""
     idle_seconds: float = 10.0
-    """After so long without being of use a lender is parked."""
+    """Time without use after which a lender is parked."""
     page_host: str = "127.0.0.1"
-    """Address that the page is served on; loopback unless said otherwise."""
+    """Address that serves the page; loopback by default."""
     page_port: int = 6066
-    """Port of the page that shows what was decided and why; 0 is off."""
+    """Port of the page that shows decisions and their reasons; 0 means off."""
 
     def __post_init__(self) -> None:
         check_bounds(

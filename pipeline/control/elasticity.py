@@ -274,8 +274,10 @@ class ElasticityCore:
         return lease is None or lease.grant.job == self.job or not lease.grant.lend or now >= lease.expires_at()
 
     def lending_workers(self, now: float) -> list[str]:
-        """Workers that count for `most_lenders`: known workers that shall lend by a decision or a manual grant, and
-        workers whose lease of this job is still valid.
+        """Return the workers that count for `most_lenders`.
+
+        These are the known workers that shall lend by a decision or a manual grant, and the workers whose lease of this
+        job is still valid.
         """
         return [name for name in dict.fromkeys((*self.lenders, *self.leases)) if self._counts_as_lending(name, now)]
 
@@ -495,8 +497,9 @@ class ElasticityCore:
         return total if lender.woken_at is None else max(0.0, total - (now - lender.woken_at))
 
     def _due_grant(self, name: str, now: float) -> CapacityGrant | None:
-        """The grant of a lender that is due, if there is one. The grant is entered in `leases` as if it were on the
-        log.
+        """The grant of a lender that is due, if there is one.
+
+        The grant is entered in `leases` as if it were on the log.
         """
         lender, lease = self.lenders[name], self.leases.get(name)
         if lender.lends is None or not self.is_managed(name, now):

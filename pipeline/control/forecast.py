@@ -6,7 +6,7 @@ Keeps true
 
 Each worker does work from the time at which it is free, at its own rate. Pure.
 
-Example
+Example:
     finish_seconds([WorkShare(0, 2)], 10)                   -> 5.0
     finish_seconds([WorkShare(0, 2), WorkShare(4, 8)], 10)  -> 4.2: the second worker helps with the last 2 turns
 """
@@ -117,6 +117,7 @@ class RunningMean:
     count: int = 0
 
     def add(self, value: float) -> None:
+        """Add a value; newer values weigh more."""
         self.count += 1
         self.value += max(WEIGHT, 1.0 / self.count) * (value - self.value)
 
@@ -146,6 +147,7 @@ class DelayEstimate:
         return self.workers.get(worker, self.fleet).value
 
     def add(self, worker: str, seconds: float) -> None:
+        """Add a delay of a worker, in seconds."""
         self.fleet.add(seconds)
         self.workers.setdefault(worker, RunningMean(seconds)).add(seconds)
 
@@ -159,7 +161,7 @@ class WorkerEstimates:
         self.catch_up = DelayEstimate(RunningMean(5.0))
         """Seconds from then until the guest has the weights and may be sent turns."""
         self._rates: dict[str, tuple[bool, Rates]] = {}
-        """By worker: whether it serves, and its rates when it was last open."""
+        """Whether a worker serves, and its rates when it was last open; by worker."""
         self._fleet_rates: Rates | None = None
         """Cached result of `_typical_rates`; None after a change."""
         self._prefill_tokens = RunningMean(1000.0)
@@ -179,6 +181,7 @@ class WorkerEstimates:
         self._new_tokens.add(new_tokens / turns)
 
     def forget(self, worker: str) -> None:
+        """Forget everything about a worker."""
         self._rates.pop(worker, None)
         self._fleet_rates = None
         self.wake.workers.pop(worker, None)

@@ -49,6 +49,6 @@ class GrantLog:
 
     def _on_record(self, item: Envelope, _caught_up: bool) -> None:
         grant = item.record if isinstance(item.record, CapacityGrant) else None
-        worker, voice = parse_grant_key(item.key)
-        if voice is not None:
-            self._updates.put(GrantUpdate(worker, grant, voice))
+        worker, source = parse_grant_key(item.key)
+        if source is not None:
+            self._updates.put(GrantUpdate(worker, grant, source))

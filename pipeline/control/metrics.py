@@ -18,6 +18,7 @@ class ControlCollector(Collector):
         self._clock = clock
 
     def collect(self) -> Iterable[Metric]:
+        """Yield the metrics with their present values."""
         decides, cells, lenders, woken, parked, moved, moving, work = self.describe()
         control, now = self._core, self._clock()
         live = control.live_summaries(now)
@@ -50,17 +51,18 @@ class ControlCollector(Collector):
     ]:
         """Empty metric families, in the order in which `collect` fills them."""
         return (
-            GaugeMetricFamily("rose_control_decides", "Whether this control app hears a cell; of several one does."),
-            GaugeMetricFamily("rose_control_cells", "Cells whose routers are heard."),
+            GaugeMetricFamily("rose_control_decides", "Whether this control app decides; one of several does."),
+            GaugeMetricFamily("rose_control_cells", "Cells whose routers send summaries."),
             GaugeMetricFamily(
-                "rose_control_lenders", "Lenders by what was decided; told by hand; drained.", labels=["told"]
+                "rose_control_lenders", "Lenders by decision: lend, park, manual grant or drain.", labels=["told"]
             ),
-            CounterMetricFamily("rose_control_woken", "Times that a lender was told to lend."),
-            CounterMetricFamily("rose_control_parked", "Times that a lender was told to park."),
-            CounterMetricFamily("rose_control_moved", "Times that a worker was told of another cell."),
-            GaugeMetricFamily("rose_control_moving", "Workers on their way to another cell."),
+            CounterMetricFamily("rose_control_woken", "Times that a lender was woken."),
+            CounterMetricFamily("rose_control_parked", "Times that a lender was parked."),
+            CounterMetricFamily("rose_control_moved", "Times that a worker was told to move to another cell."),
+            GaugeMetricFamily("rose_control_moving", "Workers that move to another cell."),
             GaugeMetricFamily(
-                "rose_control_waiting_seconds", "That the open executors of a cell need for what waits; of the worst."
+                "rose_control_waiting_seconds",
+                "Time that the open executors need for the waiting turns, in the worst cell.",
             ),
         )
 

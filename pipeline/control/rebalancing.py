@@ -16,7 +16,7 @@ Keeps true
 
 Pure: `now` is the time of the elasticity core.
 
-Example
+Example:
     cell 0: w1 and w2 are open, 3 s of work; cell 1: unserved, 5 turns wait  -> after 3 s w2 is moved to cell 1
     cell 0: w1 is open, 3 s of work; cell 1: unserved, 5 turns wait          -> no move before cell 0 has no work
     cell 0: 4 are open, 10 s of work; cell 1: w5 is open, 90 s of work       -> one move: 13 s here, 45 s there
@@ -140,7 +140,7 @@ class Rebalancer:
         self._config = config
         self._workers: dict[str, TrackedWorker] = {}
         self._targets_read: dict[str, tuple[int, float]] = {}
-        """By worker that no summary has named yet: the cell on the log, and when it was read."""
+        """The cell on the log, and when it was read, for each worker that no summary has named yet."""
         self._last_gave: dict[int, float] = {}
         """When a worker was last ordered to leave, by cell."""
         self._last_received: dict[int, float] = {}
@@ -175,8 +175,9 @@ class Rebalancer:
             self._targets_read.pop(worker, None)
 
     def forget(self, now: float) -> list[str]:
-        """Forget the workers that no summary has named for FORGET_SECONDS, except their cell on the log; return their
-        names.
+        """Forget the workers that no summary has named for FORGET_SECONDS, and return their names.
+
+        Their cell on the log is kept.
         """
         gone = [name for name, each in self._workers.items() if now - each.named_at >= FORGET_SECONDS]
         for name in gone:

@@ -75,7 +75,7 @@ async def _run(
         if failure is not None and (is_permanent(failure) or isinstance(failure, UsageError)):
             raise failure
         if not stop.is_set():
-            log.warning("begins anew", reason=str(failure))
+            log.warning("restarting", reason=str(failure))
             HEALTH.report_restart(str(failure))
             await asyncio.sleep(RESTART_SECONDS)
 

@@ -16,8 +16,7 @@ Keeps true
 An executor's start is ten seconds of imports and one second of work. A run has several executors, a demo measures
 twice, and crashed roles are restarted.
 
-Example
-
+Example:
     with ForkServer() as fork_server:
         process = fork_server.start(("router", "--config", "rose.toml"), name="router", log=Path("router.log"))
 """

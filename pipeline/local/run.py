@@ -133,7 +133,10 @@ def write_configuration(config: Config, broker: RunBroker) -> Path:
 
 
 def role_fork_server() -> ForkServer:
-    """For roles that read what `write_configuration` has written."""
+    """Return a fork server for roles that read the file of `write_configuration`.
+
+    The roles do not inherit variables that set the configuration.
+    """
     return ForkServer(environment=without_settings(os.environ))
 
 

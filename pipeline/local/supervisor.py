@@ -126,6 +126,7 @@ class Supervisor:
         """Whether the role that ends the run has finished its work."""
 
     def start(self) -> None:
+        """Start all processes."""
         for each in self._supervised:
             each.start(self._fork_server, monotonic())
 

@@ -165,7 +165,7 @@ class BrokerProbe:
         """The committed offset of each home's results at that time."""
         self._stamped: dict[Place, tuple[int, float]] = {}
         """The committed offset with the timestamp of the result there, for homes whose offset has not moved."""
-        self.trouble = ""
+        self.last_error = ""
         """Error of the last probe; empty if it succeeded."""
 
     def probe(self) -> BrokerSnapshot | None:
@@ -189,7 +189,7 @@ class BrokerProbe:
             waiting = _count(unread) if few else lag_at
             results = {home: count for (topic, home), count in behind.items() if topic is COMPLETED and count}
             stamps = self._results_stamps(committed[ENVIRONMENT_GROUP], results)
-            self.trouble = ""
+            self.last_error = ""
             return BrokerSnapshot(
                 at=monotonic(),
                 ends=ends,
@@ -209,11 +209,12 @@ class BrokerProbe:
                 letters=self._count_letters(client),
             )
         except (KafkaException, RoseError) as error:
-            self.trouble = str(error)
+            self.last_error = str(error)
             self._client = None
             return None
 
     def close(self) -> None:
+        """Close the clients."""
         for reader in self._offsets.values():
             reader.close()
 
@@ -325,15 +326,16 @@ class BrokerProbeThread:
         """When the broker last answered; the start of the thread if never."""
         self.workers_at = math.inf
         """Since when the group has had environment workers, without a break; infinite if it has none."""
-        self._thread = Thread(target=self._run, name="soundings", daemon=True)
+        self._thread = Thread(target=self._run, name="broker-probe", daemon=True)
         self._thread.start()
 
     @property
-    def trouble(self) -> str:
+    def last_error(self) -> str:
         """Error of the last probe; empty if it succeeded."""
-        return self._probe.trouble
+        return self._probe.last_error
 
     def close(self) -> None:
+        """End the thread; wait for it no longer than an answer may take."""
         self._stop.set()
         self._thread.join(ANSWER_SECONDS)
 

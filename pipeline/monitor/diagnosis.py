@@ -9,7 +9,7 @@ Keeps true
 
 Pure.
 
-Example
+Example:
     2 executors STARTING, both refusing version 0 for the same reason, 16 trajectories in a turn
         -> unwell: "2 executors refuse version 0: float32 on the wire, the engine holds bfloat16"
 """

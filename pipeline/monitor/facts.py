@@ -64,10 +64,12 @@ class ExecutorFacts:
 
     @property
     def silent(self) -> bool:
+        """Whether the newest heartbeat is older than its time to live."""
         return self.silent_seconds > self.ttl_seconds
 
     @property
     def ready(self) -> bool:
+        """Whether the executor is heard and ready for turns."""
         return self.state is ExecutorState.READY and not self.silent
 
 
@@ -180,6 +182,7 @@ class Facts:
 
     @property
     def work_left(self) -> bool:
+        """Whether prompts wait or groups are open."""
         return self.prompts_waiting > 0 or self.open_groups > 0
 
     @property

@@ -112,7 +112,7 @@ class RunFollower:
     @property
     def broker_error(self) -> str:
         """Error of the broker's last answer; empty if it succeeded."""
-        return self._probe.trouble
+        return self._probe.last_error
 
     @property
     def unanswered_seconds(self) -> float:
@@ -134,17 +134,17 @@ class RunFollower:
                 self._behind.discard((item.topic, item.partition))
             elif isinstance(item, Envelope):
                 self._on_envelope(item)
-        sounding = self.snapshot
-        if sounding is not None and sounding is not self._applied_snapshot and self.caught_up:
+        snapshot = self.snapshot
+        if snapshot is not None and snapshot is not self._applied_snapshot and self.caught_up:
             self._backlog.on_snapshot(
-                sounding.without(self.run_state.has_decided), now if absence else min(now, sounding.at)
+                snapshot.without(self.run_state.has_decided), now if absence else min(now, snapshot.at)
             )
-            self._applied_snapshot = sounding
+            self._applied_snapshot = snapshot
 
     def facts(self, *, later: float = 0.0) -> Facts:
         """Return the facts of the last poll, or those `later` seconds after it if nothing moves until then."""
-        now, view, sounding = self._looked_at, self.run_state, self.snapshot
-        known = (sounding or BrokerSnapshot(at=now)).without(view.has_decided)
+        now, view, snapshot = self._looked_at, self.run_state, self.snapshot
+        known = (snapshot or BrokerSnapshot(at=now)).without(view.has_decided)
         workers, then, able = known.environment_workers, now + later, view.able_seconds(now)
         executors = self._backlog.executors(now, later=later)
         return Facts(
@@ -179,6 +179,7 @@ class RunFollower:
         )
 
     def close(self) -> None:
+        """End the probe and close the reader."""
         self._probe.close()
         self._reader.close()
 

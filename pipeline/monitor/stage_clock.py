@@ -48,9 +48,11 @@ class BrokerClock:
     """The newest timestamp that was known when the last absence began."""
 
     def compare(self, now: float, stamp: float) -> None:
+        """Learn how far the local clock is ahead of the broker's. Both times are Unix seconds."""
         self._ahead, self._newest = now - stamp, max(self._newest, stamp)
 
     def add_absence(self, seconds: float) -> None:
+        """Count time in which the broker was away."""
         if seconds > 0:
             self._away, self._left = self._away + seconds, self._newest
 
@@ -81,9 +83,11 @@ class RoleStarts:
     """The newest starts by role."""
 
     def on_role_begun(self, event: RoleBegun, at: float | None, stamp: float | None) -> None:
+        """Add the start of a role. `at`: when it was read; `stamp`: when the broker stored it, Unix seconds."""
         self._begun.setdefault(event.role, deque(maxlen=REMEMBERED_STARTS)).append(RoleStart(event, at, stamp))
 
     def add_absence(self, seconds: float) -> None:
+        """Count time in which the broker was away."""
         for beginnings in self._begun.values():
             for each in beginnings:
                 each.at = None if each.at is None else each.at + seconds
@@ -136,6 +140,7 @@ class StageClock:
             self._stamps[place] = max(stamp, self._stamps.get(place, stamp))
 
     def add_absence(self, seconds: float) -> None:
+        """Count time in which the broker was away: no stage gets older in it."""
         self.began += seconds
         self._at = {place: at + seconds for place, at in self._at.items()}
         self.clock.add_absence(seconds)
@@ -186,10 +191,12 @@ class ConditionTimer:
         self._since = {place: self._since.get(place, now) for place in places}
 
     def add_absence(self, seconds: float) -> None:
+        """Count time in which the broker was away: no condition gets older in it."""
         self._since = {place: since + seconds for place, since in self._since.items()}
         self._first = None if self._first is None else self._first + seconds
 
     def is_active(self, place: Hashable) -> bool:
+        """Whether the condition holds at this place."""
         return place in self._since
 
     def seen_seconds(self, place: Hashable, now: float) -> float:

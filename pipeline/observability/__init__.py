@@ -1,1 +1,4 @@
-"""The exported metrics and their dashboards. `python -m rose.pipeline.observability` writes the generated files."""
+"""The exported metrics, their dashboards and the reference pages.
+
+`python -m rose.pipeline.observability` writes the generated files.
+"""

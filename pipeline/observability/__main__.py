@@ -1,4 +1,4 @@
-"""`python -m rose.pipeline.observability` in a checkout writes docs/reference/metrics.md and the dashboards."""
+"""`python -m rose.pipeline.observability` in a checkout writes the generated pages of docs/ and deploy/dashboards/."""
 
 import json
 from pathlib import Path
@@ -6,23 +6,32 @@ from pathlib import Path
 from rose.pipeline.observability.dashboards import DASHBOARDS
 from rose.pipeline.observability.grafana import as_json
 from rose.pipeline.observability.metrics_table import as_markdown, metrics, servers
+from rose.pipeline.observability.reference import cli, configuration, log_events, topics
+from rose.pipeline.observability.reference.pages import Page
 
-TABLE = "docs/reference/metrics.md"
 FOLDER = "deploy/dashboards"
 
 
 def generated_files() -> dict[str, str]:
     """Return the content of each file by its path in the checkout.
 
-    Raises UnknownMetric for a dashboard that asks for a metric that no process exports.
+    Raises UnknownMetric for a dashboard that asks for a metric that no process exports, and UnclearLogEvent for a log
+    event that cannot be documented.
     """
     found = [*metrics(), *servers()]
     known = {series for each in found for series in each.series}
     pages = {
+        Page.METRICS: as_markdown(found),
+        Page.CLI: cli.as_markdown(),
+        Page.CONFIGURATION: configuration.as_markdown(),
+        Page.TOPICS: topics.as_markdown(),
+        Page.LOG_EVENTS: log_events.as_markdown(),
+    }
+    dashboards = {
         f"{FOLDER}/{each.name}.json": json.dumps(as_json(each, known), indent=2, ensure_ascii=False) + "\n"
         for each in DASHBOARDS
     }
-    return {TABLE: as_markdown(found), **pages}
+    return {**{each.value: content for each, content in pages.items()}, **dashboards}
 
 
 def main() -> None:

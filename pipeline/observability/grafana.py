@@ -20,9 +20,9 @@ class Panel:
     sentence: str
     """What it tells, and what is worth a look."""
     unit: str
-    """As Grafana names it."""
+    """Unit, by Grafana's name."""
     queries: dict[str, str]
-    """By legend."""
+    """Queries, by legend."""
     needs: str = ""
     """What a run must have besides a router, environment workers, executors and a trainer, to show anything."""
 
@@ -32,7 +32,7 @@ class Dashboard:
     """One page."""
 
     name: str
-    """Of its file, and with `rose-` its id."""
+    """Name of the file; the dashboard's id is `rose-` and this name."""
     title: str
     panels: list[Panel] = field(default_factory=list)
 
@@ -67,7 +67,7 @@ NAME = re.compile(r"\b(?:rose_|vllm:)[a-z_]+(?![a-z_(])")
 """A metric in a query."""
 
 WIDTH, HEIGHT, COLUMNS = 12, 8, 2
-"""Of a panel, in Grafana's grid of 24 columns."""
+"""Size of a panel, and panels in a row, in Grafana's grid of 24 columns."""
 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 

@@ -13,6 +13,8 @@ from types import ModuleType
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric as Family
 
+from rose.pipeline.observability.reference.pages import Page, code, page, table
+
 UNITS = ("seconds", "bytes", "ratio", "nats")
 """What a name ends in, before `_total`, when it measures. What ends in none of them counts what its sentence says."""
 
@@ -47,10 +49,10 @@ SOURCES = (
 
 
 SERVERS = (
-    ("vllm:time_to_first_token_seconds", "How long users waited for their first token."),
-    ("vllm:inter_token_latency_seconds", "How long they waited for each further one."),
+    ("vllm:time_to_first_token_seconds", "Time that users waited for their first token."),
+    ("vllm:inter_token_latency_seconds", "Time that users waited for each further token."),
 )
-"""Of a vLLM server's own metrics, what the dashboards ask for: histograms."""
+"""The metrics of a vLLM server that the dashboards query; all are histograms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class Metric:
     """One row."""
 
     name: str
-    """As queries know it; of a histogram without `_bucket`, `_sum` and `_count`."""
+    """Name in queries; for a histogram without `_bucket`, `_sum` and `_count`."""
     kind: str
     labels: tuple[str, ...]
     role: str
@@ -66,6 +68,7 @@ class Metric:
 
     @property
     def unit(self) -> str:
+        """The unit that the name contains; empty for a count."""
         last = self.name.removesuffix("_total").rpartition("_")[2]
         return last if last in UNITS else ""
 
@@ -109,22 +112,30 @@ def _labels_of(declared: object) -> tuple[str, ...]:
 
 
 def as_markdown(metrics_found: Sequence[Metric]) -> str:
-    """`docs/reference/metrics.md`."""
-    rows = "".join(
-        f"| `{each.name}` | {each.kind} | {', '.join(f'`{label}`' for label in each.labels)} | {each.unit} | "
-        f"{each.role} | {each.sentence} |\n"
+    """Return the page of the metrics."""
+    rows = [
+        [
+            code(each.name),
+            each.kind,
+            ", ".join(code(label) for label in each.labels),
+            each.unit,
+            each.role,
+            each.sentence,
+        ]
         for each in metrics_found
+    ]
+    return page(
+        Page.METRICS,
+        INTRODUCTION,
+        ["## All metrics\n", table(("name", "type", "labels", "unit", "role", "meaning"), rows)],
     )
-    table = f"| name | type | labels | unit | of | what it is |\n|---|---|---|---|---|---|\n{rows}"
-    return f"{INTRODUCTION}\n{table}\n**Next:** {NEXT}\n"
 
 
-INTRODUCTION = """# Metrics
-
-Every process serves Prometheus metrics on its own port, if one is configured (`metrics.*`). Port 0 is off.
+INTRODUCTION = """Every process serves Prometheus metrics on its own port, if one is configured
+(`metrics.*`). Port 0 is off.
 
 | role | port |
-|---|---|
+| --- | --- |
 | any role in a container | `metrics.port` |
 | trainer | `metrics.trainer` |
 | router, control app, environment worker, executor or lender *n* | the port of its kind, plus *n* |
@@ -134,12 +145,4 @@ The metrics of a lender come from its sidecar. The server's own `/metrics` says 
 - A histogram has `_bucket`, `_sum` and `_count`.
 - A counter restarts at 0 with its process: use `rate` or `increase`. Counters with known labels begin at 0.
 - An executor that starts again exports no engine metrics until it has started: figures are missing rather than old.
-- The client's own `process_*` and `python_*` are exported too.
-
-`python -m rose.pipeline.observability` writes this page and the dashboards. A test compares both with the code.
-
-## All metrics
-"""
-
-NEXT = "[Alerts](../operations/alerts.md) · [Troubleshooting](../operations/troubleshooting.md)"
-"""Links at the end of the page."""
+- The client's own `process_*` and `python_*` are exported too."""

@@ -1,4 +1,4 @@
-"""Standard streams of a command: text for a terminal, notices and errors, and streams that are closed or unread.
+r"""Standard streams of a command: text for a terminal, notices and errors, and streams that are closed or unread.
 
 Keeps true
 - Control characters in a record, a key or a reason are shown as text and do not reach the terminal.
@@ -8,7 +8,7 @@ Keeps true
 - A program continues when no process reads its standard error any more, for example after the end of a log reader.
 - Output that cannot be written is reported in one sentence, once, and ends the command with its own exit status.
 
-Example: "\\x1b[2J" -> the four characters \\x1b, and [2J.
+Example: "\x1b[2J" -> the four characters \x1b, and [2J.
 """
 
 import codecs
@@ -101,7 +101,10 @@ BROKEN_PIPE = 1
 
 
 def repair_streams() -> None:
-    """To be called first."""
+    """Make standard input, output and error usable whatever the caller left of them.
+
+    Call this before anything is read or written.
+    """
     for number in range(3):
         try:
             os.fstat(number)
@@ -127,7 +130,10 @@ def _is_descriptor(stream: TextIOWrapper, number: int) -> bool:
 
 
 def flush_streams() -> None:
-    """To be called last: what is not written yet goes out. Raises RoseError, or SystemExit when nobody reads it."""
+    """Write what is still buffered for standard output; call this last.
+
+    Raises RoseError, or SystemExit if nobody reads the output.
+    """
     try:
         sys.stdout.flush()
     except OSError as error:

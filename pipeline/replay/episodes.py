@@ -41,6 +41,7 @@ class EpisodeTurn:
     """The turn in the finished sample; None if there is no sample yet."""
 
     def was_applied(self, result: TurnResult) -> bool:
+        """Whether this result is the one that the sample contains."""
         applied = self.applied
         return applied is not None and (result.attempt, result.worker, result.times.finished_at) == (
             applied.attempt,

@@ -79,6 +79,7 @@ class GroupFound:
 
     @property
     def opened(self) -> bool:
+        """Whether the group was opened, and not refused."""
         return self.record is not None and self.record.state is not GroupState.REFUSED
 
 

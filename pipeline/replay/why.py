@@ -5,7 +5,7 @@ give.
 
 Pure.
 
-Example
+Example:
     g:0 has a request for turn 2 and no dispatch  -> "turn 2 waits in the router since 12:00:01 UTC"
 """
 
@@ -55,6 +55,7 @@ class GroupFacts:
 
     @property
     def opened(self) -> bool:
+        """Whether the group was opened, and not refused."""
         return self.group is not None and self.group.state is not GroupState.REFUSED
 
 

@@ -53,10 +53,12 @@ class TurnFact:
 
     @property
     def prefill_seconds(self) -> float:
+        """Seconds from the scheduling of the turn to its first token."""
         return self.times.first_token_at - self.times.scheduled_at
 
     @property
     def decode_seconds(self) -> float:
+        """Seconds from the first token of the turn to its end."""
         return self.times.finished_at - self.times.first_token_at
 
 

@@ -11,7 +11,7 @@ Keeps true
   for LISTING_SECONDS of `Executor.observed_seconds`. An executor may send heartbeats before it has read a dispatch,
   also after a silence.
 
-Example
+Example:
     t's attempt 0 is dispatched to w1; w1 falls silent   -> a ghost at w1, t is queued as attempt 1
     w1 returns and lists attempt 0, t is still queued    -> t is assigned to w1 as attempt 0; nothing is lost
     w1 lists attempt 0 after attempt 1 went to w2        -> both run t; the ghost takes room at w1
@@ -162,10 +162,10 @@ class Assignments:
         """
         dispatches_of: dict[str, dict[bytes, TurnDispatch]] = {}
         ghosts_of: dict[tuple[str, int, int], dict[bytes, Execution]] = {}
-        """By incarnation: ghosts of turns that are not unfinished. Their dispatches are many and large, so they are not
+        """Ghosts of turns that are not unfinished, by incarnation. Their dispatches are many and large, so they are not
         kept."""
         newest_of: dict[str, TurnDispatch] = {}
-        """By worker: the newest dispatch to its newest incarnation."""
+        """The newest dispatch to each worker's newest incarnation, by worker."""
         for dispatch in dispatches:
             if _is_newer(dispatch, newest_of.get(dispatch.worker)):
                 newest_of[dispatch.worker] = dispatch

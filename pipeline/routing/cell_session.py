@@ -176,7 +176,7 @@ class CellSession:
     def finish(self) -> None:
         """Commit the low water. Call this once all decisions are on the broker. Raises BusError."""
         self._commit_low_water()
-        self._log.info("stopped", unfinished=len(self.router.turns))
+        self._log.info("cell_session_ended", unfinished_turns=len(self.router.turns))
 
     def start(self) -> None:
         """Fence the inboxes and restore the router's state from the log. Raises OwnershipLost or BusError."""
@@ -201,9 +201,9 @@ class CellSession:
         self._ensure_owner()
         self._write_decisions(decisions)
         self._log.info(
-            "started",
-            waiting=len(self.router.queue),
-            outstanding=self.router.outstanding,
+            "cell_session_started",
+            waiting_turns=len(self.router.queue),
+            assigned_turns=self.router.outstanding,
             seconds=round(time.monotonic() - started_at, 3),
         )
 
@@ -302,7 +302,7 @@ class CellSession:
     def _on_heartbeat(self, heartbeat: SlackHeartbeat) -> None:
         skew = self.clock_skews.on_heartbeat(heartbeat.worker, heartbeat.sent_at, time.time())
         if skew is not None:
-            self._log.warning("clock is wrong", worker=heartbeat.worker, seconds_behind=round(skew, 1))
+            self._log.warning("clock_skew_detected", worker=heartbeat.worker, seconds_behind=round(skew, 1))
         if heartbeat.slot in self._unfenced:
             return
         has_inbox = self._has_inbox(heartbeat.slot)
@@ -313,9 +313,8 @@ class CellSession:
             self._write_decisions(self.router.on_heartbeat(heartbeat, self.clock()))
         elif heartbeat.worker not in self._misplaced and len(self._misplaced) < MAX_MISPLACED_WARNINGS:
             self._misplaced.add(heartbeat.worker)
-            self._log.error(
-                "executor ignored: no such inbox in this cell", worker=heartbeat.worker, slot=heartbeat.slot
-            )
+            reason = "no such inbox in this cell"
+            self._log.error("executor_ignored", worker=heartbeat.worker, slot=heartbeat.slot, reason=reason)
 
     def _has_inbox(self, slot: int) -> bool:
         inboxes = self._partitions[DISPATCHED]
@@ -331,7 +330,7 @@ class CellSession:
             known += added
             self._next_offsets |= dict.fromkeys(added, 0)
             self._fence_inboxes(added)
-            self._log.info("inboxes added", slots=inbox_count)
+            self._log.info("inboxes_added", inboxes=inbox_count)
 
     def _is_valid(self, envelope: Envelope) -> bool:
         """Whether the request is consistent; an inconsistent request becomes a dead letter."""
@@ -349,7 +348,13 @@ class CellSession:
         place = message.partition, message.offset
         if place not in self._dead_lettered[message.topic]:
             self._dead_lettered[message.topic].add(place)
-            self._log.warning("buried", topic=message.topic.name, place=place, reason=reason)
+            self._log.warning(
+                "dead_lettered",
+                topic=message.topic.name,
+                partition=message.partition,
+                offset=message.offset,
+                reason=reason,
+            )
             self._unstored += 1
             self._writer.dead_letter(message, reason, on_delivery=self._on_stored)
 
@@ -376,7 +381,7 @@ class CellSession:
                 metrics.DISPATCH_SECONDS.observe(decision.dispatched_at - decision.queued_at)
             else:
                 name = decision.trajectory_id
-                self._log.warning("turn given up", trajectory=name, turn=decision.turn, reason=decision.reason)
+                self._log.warning("turn_failed", trajectory=name, turn=decision.turn, reason=decision.reason)
                 self._unstored += 1
                 self._writer.write(
                     COMPLETED,
@@ -420,7 +425,7 @@ class CellSession:
             self._membership.commit(risen)
             self.committed = dict(lowest)
         except BusError as error:  # routing goes on: a restart only reads a little more
-            self._log.warning("low water not committed", error=str(error))
+            self._log.warning("offsets_not_committed", reason=str(error))
 
     def _read_to_end(self, topic: Topic) -> Iterator[Envelope]:
         """Read a topic from the next offsets to its present end; advances the next offsets."""

@@ -13,19 +13,20 @@ MAX_LOW_WATER_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """How the router treats turns and executors."""
+    """Limits for turns and executors."""
 
     max_attempts: int = 8
-    """Attempts at one turn that end by somebody's fault before it is failed. Refusals for lack of room, preemptions and
-    silences that end are nobody's."""
+    """Failed attempts after which a turn fails. Refusals for lack of room, preemptions and temporary silence do not
+    count."""
     max_lag_versions: int = 2
-    """Policy versions that a LIVE executor may be behind the newest that is served before it gets no new turns."""
+    """Policy versions that a live executor may lag behind the newest served version; an executor further behind gets no
+    new turns."""
     max_waiting_turns: int = 20_000
-    """With more turns than this waiting for room, requests are left on their topic until some have gone."""
+    """Most turns that wait for room. While more turns wait, requests are left on their topic."""
     remembered_trajectories: int = 100_000
-    """Trajectories, and as many groups, whose place of cached tokens is remembered; up to twice as many for a while."""
+    """Trajectories, and as many groups, whose prefix locations are remembered; up to twice as many for a while."""
     low_water_seconds: float = 5.0
-    """How often the place from which a restart would read is noted and committed."""
+    """Time between two commits of the offsets from which a restarted router reads."""
 
     def __post_init__(self) -> None:
         check_bounds(

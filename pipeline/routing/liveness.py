@@ -338,7 +338,8 @@ class Liveness:
 
 
 def _capacity_of(heartbeat: SlackHeartbeat) -> tuple[ExecutorState, bytes, int, int]:
-    """The fields that a refusal for lack of room depends on, the state included: an executor that is not ready refuses
-    every turn.
+    """Return the fields that a refusal for lack of room depends on.
+
+    The state is one of them: an executor that is not ready refuses every turn.
     """
     return heartbeat.state, heartbeat.holds, heartbeat.max_turns, heartbeat.token_budget

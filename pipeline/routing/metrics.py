@@ -22,23 +22,23 @@ ROUTER_REGISTRY = CollectorRegistry()
 
 DISPATCH_SECONDS = Histogram(
     "rose_router_dispatch_seconds",
-    "How long a turn waited for room before a dispatch.",
+    "Time that a turn waited for room before its dispatch.",
     buckets=SECONDS,
     registry=ROUTER_REGISTRY,
 )
 BATCH_SECONDS = Histogram(
-    "rose_router_batch_seconds", "Deciding on one batch of records.", buckets=SECONDS, registry=ROUTER_REGISTRY
+    "rose_router_batch_seconds", "Time to decide on one batch of records.", buckets=SECONDS, registry=ROUTER_REGISTRY
 )
 
 COUNTS = {
-    "requested": ("turns_requested", "Turns taken in."),
+    "requested": ("turns_requested", "Turn requests accepted."),
     "finished": ("turns_finished", "Turns completed."),
-    "failed": ("turns_failed", "Turns given up: attempts or patience ran out."),
+    "failed": ("turns_failed", "Turns failed: attempts or patience ran out."),
     "dispatched": ("dispatches", "Dispatches written."),
-    "reissued": ("turns_reissued", "Times that a turn waited again."),
-    "late": ("late_results", "Results of executions that no longer mattered."),
+    "reissued": ("turns_reissued", "Times that a turn was reissued."),
+    "late": ("late_results", "Results of executions that were replaced."),
     "duplicate": ("duplicate_requests", "Requests for turns already known."),
-    "lost": ("lost_dispatches", "Dispatches that a living executor did not hold."),
+    "lost": ("lost_dispatches", "Dispatches that a live executor did not list."),
     "context_missing": ("turns_torn", "Times that a turn waited for an anchor: its context could not be read back."),
     "overtaken": ("turns_overtaken", "Turns finished by the request for the next one."),
 }
@@ -75,6 +75,7 @@ class RouterCollector(Collector):
         self._source = source
 
     def collect(self) -> Iterable[Metric]:
+        """Yield the metrics with their present values."""
         serves, cells, *others = self.describe()
         sessions = self._source.sessions
         serves.add_metric([], len(sessions))
@@ -121,14 +122,14 @@ class RouterCollector(Collector):
 
         return [
             GaugeMetricFamily("rose_router_serves", "Cells that this router serves; 0 while it waits for one."),
-            GaugeMetricFamily("rose_router_cells", "Cells that there are, whoever serves them."),
+            GaugeMetricFamily("rose_router_cells", "Cells of the run, whether or not this router serves them."),
             *counters,
             gauge("waiting_turns", "Turns that wait for room."),
-            gauge("oldest_waiting_seconds", "How long the one that waits longest has waited."),
-            gauge("outstanding_turns", "Turns that executors hold."),
-            gauge("executors", "Executors by standing.", "standing"),
-            gauge("policy_version", "The newest that is served; -1 for none."),
-            gauge("clock_behind_seconds", "How far the clock of an executor is behind.", "worker"),
+            gauge("oldest_waiting_seconds", "Longest time that a turn has waited for room."),
+            gauge("outstanding_turns", "Turns that are assigned to executors."),
+            gauge("executors", "Executors by status.", "standing"),
+            gauge("policy_version", "Newest policy version that an executor serves; -1 if none."),
+            gauge("clock_behind_seconds", "Time by which the clock of an executor is behind the router's.", "worker"),
         ]
 
 

@@ -103,6 +103,7 @@ class Shortage:
 
     @property
     def with_room(self) -> list[Candidate]:
+        """Return the candidates whose room has grown."""
         return list(self._grown.values())
 
 
@@ -153,8 +154,9 @@ class ExecutorLoad(NamedTuple):
 
 
 def lanes(heartbeat: SlackHeartbeat) -> int:
-    """Turns that an executor runs at once: all turns that it may hold. A turn that waits inside the engine waits for
-    its prefill, which is counted as prefill.
+    """Turns that an executor runs at once: all turns that it may hold.
+
+    A turn that waits inside the engine waits for its prefill, which is counted as prefill.
     """
     return max(1, heartbeat.max_turns)
 

@@ -34,6 +34,7 @@ class RecentlyUsed(Generic[Value]):
         self._older: dict[str, Value] = {}
 
     def get(self, name: str) -> Value | None:
+        """Return the value of a name, without counting this as a use; None if the name is not known."""
         found = self._newer.get(name)
         return self._older.get(name) if found is None else found
 

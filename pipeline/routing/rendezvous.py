@@ -42,9 +42,11 @@ class HashRing:
         return len(self._candidates)
 
     def add(self, candidate: Candidate) -> None:
+        """Add a candidate."""
         insort(self._candidates, (candidate.hash, candidate.number, candidate))
 
     def remove(self, candidate: Candidate) -> None:
+        """Remove a candidate. Raises ValueError if it is not in the ring."""
         self._candidates.remove((candidate.hash, candidate.number, candidate))
 
     def choose(self, key: int, equals: Collection[Candidate], is_equal: Callable[[Candidate], bool]) -> Candidate:

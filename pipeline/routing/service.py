@@ -92,7 +92,7 @@ class RouterService:
                     self.run_once()
                 except (BusError, TopicMissing) as error:
                     self._raise_unless_transient(error)
-                    self._log.warning("beginning anew after trouble with the broker", error=str(error))
+                    self._log.warning("restarting", reason=str(error))
                     HEALTH.report_restart(f"trouble with the broker: {error}")
                     self._discard_sessions()
                     stop.wait(RETRY_SECONDS)
@@ -114,7 +114,7 @@ class RouterService:
             else:
                 HEALTH.report("waits for a cell, to serve it when no other router does")
         except OwnershipLost as loss:
-            self._log.warning("seat lost", reason=str(loss))
+            self._log.warning("cell_ownership_lost", reason=str(loss))
             self._end_sessions(self._membership.owned)
 
     def close(self) -> None:
@@ -134,12 +134,10 @@ class RouterService:
                 settings, self._config, name, self._membership, reader, Writer(settings, name)
             )
         for ownership in sorted(owned - self.sessions.keys()):
-            started_at = time.monotonic()
             HEALTH.report(f"takes cell {ownership.cell}, and reads back the turns that are under way", ready=False)
             session = CellSession(self._context, ownership)
             session.start()
             self.sessions = {**self.sessions, ownership: session}
-            self._log.info("serving", cell=ownership.cell, seconds=round(time.monotonic() - started_at, 3))
         self._served_cells = f"serves {_cells(self.sessions)} of {self.cells}"
         places = {place: at for session in self.sessions.values() for place, at in session.read_positions.items()}
         self._context.reader.assign(places)

@@ -222,10 +222,12 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
 
     @property
     def key(self) -> TurnKey:
+        """Trajectory, turn and attempt."""
         return TurnKey(self.trajectory_id, self.turn, self.attempt)
 
     @property
     def partial_tokens(self) -> int:
+        """Number of tokens that earlier attempts sampled."""
         return 0 if self.partial is None else count(self.partial.tokens)
 
     def keep_partial(self, part: Part) -> None:

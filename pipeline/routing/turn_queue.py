@@ -72,6 +72,7 @@ class TurnQueue:
         return len(self.turns) - len(self.awaiting_anchor)
 
     def push(self, turn: Turn) -> None:
+        """Add a turn."""
         self._push_entry(turn)
         heapq.heappush(self.heap, (urgency(turn), turn.ticket))
 

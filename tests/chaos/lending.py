@@ -105,13 +105,13 @@ AGAIN_SECONDS = 1.0
 KV_CACHE_BYTES = 16 << 20
 """Of the guest; the server has twice as much in all."""
 
-SERVING_TROUBLE = re.compile(r"\bERROR \d\d-\d\d (?!.*rose: the guest is dropped)|Traceback|lends no more|Server Error")
+SERVING_TROUBLE = re.compile(r"\bERROR \d\d-\d\d (?!.*rose: guest_dropped)|Traceback|lending_disabled|Server Error")
 """What must not be in the server's log."""
 
 PARTITIONS = Partitions(home=2, slots=2, samples=2, chunks=2)
 """As CONFIG has them."""
 
-GUEST = re.compile(r"rose: the guest is (built|dropped|parked)")
+GUEST = re.compile(r"rose: guest_(built|dropped|suspended)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +266,7 @@ class Run:
     def park(self) -> None:
         """By a grant, a guest that lends."""
         self.rose("grant", LENDER_NAME, "--no-lend", "--reason", "test")
-        self.until_guest("parked")
+        self.until_guest("suspended")
 
     def until_guest(self, is_now: str) -> None:
         """Wait until that was the last thing that happened to the guest."""

@@ -230,7 +230,7 @@ class Crowd:
 
 
 def versions_served(log: str) -> set[int]:
-    lines = [line for line in log.splitlines() if "event=serving" in line]
+    lines = [line for line in log.splitlines() if "event=version_activated" in line]
     return {
         int(word.removeprefix("version=")) for line in lines for word in line.split() if word.startswith("version=")
     }
@@ -288,4 +288,5 @@ def test_no_stranger_ends_a_process_or_has_weights_believed(tmp_path: Path) -> N
         with run.running():  # all that strangers wrote is read back
             run.finish_a_group(CALM_SECONDS)
         assert versions_served(run.log("executor")) <= genuine_versions(run)
-        print(f"{len(wanted)} of them are dead letters, {run.log('executor').count('event=serving')} versions served")
+        activated = run.log("executor").count("event=version_activated")
+        print(f"{len(wanted)} of them are dead letters, {activated} versions activated")

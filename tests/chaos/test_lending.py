@@ -39,7 +39,7 @@ pytestmark = [
     pytest.mark.skipif(EXTERNAL in KINDS, reason="it kills its broker"),
 ]
 
-OURS = re.compile(r"rose:|lends no more|/workers/|/schemas/")
+OURS = re.compile(r"rose:|/workers/|/schemas/")
 """In a line of trouble that is not vLLM's alone."""
 
 
@@ -86,8 +86,8 @@ def test_no_fault_of_the_run_or_of_a_guest_reaches_the_users_of_a_server_that_le
     assert left[WAKES].resident_bytes - left[2].resident_bytes < GROWN_BYTES
 
     assert min(run.faults.values()) >= 3 and len(run.faults) == 3
-    assert run.said("the guest is dropped, serving goes on") >= 3
-    assert run.said("version refused") >= 1
+    assert run.said("guest_dropped") >= 3
+    assert run.said("version_refused") >= 1
     assert results(run.settings)[LENDER_NAME, TurnOutcome.COMPLETED] > 100
     if not run.broker.embedded:  # that one loses what it had not saved when it was killed
         audit = audit_log(run.settings)
@@ -99,9 +99,9 @@ def tell(run: Run, began: float, left: list[Left]) -> None:
     first = sorted(each.first_token_seconds for each in waits if each.first_token_seconds is not None)
     lines = [
         f"{run.broker.name}, seed {run.seed}: {time.time() - began:.0f} s, {dict(run.faults)}, "
-        f"{run.said('the guest is dropped')} guests dropped, {run.said('the guest is built')} built, "
+        f"{run.said('guest_dropped')} guests dropped, {run.said('guest_built')} built, "
         f"{run.log('trainer').read_text().count('spoilt version')} versions spoilt, "
-        f"{run.said('version refused')} refused by the lender",
+        f"{run.said('version_refused')} refused by the lender",
         f"{len(waits)} requests, {sum(bool(each.error) for each in waits)} failed, "
         f"TTFT p50 {first[len(first) // 2]:.3f} s, p99 {first[len(first) * 99 // 100]:.3f} s",
         f"turns: { {f'{worker} {outcome.value}': many for (worker, outcome), many in results(run.settings).items()} }",

@@ -29,7 +29,7 @@ from tests.support.waiting import until
 
 REPOSITORY = Path(__file__).parents[2]
 WAIT_SECONDS = 60
-SOUNDINGS = 20
+PROBES = 20
 FROZEN_SECONDS = 45
 """A session of a node, and what a call that hangs is given, are over long before."""
 
@@ -168,38 +168,38 @@ def _reaches(reader: Reader) -> bool:
     return True
 
 
-SOUNDER = """
+PROBING = """
 import sys
 from threading import Event
 from rose.pipeline.monitor.broker_probe import BrokerProbe
 from rose.topics.settings import BusSettings
-sounder = BrokerProbe(BusSettings(sys.argv[1], sys.argv[2]))
-print("sounding", flush=True)
+probe = BrokerProbe(BusSettings(sys.argv[1], sys.argv[2]))
+print("probing", flush=True)
 for line in sys.stdin:
     if line.strip() == "stop":
         break
-    while sounder.sound() is None:
+    while probe.probe() is None:
         Event().wait(0.2)
     print("answered", flush=True)
 """
 
 
 @pytest.mark.long
-def test_who_sounds_a_cluster_out_survives_the_loss_of_a_coordinator(cluster: Cluster, namespace: str) -> None:
+def test_broker_probe_survives_the_loss_of_a_coordinator(cluster: Cluster, namespace: str) -> None:
     """An AdminClient that asks for a group's offsets while its coordinator moves brings its process down."""
     settings = cluster.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1), replication_factor=3)
     cluster.await_in_sync(WAIT_SECONDS)
     coordinator = group_coordinator_of(cluster, settings, ENVIRONMENT_GROUP)
-    command = [sys.executable, "-c", SOUNDER, settings.bootstrap, settings.namespace]
+    command = [sys.executable, "-c", PROBING, settings.bootstrap, settings.namespace]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, bufsize=0) as child:
         assert child.stdin is not None and child.stdout is not None
-        assert child.stdout.readline() == b"sounding\n"
+        assert child.stdout.readline() == b"probing\n"
         for change in (coordinator.kill, coordinator.restart):
-            child.stdin.write(b"sound\n" * SOUNDINGS)
+            child.stdin.write(b"probe\n" * PROBES)
             change()
-            for _ in range(SOUNDINGS):
+            for _ in range(PROBES):
                 assert child.stdout.readline() == b"answered\n", f"ended with {child.wait()}"
         child.stdin.write(b"stop\n")
         assert child.wait() == 0

@@ -266,8 +266,8 @@ def test_config_prints_every_value_with_its_sentence_and_origin(tmp_path: Path) 
     done = started("config", "--config", "rose.toml", "--set", "run.seed=7", folder=tmp_path, ROSE_RUN__EXECUTORS="4")
     assert done.returncode == 0, done.stderr
     for words in (
-        "silences that end are nobody's. (rose.toml)\nmax_attempts = 3\n",
-        "# Seeds tasks, sampling and training. (--set run.seed)\nseed = 7\n",
+        "not count. (rose.toml)\nmax_attempts = 3\n",
+        "# Seed of tasks, sampling and training. (--set run.seed)\nseed = 7\n",
         "(ROSE_RUN__EXECUTORS)\nexecutors = 4\n",
         "(default)\nenvironment_workers = 1\n",
     ):
@@ -302,7 +302,7 @@ def test_a_role_serves_its_metrics_and_ends_well_when_asked(broker: AnyBroker, n
     create_topics(settings, Partitions())
     (port,) = free_ports(1)
     with role_process("router", settings, 0, {"metrics.router": port}, log=log) as router:
-        until(lambda: "event=started" in log.read_text() or router.poll() is not None)
+        until(lambda: "event=cell_session_started" in log.read_text() or router.poll() is not None)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
             text = answer.read().decode()
         well = rose("health", f"127.0.0.1:{port}")

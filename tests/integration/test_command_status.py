@@ -164,8 +164,8 @@ def test_versions_of_another_run_or_unsigned_are_none_of_this_one(log: Log) -> N
 
 
 def test_members_homes_lag_and_letters_are_asked_of_the_broker(log: Log) -> None:
-    sounder = BrokerProbe(log.settings)
-    alone = sounder.probe()
+    probe = BrokerProbe(log.settings)
+    alone = probe.probe()
     assert alone is not None
     assert (alone.environment_workers, alone.homes_owned, alone.prompts_waiting) == (0, 0, 0)
     offset = log.prompt("a")
@@ -188,7 +188,7 @@ def test_members_homes_lag_and_letters_are_asked_of_the_broker(log: Log) -> None
     deadline = time.monotonic() + WAIT_SECONDS
     while not begun and time.monotonic() < deadline:
         reader.read(1, 0.1)
-    found = sounder.probe()
+    found = probe.probe()
     reader.close()
     assert found is not None
     assert (found.environment_workers, found.homes_owned) == (1, PARTITIONS.home)
@@ -369,14 +369,14 @@ def test_a_broker_that_does_not_answer_for_its_groups_is_not_well(log: Log, name
     assert silent.probe() is not None
     silent._settings = replace(log.settings, namespace=f"nowhere-{namespace}")
     assert silent.probe() is None
-    [found] = unknown_parts(answered=False, caught_up=True, trouble=silent.trouble)
+    [found] = unknown_parts(answered=False, caught_up=True, broker_error=silent.last_error)
     assert found.severity is Severity.UNWELL
     assert found.sentence.startswith("the broker does not say who is a member of which group")
-    assert silent.trouble in found.sentence
-    assert silent.trouble
-    [late] = unknown_parts(answered=True, caught_up=False, trouble="")
+    assert silent.last_error in found.sentence
+    assert silent.last_error
+    [late] = unknown_parts(answered=True, caught_up=False, broker_error="")
     assert late.severity is Severity.NOTE
-    assert not list(unknown_parts(answered=True, caught_up=True, trouble=""))
+    assert not list(unknown_parts(answered=True, caught_up=True, broker_error=""))
 
 
 def test_the_live_view_says_why_nothing_moves(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:

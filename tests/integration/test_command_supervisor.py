@@ -86,7 +86,7 @@ def test_a_killed_role_comes_back_and_stop_leaves_none(router: Role, fork_server
     until(lambda: any("starts again" in line for line in supervisor.tick()))
     second = supervisor.process_ids["router"]
     assert second != first
-    until(lambda: "event=started" in (tmp_path / "router.log").read_text())
+    until(lambda: "event=cell_session_started" in (tmp_path / "router.log").read_text())
     imported = Path(f"/proc/{second}/maps").read_text()
     assert "confluent_kafka" in imported
     assert "libtorch" not in imported
@@ -148,7 +148,7 @@ def test_a_killed_nursery_takes_its_roles_with_it_and_they_come_back(
     until(lambda: has_ended(first))
     until(lambda: any("starts again" in line for line in supervisor.tick()))
     second = supervisor.process_ids["router"]
-    until(lambda: "event=started" in (tmp_path / "router.log").read_text())
+    until(lambda: "event=cell_session_started" in (tmp_path / "router.log").read_text())
     its_nursery = fork_server_of(second)
     supervisor.stop()
     assert not has_ended(its_nursery) and has_ended(second)
@@ -174,7 +174,7 @@ def test_roles_do_not_outlive_a_supervisor_that_is_killed(router: Role, tmp_path
     ) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
-        until(lambda: "event=started" in (tmp_path / "router.log").read_text())
+        until(lambda: "event=cell_session_started" in (tmp_path / "router.log").read_text())
         fork_server = fork_server_of(child)
         assert not has_ended(child) and not has_ended(fork_server)
         parent.kill()

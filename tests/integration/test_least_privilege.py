@@ -212,7 +212,7 @@ def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(ru
     file.write_text("\n".join(json.dumps(prompt(number)) for number in range(1, GROUPS_ASKED - 1)))
     run.ask(PRODUCER, "submit", str(file))
     processes |= {role: run.start(role) for role in (ROUTER, ENVIRONMENT, CONTROL)}
-    until(lambda: "event=serving" in run.log(ROUTER))
+    until(lambda: "event=cell_session_started" in run.log(ROUTER))
     until(lambda: sum(ends(everything, REQUESTED).values()) > 2 * 4)  # some groups are open, and there is no policy yet
     run.ask(OPERATOR, "settle", "g1:0", "--reason", "nobody wants it")
     processes[ENVIRONMENT].send_signal(signal.SIGKILL)
@@ -220,8 +220,8 @@ def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(ru
     processes[TRAINER] = run.start(TRAINER)
     until(lambda: has_answered(everything, "executor-1"))
     processes[EXECUTOR] = run.start(EXECUTOR, "--name", "executor-0")
-    until(lambda: "event=serving" in run.log(EXECUTOR))
-    until(lambda: "event=lend" in run.log(CONTROL))
+    until(lambda: "event=version_activated" in run.log(EXECUTOR))
+    until(lambda: "event=lend_granted" in run.log(CONTROL))
     litter(everything, (HEARTBEATS, 0), (SUMMARIES, 0), (DISPATCHED, 0), (DISPATCHED, 1))
     viewer = users.settings(VIEW)
     until(
@@ -318,11 +318,11 @@ def begin(role: Role, settings: BusSettings) -> None:
     elif role is TRAINER:
         SampleStream(settings, "policy").close()
     elif role is VIEW:
-        sounder = BrokerProbe(settings)
-        sounder.probe()
-        sounder.close()
-        if sounder.trouble:
-            raise RoseError(sounder.trouble)
+        probe = BrokerProbe(settings)
+        probe.probe()
+        probe.close()
+        if probe.last_error:
+            raise RoseError(probe.last_error)
     elif role is OPERATOR:
         Writer(settings, "letters", transactional_id=DEAD_LETTERS_TRANSACTIONAL_ID)
     elif role is ADMIN:

@@ -140,7 +140,7 @@ def test_a_server_runs_turns_of_the_bus_and_serves_through_a_kill_beside_it_unti
         child(server, "beside").kill()
         assert server.complete(CONTEXT).text == answer
         router.until(lambda: router.beats[-1].incarnation > incarnation and router.serves(0))
-        assert server.log.read_text().count("the guest is built") == 2
+        assert server.log.read_text().count("guest_built") == 2
         router.dispatch("after", CONTEXT)
         prove(router.result("after"))
 
@@ -223,14 +223,14 @@ def test_a_file_stops_lending_while_the_broker_is_away(own_broker: Broker, tmp_p
         router = Router(settings, server.process)
         router.publish_tensors(load_file(MODEL / "model.safetensors"), 0)
         router.until(lambda: bool(router.beats) and "file" in router.beats[-1].paused_reason)
-        assert not server.said("the guest is built"), "what was there before it began counts too"
+        assert not server.said("guest_built"), "what was there before it began counts too"
         (tmp_path / "stop").unlink()
         router.until(lambda: router.serves(0))
         router.dispatch("long", CONTEXT, max_tokens=LONG, stop=())
         own_broker.stop()
         (tmp_path / "stop").touch()
         began = time.monotonic()
-        until(lambda: server.said("the guest is parked"))
+        until(lambda: server.said("guest_suspended"))
         print(f"parked {time.monotonic() - began:.2f} s after the file was there", file=sys.__stderr__)
         assert time.monotonic() - began < 5.0, "a second, on a machine with nothing else to do"
         assert server.complete(CONTEXT).text
@@ -249,8 +249,8 @@ def test_a_server_that_is_observed_lends_nothing_and_tells_what_it_could(tmp_pat
         until(lambda: metric(port, "rose_lender_idle_seconds_total") > idle)
         seconds = metric(port, "rose_lender_observed_seconds_total")
         assert metric(port, "rose_lender_idle_seconds_total") < seconds
-        until(lambda: server.said("could be lent"))
-        assert not server.said("the guest is built")
+        until(lambda: server.said("idle_capacity_observed"))
+        assert not server.said("guest_built")
 
 
 def metric(port: int, name: str, labels: str = "") -> float:

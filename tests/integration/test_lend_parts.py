@@ -93,7 +93,7 @@ def test_a_server_serves_on_whatever_is_done_to_the_processes_beside_it(
         assert server.complete(CONTEXT).text == answer
         router.until(lambda: router.beats[-1].incarnation > incarnation)
         lends(router, "after the sidecar was killed")
-        assert server.log.read_text().count("another is built") == 0
+        assert server.log.read_text().count("guest_dropped") == 0
 
         watchdog.kill()
         router.executor = None
@@ -142,7 +142,7 @@ def test_of_a_server_that_is_killed_as_it_loads_nothing_is_left(folders: Path, t
         server.process.kill()
         server.process.wait()
     assert not psutil.wait_procs(children, START_SECONDS)[1]
-    assert "the server of this engine core is gone" in server.log.read_text()
+    assert "engine_core_orphaned" in server.log.read_text()
     assert not list(folders.glob(f"{PREFIX}*"))
 
 

@@ -123,5 +123,5 @@ def test_server_on_cuda_keeps_every_name_it_had(mode: str, tmp_path: Path) -> No
     assert told["changed"] == told["states"] == told["imported"] == []
     assert told["served"]
     [sentence] = told["heard"]
-    expected = "is observed" if mode == "observe" else "beside a device that is not a CPU"
+    expected = "observation_enabled" if mode == "observe" else "beside a device that is not a CPU"
     assert expected in sentence

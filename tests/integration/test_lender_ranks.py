@@ -107,7 +107,7 @@ def test_serving_answers_the_same_while_a_guest_is_built_on_its_ranks_and_runs(
 
 
 def test_each_rank_holds_its_share_of_the_guest(server: Server, beside: PlayedSidecar, one_rank: Engine) -> None:
-    said = re.findall(r"the guest's parameters by rank: ([\d, ]+)", server.log.read_text())
+    said = re.findall(r"guest_parameters_loaded rank_parameters=([\d,]+)", server.log.read_text())
     held = [int(count) for count in said[-1].split(",")]
     config = json.loads((MODEL / "config.json").read_text())
     layers = config["num_hidden_layers"]
@@ -236,4 +236,4 @@ def test_no_guest_binds_the_memory_of_a_rank_again(server: Server, beside: Playe
 
 def test_the_servers_log_holds_no_error_of_its_own(server: Server, beside: PlayedSidecar) -> None:
     errors = [line for line in server.log.read_text().splitlines() if "ERROR" in line or "Traceback" in line]
-    assert all("the guest is dropped" in line for line in errors), errors
+    assert all("guest_dropped" in line for line in errors), errors

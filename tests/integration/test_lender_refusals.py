@@ -87,7 +87,7 @@ def test_every_engine_core_begins_with_a_look_for_its_server(
     server = SimpleNamespace(pid=os.getppid())
     monkeypatch.setattr(attach, "parent_process", lambda: server)
     core.run_busy_loop()
-    assert begun.pop(kind) == [core] and "does not lend" in caplog.text
+    assert begun.pop(kind) == [core] and "lending_refused" in caplog.text
     server.pid += 1
     with pytest.raises(SystemExit):
         core.run_busy_loop()

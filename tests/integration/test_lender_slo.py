@@ -68,7 +68,7 @@ def test_a_server_that_is_never_idle_wakes_its_guest_only_where_the_dial_lets_it
         ended.set()
         for client in clients:
             client.join()
-    assert server.said("the guest is built") is (server.config.promise.dial > 0)
+    assert server.said("guest_built") is (server.config.promise.dial > 0)
     beside.end.close()
 
 

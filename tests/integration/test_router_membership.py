@@ -117,7 +117,7 @@ def test_a_router_goes_on_when_its_broker_is_back(broker_kind: str, tmp_path: Pa
             broker.kill()
             freeze(router)
             thaw(router)
-            until(lambda: "longer" not in away or "seat lost" in log.read_text())
+            until(lambda: "longer" not in away or "cell_ownership_lost" in log.read_text())
             broker.restart()
             bus.keep_turns_moving(5.0)
             bus.finish()

@@ -8,7 +8,7 @@ Keeps true
 - Only the node's own user has all rights. Another user has the rights that `allow` has given.
 - A right that was given or taken away is in effect when the call returns.
 
-Example
+Example:
     with start_secured(folder, kafka_home=home) as node:
         create_topics(node.settings(), Partitions())
         router = node.settings_of("rose-router")
@@ -177,7 +177,7 @@ def start_secured(
 
 
 def _signed_in(user: str, password: str, ca: Path) -> dict[str, str]:
-    """librdkafka settings with which a client authenticates as this user."""
+    """Return librdkafka settings with which a client authenticates as this user."""
     return {
         "security.protocol": "SASL_SSL",
         "sasl.mechanism": "SCRAM-SHA-512",

@@ -367,7 +367,7 @@ def test_the_first_of_several_servers_that_is_away_is_no_trouble_and_all_that_ar
     clock.now += age
     with structlog.testing.capture_logs() as logs:
         heard(KafkaError(KafkaError._ALL_BROKERS_DOWN, said))
-    assert [line["error"] for line in logs] == [said] * told
+    assert [line["reason"] for line in logs] == [said] * told
 
 
 DISCONNECTED = KafkaError(KafkaError._TRANSPORT, "host:9/bootstrap: Disconnected")

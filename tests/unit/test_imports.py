@@ -27,6 +27,7 @@ COMMAND = (
     "rose.pipeline.report.write",
     "rose.pipeline.local",
     "rose.pipeline.cli",
+    "rose.pipeline.observability",
 )
 """The parts of the command, from the ground up: a part imports those before it, and nothing else imports a part."""
 

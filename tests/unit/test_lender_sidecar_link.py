@@ -139,7 +139,7 @@ def test_who_brings_something_else_is_sent_away(
         assert connection.recv(1) == b""
         channel.close()
     assert host.feeder.connection is None
-    until(lambda: "sent away" in caplog.text)
+    until(lambda: "connection_rejected" in caplog.text)
     connect(path).close()
 
 

@@ -71,10 +71,10 @@ class Run:
             self.sound(prompts, results)
 
     def sound(self, prompts: dict[int, int], results: dict[int, int]) -> None:
-        sounding = BrokerSnapshot(
+        snapshot = BrokerSnapshot(
             at=self.now, ends=dict(self.ends), workers=self.workers, waiting_at=prompts, results_at=results
         )
-        self.places.on_snapshot(sounding, self.now)
+        self.places.on_snapshot(snapshot, self.now)
 
     def found(self, patience: Patience = Patience()) -> list[Finding]:  # noqa: B008
         executors = self.places.executors(self.now)

@@ -43,6 +43,7 @@ class IdleBackoff:
 
     @property
     def is_resting(self) -> bool:
+        """Whether the consumer pauses."""
         return self._rests_until is not None
 
     @property
@@ -51,10 +52,12 @@ class IdleBackoff:
         return self._reads
 
     def add(self, partitions: Sequence[PartitionName]) -> None:
+        """Add partitions that are read from now on."""
         self._reads.update(partitions)
         self._awaited.update(partitions)
 
     def remove(self, partitions: Sequence[PartitionName]) -> None:
+        """Remove partitions that are not read any more."""
         self._reads.difference_update(partitions)
         self._awaited.difference_update(partitions)
 
@@ -76,9 +79,11 @@ class IdleBackoff:
         return max(0.0, self._record_at + MIN_SILENCE_SECONDS - now)
 
     def rest(self, now: float) -> None:
+        """Begin a pause, which is longer the longer no record has come. `now`: monotonic seconds."""
         self._rests_until = now + min((now - self._record_at) * REST_FRACTION, MAX_REST_SECONDS)
 
     def wake(self) -> None:
+        """End the pause, and await an answer of every partition."""
         self._rests_until = None
         self._awaited = set(self._reads)
 
@@ -96,24 +101,29 @@ class IdleConsumer(Consumer):  # type: ignore[misc]  # confluent-kafka's Consume
         self._backoff = IdleBackoff(time.monotonic())
 
     def assign(self, partitions: list[TopicPartition]) -> None:
+        """Assign partitions and read all of them."""
         self._forget()
         self._backoff.add(_names(partitions))
         super().assign(partitions)
 
     def unassign(self) -> None:
+        """Remove the assignment."""
         self._forget()
         super().unassign()
 
     def pause(self, partitions: list[TopicPartition]) -> None:
+        """Pause partitions; they do not count as idle."""
         self._backoff.remove(_names(partitions))
         super().pause(partitions)
 
     def resume(self, partitions: list[TopicPartition]) -> None:
+        """Resume partitions, or let them begin at the end of the pause."""
         self._backoff.add(_names(partitions))
         if not self._backoff.is_resting:
             super().resume(partitions)
 
     def poll(self, timeout: float) -> Message | None:
+        """Return the next record, error or end of a partition; None after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while True:
             left_seconds = max(0.0, deadline - time.monotonic())
@@ -124,6 +134,7 @@ class IdleConsumer(Consumer):  # type: ignore[misc]  # confluent-kafka's Consume
                 return None
 
     def consume(self, num_messages: int, timeout: float) -> list[Message]:
+        """Return up to `num_messages` messages, after `timeout` seconds at most."""
         return [message for message in super().consume(num_messages, timeout) if self._is_visible(message)]
 
     def _is_visible(self, message: Message) -> bool:

@@ -4,7 +4,7 @@ Keeps true
 - `start_broker` returns only when the broker answers on loopback and every partition has its leader.
 - The broker does not create a topic because a client names it.
 
-Example
+Example:
     with start_broker(run_folder / "broker", kafka_home=settings.kafka_home) as broker:
         ...  # broker.bootstrap is "127.0.0.1:PORT"
         broker.check()

@@ -1,4 +1,4 @@
-"""A model folder's chat template as a turn format: what it writes around observations and actions, if it only appends.
+r"""A model folder's chat template as a turn format: what it writes around observations and actions, if it only appends.
 
 Keeps true
 - A format is taken from a template only when rendering one more turn leaves all before it as it was, in text and in
@@ -7,9 +7,9 @@ Keeps true
 - A template is told what transformers tells it, but for the date (see `template_rendering.py`).
 
 Example (ChatML)
-    user `a`                      `<|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\n`
-    then assistant `b`, user `c`  `b<|im_end|>\\n<|im_start|>user\\nc<|im_end|>\\n<|im_start|>assistant\\n`
-    so the stop token is `<|im_end|>`, and a later observation begins with `\\n<|im_start|>user\\n`
+    user `a`                      `<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n`
+    then assistant `b`, user `c`  `b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n`
+    so the stop token is `<|im_end|>`, and a later observation begins with `\n<|im_start|>user\n`
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -26,7 +26,7 @@ BYTE_ORDER_MARK = "\ufeff"
 """What some editors begin a file with."""
 
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Of transformers' tokenizers: they know no special token that the folder does not name."""
+"""Transformers' tokenizers that know no special token besides those that the folder names."""
 
 TURNS = 3
 """Observations of the longest conversation that is looked at."""

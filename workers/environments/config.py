@@ -9,44 +9,49 @@ from rose.schemas.prompts import MIN_TEMPERATURE
 ISOLATIONS = ("auto", "process", "thread")
 
 LONGEST_SECONDS = 7 * 86_400.0
-"""Of a step, and of the patience with a turn."""
+"""Upper bound of `step_timeout_seconds` and `turn_patience_seconds`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentConfig:
-    """One environment worker. Raises ValueError for a value out of its range."""
+    """One environment worker.
+
+    Raises ValueError for a value out of its range.
+    """
 
     model_folder: Path
-    """Hugging Face model folder: its tokenizer, stop tokens and `turn_format.json` make text of tokens and back."""
+    """Hugging Face model folder. Its tokenizer, stop tokens and `turn_format.json` convert text to tokens and back."""
     model_id: str = "policy"
-    """Whose policy versions sample; every sample says it."""
+    """Name of the policy that samples; every sample contains it."""
     temperature: float = 1.0
-    """Sampling temperature, where a prompt says none; greedy sampling cannot be trained on."""
+    """Sampling temperature of prompts that set none. Greedy sampling cannot be trained on."""
     top_p: float = 1.0
-    """Nucleus sampling, where a prompt says none; below 1 it cannot be trained on."""
+    """Nucleus sampling of prompts that set none. A value below 1 cannot be trained on."""
     max_turn_tokens: int = 256
-    """Most tokens of one turn, where a prompt says none."""
+    """Most tokens of one turn, for prompts that set no limit."""
     max_context_tokens: int = 1024
-    """A trajectory ends when its context has no room below this; at most the executors' `max_model_len`."""
+    """Longest context of a trajectory; a trajectory whose context has no room left ends. At most
+    `executor.max_model_len`."""
     window_groups: int = 16
-    """Groups that may be open and unsettled at once; at least the trainer's `groups_per_step`. Bounds staleness."""
+    """Groups that may be open and unsettled at once; at least `trainer.groups_per_step`. This limits staleness."""
     max_live_environments: int = 256
-    """Environments of a kind held or stepped at once; the longest unused beyond it are closed, and restored later."""
+    """Environments of one kind that are held at once. Above this number the longest unused are closed, and restored
+    later."""
     step_timeout_seconds: float = 60.0
-    """A reset, step, snapshot or restore that takes longer fails its trajectory (no reward)."""
+    """Longest time of a reset, step, snapshot or restore. A longer one fails its trajectory (no reward)."""
     turn_patience_seconds: float = 300.0
-    """A turn that no executor takes up for so long fails its trajectory (no reward); one that runs may take longer."""
+    """Longest time that a turn waits for an executor. A longer wait fails its trajectory (no reward); a running turn
+    may take longer."""
     environments: tuple[str, ...] = ()
-    """Your own environments (`package.module:Class`) that prompts may name beside the built-in ones."""
+    """Your own environments (`package.module:Class`) that prompts may name, in addition to the built-in ones."""
     import_paths: tuple[Path, ...] = ()
     """Folders to import your own environments from, before the installed packages."""
     max_processes: int = 4
-    """Processes (or threads) of a kind of environments at once: one for all of them, and further ones while one of them
-    blocks that, or to find out which one ends it."""
+    """Most processes or threads for one kind of environments. One runs all of them; further ones are started while it
+    is blocked, or to find the environment that ends it."""
     isolation: str = "auto"
-    """Where environments run: `process` (a process for each kind, so what one does to its process ends no worker),
-    `thread` (of the worker: cheaper, and one that ends its process ends the worker), or `auto`: your own in processes,
-    the built-in ones in threads."""
+    """Where environments run. `process`: each kind in a process of its own, whose end does not end the worker.
+    `thread`: in the worker, which is cheaper. `auto`: your own environments in processes, built-in ones in threads."""
 
     def __post_init__(self) -> None:
         in_range = {

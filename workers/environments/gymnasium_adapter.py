@@ -1,4 +1,4 @@
-"""Gymnasium environments with discrete actions as text, shown with FrozenLake.
+r"""Gymnasium environments with discrete actions as text, shown with FrozenLake.
 
 Keeps true
 - An action is one word of the environment's `words`, or `MALFORMED` comes back and the turn is spent.
@@ -7,10 +7,10 @@ Keeps true
 - A task ends after `turn_limit` turns, whatever the environment thinks of that.
 
 Example: a 3x3 lake; the player is P, holes are H, the goal is G
-    observation `PFF\\nHFF\\nFFG`
-    action `right`   observation `SPF\\nHFF\\nFFG`
+    observation `PFF\nHFF\nFFG`
+    action `right`   observation `SPF\nHFF\nFFG`
     action `jump`    observation `?`
-    action `down`    observation `SFF\\nHPF\\nFFG`
+    action `down`    observation `SFF\nHPF\nFFG`
 """
 
 from abc import ABC, abstractmethod

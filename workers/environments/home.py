@@ -8,7 +8,7 @@ Keeps true
 - The offset to commit is that of the oldest input whose consequences are not on the log.
 - A group is unsettled from its opening until each of its trajectories has an outcome.
 
-Example
+Example:
     prompts a (offset 0), b (1), a again (2)    opened in turn; the third is refused
     results at 7, 8 and 9 are read; 8 is done   low water 7
     7 is done                                   low water 9
@@ -135,8 +135,9 @@ class Home:
     """State of one home. All of it is derived from the log."""
 
     def __init__(self, partition: int, *, homes: int, dead_lettered: frozenset[tuple[str, int]] = frozenset()) -> None:
-        """`homes`: number of home partitions. `dead_lettered`: topic names and offsets of messages that are dead
-        letters already.
+        """`homes`: number of home partitions.
+
+        `dead_lettered`: topic names and offsets of messages that are dead letters already.
         """
         self.partition = partition
         self.trajectories: dict[str, Trajectory] = {}
@@ -164,8 +165,9 @@ class Home:
         self.results = OffsetTracker(results_from)
 
     def needed(self, request_next: int) -> tuple[int, int]:
-        """The first offsets of the home's requests and results that are still needed. `request_next`: a lower bound of
-        the offset of its next request.
+        """The first offsets of the home's requests and results that are still needed.
+
+        `request_next`: a lower bound of the offset of its next request.
         """
         lives = self.trajectories.values()
         requests = min((trajectory.needs_from for trajectory in lives), default=request_next)
@@ -232,8 +234,9 @@ class Home:
         self.open_groups.pop(decision.opens.group_id, None)
 
     def take_complete(self) -> list[PromptDecision]:
-        """Remove and return the decisions that can be written: openings once their resets are done, all others in the
-        order of the prompts.
+        """Remove and return the decisions that can be written.
+
+        Openings are returned once their resets are done, all others in the order of the prompts.
         """
         complete: list[PromptDecision] = []
         waits: deque[PromptDecision] = deque()
@@ -293,8 +296,9 @@ class Home:
         return {index: _by_hand(ask) for index, ask in found.items() if ask is not None and ask.offset == offset}
 
     def take_settle_requests(self) -> Iterator[tuple[Trajectory, str]]:
-        """Yields each trajectory to be settled now, with the reason; later results are not applied to it. A trajectory
-        whose environment step is running is left until the step is done.
+        """Yields each trajectory to be settled now, with the reason; later results are not applied to it.
+
+        A trajectory whose environment step is running is left until the step is done.
         """
         for name, request in list(self.settle_requests.items()):
             group, trajectory = self.groups.get(request.group_id), self.trajectories.get(name)
@@ -308,8 +312,10 @@ class Home:
             del self.settle_requests[name]
 
     def settle_expired(self, low: int) -> list[str]:
-        """Mark open groups as settled that have no live trajectory and whose outcomes may be deleted, as outcomes
-        before `low` are; returns their ids.
+        """Settle the open groups whose outcomes may be deleted, and return their ids.
+
+        These are the groups without a live trajectory whose outcomes may lie before `low`, the first outcome that is
+        kept.
         """
         live = {trajectory.prompt.group_id for trajectory in self.trajectories.values()}
         gone = [name for name, group in self.open_groups.items() if group.outcomes_from < low and name not in live]

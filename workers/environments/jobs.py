@@ -25,19 +25,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One thing to do with one trajectory's environment."""
+    """One task for one trajectory's environment."""
 
     generation: int
-    """Of the homes for which it is done."""
+    """Generation of the homes that the job is done for."""
     trajectory_id: str
     environment: str
     ticket: object
-    """Comes back with the answer, untouched."""
+    """Value that is returned with the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResetJob(Job):
-    """Begin the task."""
+    """Reset the environment with the prompt's task."""
 
     seed: int
     arguments: dict[str, Any]
@@ -45,30 +45,30 @@ class ResetJob(Job):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepJob(Job):
-    """Take an action."""
+    """Step the environment with an action."""
 
     tokens: bytes
-    """As sampled, packed."""
+    """Sampled tokens, packed."""
     stop_token_ids: tuple[int, ...] = ()
-    """Of the turn, beside the model's own."""
+    """Stop tokens of the turn, in addition to the model's own."""
     state: bytes
-    """To restore from when the environment is not held any more."""
+    """State to restore from if the environment is not held any more."""
 
 
 NO_JOB = Job(generation=-1, trajectory_id="", environment="", ticket=None)
-"""Stands for every job that nobody waits for any more."""
+"""Stands for every job whose answer is not needed any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResetRefused:
-    """The environment does not take the prompt's arguments."""
+    """The environment refuses the prompt's arguments."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentFailure:
-    """The environment failed; the trajectory cannot go on."""
+    """The environment failed; the trajectory cannot continue."""
 
     failure: str
 
@@ -80,84 +80,88 @@ ResultCallback = Callable[[Job, JobResult], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerLimits:
-    """What holds for each runner."""
+    """Limits of each runner."""
 
     max_live: int
-    """Environments that are held or stepped at once."""
+    """Most environments that are held or stepped at once."""
     timeout_seconds: float
-    """Of a job."""
+    """Longest time that a job may take."""
     max_context_tokens: int
-    """An observation that cannot fit is not encoded to its end."""
+    """Longest context; an observation that cannot fit is not encoded to its end."""
     max_runners: int = 4
-    """Of a kind of environments, at once: one for all, and further ones while something is wrong with that."""
+    """Most runners of one kind of environments at once: one for all jobs, and further ones while that one has a
+    problem."""
 
 
 class Runner(Protocol):
-    """Where jobs run: a thread, or a process. Used by one thread; every job is answered once, or the runner ends."""
+    """A thread or process that runs jobs.
+
+    Used by one thread. Every job is answered once, or the runner ends.
+    """
 
     killable: bool
-    """Whether nothing of it is left once it was abandoned."""
+    """Whether nothing of an abandoned runner remains."""
 
     @property
     def heartbeats(self) -> int:
-        """Grows while nothing blocks it."""
+        """Counter that grows while nothing blocks the runner."""
         ...
 
     @property
     def threads_stuck(self) -> int:
-        """Threads of its pool in which a call goes on that was given up."""
+        """Number of pool threads in which an abandoned call still runs."""
         ...
 
     @property
     def live(self) -> int:
-        """Environments that are held or stepped; a figure for people."""
+        """Number of environments that are held or stepped; for people."""
         ...
 
     @property
     def ready(self) -> bool:
-        """Whether it has begun: until then it may import for as long as that takes."""
+        """Whether the runner has begun; until then it may take time to import."""
         ...
 
     @property
     def load_error(self) -> str:
-        """Why there is no such environment; empty unless it has ended by that."""
+        """Why there is no such environment; empty unless the runner ended for that reason."""
         ...
 
     @property
     def exit_reason(self) -> str:
-        """How it ended by itself; empty while it has not."""
+        """How the runner ended by itself; empty while it runs."""
         ...
 
     def start(self, jobs: list[Job]) -> None:
-        """Begin with these jobs."""
+        """Start these jobs."""
         ...
 
     def release(self, trajectory_ids: list[str]) -> None:
-        """Close the environments of trajectories that have ended."""
+        """Close the environments of ended trajectories."""
         ...
 
     def cancel(self, trajectory_ids: list[str]) -> None:
-        """Answer no job of these that was started, and hold nothing of them: they go on elsewhere."""
+        """Cancel these jobs without an answer, and release their environments."""
         ...
 
     def begin_generation(self, generation: int) -> None:
-        """Close all environments: what was held of earlier lives does not count any more."""
+        """Close all environments of earlier generations."""
         ...
 
     def current_job(self) -> Job | None:
-        """The job whose own code the runner is in at this moment, where that is known; NO_JOB for what was answered."""
+        """Return the job whose own code the runner is in, if that is known; NO_JOB for a job that was answered."""
         ...
 
     def stop(self) -> None:
-        """Have it close everything and end; nobody waits for that."""
+        """Have the runner close everything and end, without waiting."""
         ...
 
     def kill(self) -> None:
-        """End it though an environment blocks it, as far as that can be done."""
+        """End the runner although an environment blocks it, as far as possible."""
         ...
 
     def close(self, seconds: float) -> None:
-        """Leave, wait so long for the end, then abandon it."""
+        """Stop the runner, wait up to `seconds` for its end, then abandon it."""
         ...
 
 
@@ -171,12 +175,12 @@ RESULTS: dict[str, type[ResetResult] | type[StepResult] | type[ResetRefused] | t
 
 
 def job_fields(job: Job, number: int) -> tuple[str, Job]:
-    """The job as it crosses to a process: its ticket stays here, a number goes instead."""
+    """Return the fields of a job for another process, with a number in place of the ticket."""
     return type(job).__name__, replace(job, ticket=number)
 
 
 def decode_as(kinds: dict[str, type[T]], name: str, fields: object) -> T:
-    """A job or an answer of what has crossed. Raises KeyError or msgspec.ValidationError for anything else."""
+    """Return a job or an answer from received fields. Raises KeyError or msgspec.ValidationError for anything else."""
     return msgspec.convert(fields, kinds[name])
 
 
@@ -232,14 +236,17 @@ class TrackedCall(Coroutine[Any, Any, T]):
         self._mark = job.ticket + 1 if job is not None and isinstance(job.ticket, int) else -1
 
     def send(self, value: Any) -> Any:
+        """Continue the call; a call whose runner has left is cancelled."""
         if self._has_left():
             return self._run(self._code.throw, asyncio.CancelledError())
         return self._run(self._code.send, value)
 
     def throw(self, *error: Any) -> Any:
+        """Raise an error inside the call."""
         return self._run(self._code.throw, *error)
 
     def close(self) -> None:
+        """Close the call's coroutine."""
         self._code.close()
 
     def __await__(self) -> Generator[Any, Any, T]:

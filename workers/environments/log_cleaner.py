@@ -64,8 +64,8 @@ class LogCleaner:
                 self._settings, needed, keep_seconds=self._keep_seconds, client_id=f"rose-{self._name}-sweeper"
             )
         except RoseError as error:
-            log.warning("not_deleted", worker=self._name, reason=str(error))
+            log.warning("records_not_deleted", worker=self._name, reason=str(error))
             return
         begins = {f"{topic.name}/{partition}": offset for (topic, partition), offset in deleted.items()}
         if begins:
-            log.info("deleted", worker=self._name, begins=begins)
+            log.info("records_deleted", worker=self._name, begins=begins)

@@ -12,39 +12,42 @@ ENVIRONMENT = CollectorRegistry()
 """What an environment worker exports, once it has begun."""
 
 HOMES = Gauge("rose_environment_homes", "Home partitions that this worker owns.", registry=ENVIRONMENT)
-TRAJECTORIES = Gauge("rose_environment_trajectories", "Trajectories that are open.", registry=ENVIRONMENT)
+TRAJECTORIES = Gauge("rose_environment_trajectories", "Open trajectories.", registry=ENVIRONMENT)
 UNSETTLED = Gauge(
     "rose_environment_unsettled_groups",
-    "Groups opened of which not every trajectory has an outcome.",
+    "Open groups of which at least one trajectory has no outcome.",
     registry=ENVIRONMENT,
 )
 LIVE = Gauge("rose_environment_live_environments", "Environments that are held or stepped.", registry=ENVIRONMENT)
 RECOVERIES = Counter(
-    "rose_environment_recoveries_total", "Times that the homes were built again from the log.", registry=ENVIRONMENT
+    "rose_environment_recoveries_total", "Times that the homes were recovered from the log.", registry=ENVIRONMENT
 )
 OPENED = Counter("rose_environment_trajectories_opened_total", "Trajectories opened.", registry=ENVIRONMENT)
 ENDED = Counter(
-    "rose_environment_trajectories_ended_total", "Trajectories ended, by how.", ["ending"], registry=ENVIRONMENT
+    "rose_environment_trajectories_ended_total", "Trajectories ended, by ending.", ["ending"], registry=ENVIRONMENT
 )
-REFUSED = Counter("rose_environment_prompts_refused_total", "Prompts put into the dead letters.", registry=ENVIRONMENT)
-APPLIED = Counter("rose_environment_turns_applied_total", "Results that were applied.", registry=ENVIRONMENT)
+REFUSED = Counter("rose_environment_prompts_refused_total", "Prompts that became dead letters.", registry=ENVIRONMENT)
+APPLIED = Counter("rose_environment_turns_applied_total", "Results applied.", registry=ENVIRONMENT)
 DROPPED = Counter(
-    "rose_environment_results_dropped_total", "Results that were not applied, by why.", ["reason"], registry=ENVIRONMENT
+    "rose_environment_results_dropped_total",
+    "Results that were not applied, by reason.",
+    ["reason"],
+    registry=ENVIRONMENT,
 )
 TORN = Counter(
     "rose_environment_contexts_torn_total",
-    "Turns asked for again with their whole context: no executor could read it back.",
+    "Turns requested again with their whole context, because no executor could read it back.",
     registry=ENVIRONMENT,
 )
 STEP_SECONDS = Histogram(
     "rose_environment_step_seconds",
-    "A step of an environment, its own time alone.",
+    "Time that an environment's own step took.",
     buckets=SECONDS,
     registry=ENVIRONMENT,
 )
 TRANSACTION_SECONDS = Histogram(
     "rose_environment_transaction_seconds",
-    "A transaction from its begin to its commit.",
+    "Time of a transaction from its begin to its commit.",
     buckets=SECONDS,
     registry=ENVIRONMENT,
 )
@@ -52,28 +55,31 @@ SNAPSHOT_BYTES = Counter(
     "rose_environment_snapshot_bytes_total", "Bytes of environment state written.", registry=ENVIRONMENT
 )
 FORWARDED = Counter(
-    "rose_environment_prompts_forwarded_total", "Prompts sent on to the home of their group.", registry=ENVIRONMENT
+    "rose_environment_prompts_forwarded_total", "Prompts forwarded to the home of their group.", registry=ENVIRONMENT
 )
-SPOILED = Counter("rose_environment_results_spoiled_total", "Results put into the dead letters.", registry=ENVIRONMENT)
+SPOILED = Counter("rose_environment_results_spoiled_total", "Results that became dead letters.", registry=ENVIRONMENT)
 RECOVERY_SECONDS = Histogram(
-    "rose_environment_recovery_seconds", "Building the homes again from the log.", buckets=SECONDS, registry=ENVIRONMENT
+    "rose_environment_recovery_seconds",
+    "Time to recover the homes from the log.",
+    buckets=SECONDS,
+    registry=ENVIRONMENT,
 )
 RECOVERY_READ = Counter(
-    "rose_environment_recovery_records_total", "Records read to build the homes again.", registry=ENVIRONMENT
+    "rose_environment_recovery_records_total", "Records read to recover the homes.", registry=ENVIRONMENT
 )
 BLOCKED = Counter(
     "rose_environment_blocked_threads_total",
-    "Threads and processes given up because an environment blocked them.",
+    "Threads and processes abandoned because an environment blocked them.",
     registry=ENVIRONMENT,
 )
 PROCESSES_ENDED = Counter(
     "rose_environment_processes_ended_total",
-    "Processes of environments that ended without being asked to.",
+    "Processes of environments that ended by themselves.",
     registry=ENVIRONMENT,
 )
 STUCK = Gauge(
     "rose_environment_stuck_threads",
-    "Threads of environments in which a call goes on that was given up.",
+    "Threads of environments in which an abandoned call still runs.",
     registry=ENVIRONMENT,
 )
 

@@ -136,13 +136,15 @@ class Outbox:
         try:
             return committed_offsets(self._reader, self._writer, places)
         except BusError as error:
-            trouble = error
+            failure = error
         self._discard_writer()
-        raise trouble
+        raise failure
 
     def on_recovered(self, offsets: Mapping[Place, int], request_ends: Mapping[int, int]) -> None:
-        """The homes were recovered. `offsets`: where their inputs are read from. `request_ends`: by home, an end offset
-        of its requests that was seen.
+        """The homes were recovered.
+
+        `offsets`: where their inputs are read from. `request_ends`: by home, an end offset of its requests that was
+        seen.
         """
         self._committed = dict(offsets)
         self._request_next = dict(request_ends)
@@ -158,8 +160,9 @@ class Outbox:
         return needed
 
     def commit(self, homes: Mapping[int, Home], ready: Sequence[PendingTransition]) -> list[str]:
-        """Commit one transaction, if there is anything to write; returns the trajectories that have ended. Raises
-        BusError or TopicMissing.
+        """Commit one transaction, if there is anything to write; returns the trajectories that have ended.
+
+        Raises BusError or TopicMissing.
         """
         decisions = [(home, decision) for home in homes.values() for decision in home.take_complete()]
         touched = {home.partition for home, _ in decisions} | {item.home.partition for item in ready}
@@ -177,7 +180,7 @@ class Outbox:
         self.began_at = time.monotonic()
         self._counted.clear()
         self._asking.clear()
-        trouble: BusError | TopicMissing | None = None
+        failure: BusError | TopicMissing | None = None
         try:
             self._writer.begin()
             ended = [ended_id for home, decision in decisions for ended_id in self._put_decision(home, decision)]
@@ -189,10 +192,10 @@ class Outbox:
             self._writer.commit(offsets, self._reader)
             self._writer.poll()
         except (BusError, TopicMissing) as error:
-            trouble = error
-        if trouble is not None:
+            failure = error
+        if failure is not None:
             self._discard_writer()
-            raise trouble
+            raise failure
         self._committed.update(offsets)
         self._committed_at = time.monotonic()
         metrics.TRANSACTION_SECONDS.observe(self._committed_at - self.began_at)
@@ -228,8 +231,13 @@ class Outbox:
         if decision.kind is DecisionKind.REFUSE:
             self._writer.dead_letter(found, decision.refusal)
             self._counted.append((metrics.REFUSED, 1))
-            where = {"home": home.partition, "offset": found.offset}
-            log.warning("prompt_refused", group=prompt and prompt.group_id, reason=decision.refusal, **where)
+            log.warning(
+                "prompt_refused",
+                group=prompt and prompt.group_id,
+                home=home.partition,
+                offset=found.offset,
+                reason=decision.refusal,
+            )
             if prompt is not None and not decision.repeated:
                 self._write_group(home, prompt, GroupState.REFUSED, offset=found.offset)
         return [trajectory_id(decision.opens.group_id, index) for index in decision.reset_results]
@@ -247,7 +255,7 @@ class Outbox:
                 if written.sample is None:
                     home.trajectories[own_id] = trajectory
             else:
-                log.warning("environment_failed", trajectory=own_id, failure=begun)
+                log.warning("environment_failed", trajectory=own_id, reason=begun)
                 sample = fail_at_opening(prompt, index, begun, self._rules, now)
                 written = OutgoingRecords(sample=sample, ending=Ending.FAILED)
             if written.sample is not None:
@@ -281,7 +289,9 @@ class Outbox:
         return {partition: old for partition, old in found.items() if old}
 
     def _put_rest(self, home: Home, old_groups: Sequence[str]) -> None:
-        """Write dead letters of undecodable results, tombstones of orphaned trajectories and old groups, and settled
+        """Write what no trajectory of this transaction writes.
+
+        These are dead letters of undecodable results, tombstones of orphaned trajectories and old groups, and settled
         groups.
         """
         assert self._writer is not None
@@ -289,7 +299,9 @@ class Outbox:
             self._writer.dead_letter(found, reason)
             home.results.on_done(found.offset)
             self._counted.append((metrics.SPOILED, 1))
-            log.warning("result_spoiled", home=home.partition, offset=found.offset, reason=reason)
+            log.warning(
+                "dead_lettered", topic=COMPLETED.name, partition=home.partition, offset=found.offset, reason=reason
+            )
         for own_id in home.orphaned_trajectories:
             self._writer.tombstone(PROGRESS, key=own_id, partition=home.partition)
             self._writer.tombstone(SNAPSHOTS, key=own_id, partition=home.partition)

@@ -92,8 +92,9 @@ class ProcessIntegrity:
             self._give_up(self._change)
 
     def on_answered(self) -> None:
-        """Give a changed process up once the trajectory that it was left to has been answered. What this has put right
-        by then nobody else has met.
+        """Give a changed process up once the trajectory that it was left to has been answered.
+
+        What this has put right by then nobody else has met.
         """
         self._change = self._change and self._changed()
         if self._change:
@@ -243,7 +244,7 @@ Call = Callable[[], None]
 
 
 class _Outcome(Future[T]):
-    """Of one call."""
+    """Future of one call."""
 
     def __init__(self, stuck: "set[_Outcome[Any]]") -> None:
         super().__init__()
@@ -251,7 +252,7 @@ class _Outcome(Future[T]):
         self._pid = _getpid()
 
     def cancel(self) -> bool:
-        """As any future; one whose call goes on all the same counts as stuck until that ends."""
+        """Cancel the future; a call that runs on is counted as stuck until it ends."""
         cancelled = super().cancel()
         if self.running():
             self._stuck.add(self)

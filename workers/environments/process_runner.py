@@ -37,22 +37,25 @@ from rose.workers.environments.jobs import (
 from rose.workers.environments.runner_server import MAX_MESSAGE_BYTES, ProcessSetup
 
 SPARE_SECONDS = 2.0
-"""That a process may take to end once it is killed."""
+"""Time that a killed process may take to end."""
 
 
 class ProcessRunner:
-    """Jobs of one kind of environment run in a process of their own."""
+    """Runs the jobs of one kind of environment in a process of its own."""
 
     killable = True
 
     def __init__(self, kind: ProcessSetup, answer: ResultCallback) -> None:
-        """`answer` is called in a thread of its own."""
+        """Start the process.
+
+        `answer` is called on a thread of its own.
+        """
         self.ready = False
         self.exit_reason = ""
         self.load_error = ""
-        """Why there is no such environment, where the process could not make any."""
+        """Why there is no such environment, if the process could not create one."""
         self._told = ""
-        """Why it ends, as it said itself."""
+        """The reason for its end that the process reported."""
         self._answer = answer
         self._jobs: dict[int, Job] = {}
         self._numbers = itertools.count()
@@ -89,61 +92,61 @@ class ProcessRunner:
             raise
 
     def start(self, jobs: list[Job]) -> None:
-        """Begin with these jobs."""
+        """Start these jobs."""
         numbered = {next(self._numbers): job for job in jobs}
         self._jobs.update(numbered)
         self._send("start", [job_fields(job, number) for number, job in numbered.items()])
 
     def release(self, trajectory_ids: list[str]) -> None:
-        """Close the environments of trajectories that have ended."""
+        """Close the environments of ended trajectories."""
         self._send("release", trajectory_ids)
 
     def cancel(self, trajectory_ids: list[str]) -> None:
-        """Answer no job of these that was started, and hold nothing of them."""
+        """Cancel these jobs without an answer, and release their environments."""
         for number in [number for number, job in list(self._jobs.items()) if job.trajectory_id in trajectory_ids]:
             self._jobs.pop(number, None)
         self._send("cancel", trajectory_ids)
 
     def begin_generation(self, generation: int) -> None:
-        """Close all environments: what was held of earlier lives does not count any more."""
+        """Close all environments of earlier generations."""
         self._jobs.clear()
         self._send("begin_generation", generation)
 
     @property
     def heartbeats(self) -> int:
-        """Grows while nothing blocks it."""
+        """Counter that grows while nothing blocks the process."""
         return self._signs[BEATS]
 
     @property
     def live(self) -> int:
-        """Environments that are held or stepped."""
+        """Number of environments that are held or stepped."""
         return self._signs[LIVE]
 
     @property
     def threads_stuck(self) -> int:
-        """Threads of its pool in which a call goes on that was given up."""
+        """Number of pool threads in which an abandoned call still runs."""
         return self._signs[STUCK]
 
     def current_job(self) -> Job | None:
-        """The job whose own code the process is in, or was in when it ended."""
+        """Return the job whose own code the process runs, or ran when it ended."""
         mark = self._signs[RUNNING]
         return None if mark == 0 else self._jobs.get(mark - 1, NO_JOB)
 
     def stop(self) -> None:
-        """Have it close everything and end."""
+        """Have the process close everything and end."""
         if not self._leaving:
             self._leaving = True
             self._send("leave", None)
 
     def kill(self) -> None:
-        """Kill it, with whatever it has started."""
+        """Kill the process and everything that it has started."""
         self._leaving = True
         with suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
 
     def close(self, seconds: float) -> None:
-        """Leave, wait so long for the end, then kill it. One that has not begun has nothing to close."""
+        """Stop the process, wait up to `seconds`, then kill it. A process that has not begun has nothing to close."""
         self.stop()
         self._reader.join(seconds if self.ready else 0.0)
         self.kill()

@@ -30,8 +30,9 @@ class PendingReset:
 
 
 def refusal_reason(prompt: Prompt, rules: TrajectoryRules, check_environment: Callable[[str], object]) -> str:
-    """Why the prompt cannot be opened; empty if it can. `check_environment` raises UsageError for an unknown
-    environment.
+    """Why the prompt cannot be opened; empty if it can.
+
+    `check_environment` raises UsageError for an unknown environment.
     """
     whole = with_full_sampling(prompt, rules.sampling)
     if reason := untrainable_reason(whole.sampling):

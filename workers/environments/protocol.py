@@ -37,7 +37,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     observation: str
     """What the policy reads next; of the last step, a closing remark that no policy reads."""
     reward: float
-    """Of this step; a trajectory's reward is the sum over its steps."""
+    """Reward of this step; a trajectory's reward is the sum over its steps."""
     done: bool
     success: bool | None = None
     """Whether the task is solved; only ever true together with `done`. None: there is no such thing here."""

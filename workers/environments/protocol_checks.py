@@ -142,8 +142,10 @@ CALLERS = tuple(
 
 
 def raised_at(error: BaseException) -> str:
-    """File, line and function of the innermost frame of the user's code, of an installed package where there is none;
-    empty where the error has met neither. Of a group of errors: of the first.
+    """Return file, line and function of the innermost frame of the user's code.
+
+    Without such a frame, the innermost frame of an installed package; empty text if there is neither. For a group of
+    errors, the first error counts.
     """
     frames = list(_frames(leaves_of(error)[0])) or list(_frames(error))
     own = [(file, where) for file, where in frames if not file.startswith((*LIBRARY, *CALLERS))]

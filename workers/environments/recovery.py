@@ -55,8 +55,9 @@ class _Gap(Exception):
 
 @dataclass(slots=True)
 class Recovery:
-    """Folds the newest group, progress and snapshot records of one home, then the `requests`, `links` and `results`
-    that they name.
+    """Folds the newest group, progress and snapshot records of one home.
+
+    Then it takes the `requests`, `links` and `results` that these records name.
     """
 
     home: Home
@@ -105,8 +106,9 @@ class Recovery:
         return [applied.offset for progress in self._progress.values() for applied in progress.applied]
 
     def results_from(self, low: int, end: int) -> int:
-        """A lower bound of the offsets of results that are not applied yet. The home's results are from `low`
-        to `end`.
+        """A lower bound of the offsets of results that are not applied yet.
+
+        The home's results are from `low` to `end`.
         """
         if not self._progress:
             return end if self.home.groups else low
@@ -140,22 +142,24 @@ class Recovery:
         self._results[offset] = result
 
     def finish(self, max_context_tokens: int) -> tuple[dict[str, Trajectory], list[UnrecoverableTrajectory], list[str]]:
-        """The rebuilt trajectories, those that cannot be rebuilt, and the names of those whose group has settled
-        without them.
+        """Return the rebuilt trajectories, the broken ones and the orphaned ones.
+
+        Broken trajectories cannot be rebuilt. Orphaned trajectories, by name, are those whose group has settled without
+        them.
         """
         trajectories: dict[str, Trajectory] = {}
         broken: list[UnrecoverableTrajectory] = []
-        strays: list[str] = []
+        orphaned: list[str] = []
         for name, progress in self._progress.items():
             group = self.home.open_groups.get(progress.group_id)
             if group is None:
-                strays.append(name)
+                orphaned.append(name)
                 continue
             try:
                 trajectories[name] = self._rebuilt(progress, group.prompt, max_context_tokens)
             except _Gap as gap:
                 broken.append(UnrecoverableTrajectory(name, group.prompt, progress.index, f"recovery: {gap}"))
-        return trajectories, broken, strays
+        return trajectories, broken, orphaned
 
     def _rebuilt(self, progress: TrajectoryProgress, prompt: Prompt, max_context_tokens: int) -> Trajectory:
         name = progress.trajectory_id

@@ -51,20 +51,21 @@ class RecoveryPolicy:
         """A cycle of the worker succeeded."""
         self._well = True
 
-    def on_error(self, trouble: Exception, now: float, began_at: float) -> float:
-        """Seconds to wait before the homes are recovered. `began_at`: monotonic seconds at the beginning of the last
-        transaction.
+    def on_error(self, error: Exception, now: float, began_at: float) -> float:
+        """Seconds to wait before the homes are recovered.
 
-        Raises WorkerFenced, or `trouble` itself if waiting does not help.
+        `began_at`: monotonic seconds at the beginning of the last transaction.
+
+        Raises WorkerFenced, or `error` itself if waiting does not help.
         """
         if not self._times or now - self._last_at > CALM_SECONDS:
             self._first_at, self._times = now, 0
         self._last_at = now
         self._times += 1
-        if isinstance(trouble, TopicMissing) and (not self._well or now - self._first_at > MISSING_SECONDS):
-            raise trouble
-        if isinstance(trouble, BusError):
-            self._judge(trouble, now, began_at)
+        if isinstance(error, TopicMissing) and (not self._well or now - self._first_at > MISSING_SECONDS):
+            raise error
+        if isinstance(error, BusError):
+            self._judge(error, now, began_at)
         return float(min(LONGEST_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** min(self._times - 1, 10)))
 
     def _judge(self, error: BusError, now: float, began_at: float) -> None:

@@ -30,35 +30,35 @@ from rose.workers.environments.thread_runner import CLOSE_SECONDS
 from rose.workers.environments.transitions import FAILURE_CHARACTERS
 
 LOOKS = 8
-"""So many looks at least make a silence."""
+"""Least number of checks without a heartbeat that make a silence."""
 
 APART_SECONDS = 1.0
-"""A runner that one job has blocked for so long is left to that job."""
+"""Time after which a blocked runner is left to the job that blocks it."""
 
 FIRST_SECONDS = 10.0
-"""The same of one that has answered nothing yet: it may be loading what all of its environments need."""
+"""The same time for a runner without an answer so far, which may be loading what its environments need."""
 
 IDLE_SECONDS = 60.0
-"""A further runner that has had nothing to do for so long is left."""
+"""Time without a job after which an additional runner is stopped."""
 
 MAX_LONE_EXITS = 2
-"""A process that ends so often with one job alone in it was ended by that job. Once may be somebody else's doing."""
+"""Number of process ends with one job alone after which that job fails. A single end may have another cause."""
 
 MAX_SHARED_EXITS = 2
-"""Jobs that were under way so often when a process ended, and not in their own code, are begun again by halves: so who
-has done it is found, and who needs long is not begun again for ever beside others who do it, as when they close."""
+"""Number of process ends during jobs, outside their own code, after which these jobs are started again by halves. So
+the cause is found, and long jobs are not repeated for ever together with it."""
 
 MOST_STUCK = 64
-"""Threads that calls went on in after they were given up: a process with so many is replaced."""
+"""Number of threads with abandoned calls at which a process is replaced."""
 
 BEGIN_SECONDS = 300.0
-"""That a process may take to import what its environments need."""
+"""Time that a process may take to import what its environments need."""
 
 TRY_SECONDS = 1.0
-"""Between two attempts to make a runner that begins; doubled with each in a row that comes to nothing."""
+"""Time between two attempts to start a runner; it doubles with each failed attempt in a row."""
 
 LONGEST_TRY_SECONDS = 30.0
-"""Not beyond this."""
+"""Longest time between two attempts to start a runner."""
 
 log = structlog.get_logger()
 
@@ -67,47 +67,49 @@ JobResults = list[tuple[Job, JobResult]]
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A job that was started and not answered."""
+    """A job that was started and has no answer yet."""
 
     job: Job
     deaths: int = 0
-    """Processes that ended with this job alone in them."""
+    """Number of processes that ended with this job alone in them."""
     ends: int = 0
-    """Processes that ended while it was under way, by another or nobody knows by whom."""
+    """Number of processes that ended during this job, for another or an unknown cause."""
     waits_since: float = 0.0
-    """When it was first given to a runner that had not begun, or there was none; 0 where one has begun with it."""
+    """Time when the job was first given to a runner that had not begun, or found no runner; 0 once one has begun with
+    it."""
 
 
 @dataclass(slots=True, eq=False)
 class RunnerSlot:
-    """A runner and what was started in it and not answered."""
+    """A runner, and the jobs that were started in it and have no answer."""
 
     number: int
     runner: Runner
     isolated: bool = False
-    """For the jobs that are under way in it alone, until they are answered."""
+    """Whether the runner is left to the jobs that are under way in it, until they are answered."""
     quarantined: bool = False
-    """Left then."""
+    """Whether the runner runs a list of quarantined jobs; it is stopped once they are answered."""
     began: bool = False
-    """Whether it was ready when it was last looked at."""
+    """Whether the runner was ready at the last check."""
     warm: bool = False
-    """Whether it has answered anything."""
+    """Whether the runner has answered anything."""
     used_at: float = 0.0
     jobs: dict[int, InFlight] = field(default_factory=dict)
-    """By identity of the job."""
+    """Jobs under way, by the identity of the job."""
     heartbeats: int = 0
     silent_seconds: float = 0.0
     silent_looks: int = 0
     exit_reason: str = ""
-    """How the runner had ended by the last look: all that it has said was taken since."""
+    """How the runner had ended by the last check; all of its answers have been taken since."""
     began_at: float = field(default_factory=lambda: time.monotonic())
 
     @property
     def kind(self) -> str:
+        """Whether the runner is a process or a thread, in one word."""
         return "process" if self.runner.killable else "thread"
 
     def start(self, waiting: Sequence[InFlight]) -> None:
-        """Begin with these."""
+        """Start these jobs."""
         self.jobs.update((id(each.job), each) for each in waiting)
         self.used_at = time.monotonic()
         for each in waiting:  # one by one: a process takes no message of any size
@@ -115,7 +117,7 @@ class RunnerSlot:
             self.runner.start([each.job])
 
     def on_check(self, seconds: float) -> None:
-        """Take in whether it has shown a sign of life since the last look, of which so long has passed."""
+        """Note whether the runner has shown a heartbeat since the last check, `seconds` ago."""
         if self.runner.ready and not self.began:
             self.began = True
             for each in self.jobs.values():
@@ -126,12 +128,12 @@ class RunnerSlot:
         self.heartbeats = self.runner.heartbeats
 
     def blocking(self) -> tuple[bool, InFlight | None]:
-        """Whether it is known what blocks it, and the job; none where that is answered, as when it closes."""
+        """Return whether the cause of a block is known, and the job that causes it; None if that job is answered."""
         running = self.runner.current_job()
         return running is not None, self.jobs.get(id(running))
 
     def blocks_others(self, timeout_seconds: float) -> bool:
-        """Whether it has been silent for longer than others of its kind are to wait."""
+        """Whether the runner has been silent for longer than other jobs may wait."""
         seconds = APART_SECONDS if self.warm else FIRST_SECONDS
         return self.silent_looks >= LOOKS and self.silent_seconds > min(seconds, timeout_seconds / 4)
 
@@ -145,37 +147,39 @@ class RunnerGroup:
         self._timeout_seconds = limits.timeout_seconds
         self._most = limits.max_runners
         self.slots: dict[int, RunnerSlot] = {}
-        """By number. The oldest of those that are not apart takes what no other holds."""
+        """Slots by number. The oldest slot that is not isolated takes each job that belongs to no other slot."""
         self._slot_of: dict[str, int] = {}
-        """By trajectory: the place that may hold its environment. No other does."""
+        """Number of the slot that may hold a trajectory's environment, by trajectory. No other slot holds it."""
         self.quarantine: deque[list[InFlight]] = deque()
-        """To be begun again, each list apart from all others."""
+        """Lists of jobs to be started again, each list apart from all others."""
         self._stopping: list[tuple[float, Runner]] = []
-        """Those that were asked to end, and when."""
+        """Runners that were asked to end, with the time."""
         self._delayed: list[InFlight] = []
-        """To be begun once a runner may be made again."""
+        """Jobs to be started once a runner can be made again."""
         self._try_at = 0.0
         self._why = ""
-        """Why a runner did not begin, since the last look."""
+        """Why a runner did not start, since the last check."""
         self._pause = TRY_SECONDS
 
     @property
     def in_flight(self) -> int:
+        """Number of jobs that have no answer yet."""
         waiting = len(self._delayed) + sum(map(len, self.quarantine))
         return waiting + sum(len(place.jobs) for place in self.slots.values())
 
     @property
     def shared(self) -> RunnerSlot | None:
+        """The oldest slot that is not isolated; None if there is none."""
         return next((place for place in self.slots.values() if not place.isolated), None)
 
     def begin(self) -> RunnerSlot:
-        """The shared place, made anew if there is none. Raises OSError or RuntimeError."""
+        """Return the shared slot, with a new runner if there is none. Raises OSError or RuntimeError."""
         place = self.shared or self._new_slot()
         self.slots[place.number] = place
         return place
 
     def start(self, waiting: Sequence[InFlight]) -> None:
-        """Begin with these where their environments are held, or else in the shared runner."""
+        """Start jobs in the slots that hold their environments, and all others in the shared slot."""
         chosen: dict[int, list[InFlight]] = {}
         for each in waiting:
             place = self._holder(each.job.trajectory_id)
@@ -195,14 +199,14 @@ class RunnerGroup:
                     self._on_start_failure(describe_error(error), these)
 
     def release(self, trajectory_ids: list[str]) -> None:
-        """Close the environments of trajectories that have ended."""
+        """Close the environments of ended trajectories."""
         for trajectory_id in trajectory_ids:
             self._slot_of.pop(trajectory_id, None)
         for place in self.slots.values():
             place.runner.release(trajectory_ids)
 
     def on_result(self, number: int, job: Job) -> bool:
-        """Whether this answer counts: what a runner that was left says late is being done again."""
+        """Return whether an answer counts; late answers of a given-up runner do not, since their jobs are repeated."""
         place = self.slots.get(number)
         if place is None or place.jobs.pop(id(job), None) is None:
             return False
@@ -227,7 +231,7 @@ class RunnerGroup:
         place.start(waiting)
 
     def check(self, seconds: float) -> JobResults:
-        """Mend what is wrong with a runner; the jobs that fail by that."""
+        """Repair what is wrong with runners; returns the jobs that fail by it."""
         failed: JobResults = []
         for place in list(self.slots.values()):
             place.on_check(seconds)
@@ -268,6 +272,7 @@ class RunnerGroup:
                 place.runner.begin_generation(generation)
 
     def runners(self) -> list[Runner]:
+        """Return all runners, also those that are asked to end."""
         return [place.runner for place in self.slots.values()] + [runner for _, runner in self._stopping]
 
     def _idles(self, place: RunnerSlot) -> bool:
@@ -284,13 +289,15 @@ class RunnerGroup:
         place.runner.kill()
 
     def _isolate(self, place: RunnerSlot) -> None:
-        """Leave a runner to the job that blocks it, and begin the others again in another one."""
+        """Leave a runner to the job that blocks it, and start its other jobs again in another runner."""
         known, culprit = place.blocking()
         others = [each for each in place.jobs.values() if each is not culprit]
         other = self.shared if self.shared is not place else None
         if not known or not others or (culprit and other is None and len(self.slots) >= self._most):
             return
-        self._log.warning("environment_blocks", trajectory=culprit and culprit.job.trajectory_id, again=len(others))
+        self._log.warning(
+            "environment_isolated", trajectory=culprit and culprit.job.trajectory_id, restarted_jobs=len(others)
+        )
         if culprit is None:
             self._stop_slot(place)
         else:
@@ -298,7 +305,7 @@ class RunnerGroup:
         self.start(others)
 
     def _on_blocked(self, place: RunnerSlot) -> JobResults:
-        """Give a silent runner up: who blocks it fails, the rest is begun again."""
+        """Give up a silent runner: the job that blocks it fails, and the others start again."""
         metrics.BLOCKED.inc()
         known, culprit = place.blocking()
         if len(place.jobs) == 1 and place.isolated:
@@ -306,7 +313,7 @@ class RunnerGroup:
         self._kill_slot(place)
         others = [each for each in place.jobs.values() if each is not culprit]
         at = culprit and culprit.job.trajectory_id
-        self._log.error("environments_blocked", trajectory=at, again=len(others))
+        self._log.error("environment_runner_blocked", trajectory=at, restarted_jobs=len(others))
         if not known:
             self._bisect(others)
             return []
@@ -317,14 +324,16 @@ class RunnerGroup:
         return [(culprit.job, EnvironmentFailure(f"environment {culprit.job.environment} {reason}"))]
 
     def _on_exit(self, place: RunnerSlot) -> JobResults:
-        """A process has ended: by the one job that was in it, by the one that it was in, or nobody knows by whom."""
+        """Handle the end of a process, whose cause is one job, or unknown."""
         metrics.PROCESSES_ENDED.inc()
         known, culprit = place.blocking()
         self._kill_slot(place)
         waiting = list(place.jobs.values())
         at = culprit and culprit.job.trajectory_id
         how = place.runner.load_error or place.exit_reason.strip()
-        self._log.error(f"environment_{place.kind}_ended", how=how, trajectory=at, under_way=len(waiting))
+        self._log.error(
+            "environment_runner_ended", kind=place.kind, trajectory=at, jobs_in_flight=len(waiting), reason=how
+        )
         if not place.runner.ready:
             if place.quarantined:
                 self.quarantine.append(waiting)
@@ -373,7 +382,7 @@ class RunnerGroup:
             self._begin(place, self.quarantine.popleft())
 
     def _waited_long(self) -> JobResults:
-        """After an attempt that came to nothing, fail those that have waited for longer than a job may take."""
+        """Fail the jobs that have waited longer than a job may take, after a failed attempt to start a runner."""
         why, self._why = self._why, ""
         since = time.monotonic() - self._timeout_seconds
         lists = [self._delayed, *self.quarantine]
@@ -389,10 +398,10 @@ class RunnerGroup:
         ]
 
     def _on_start_failure(self, error: str, waiting: Sequence[InFlight]) -> None:
-        """Whoever waits is begun a little later: there may be processes, threads, memory or files again by then."""
+        """Start the waiting jobs later, when there may be processes, threads, memory or files again."""
         self._try_at = time.monotonic() + self._pause
         self._why = error
         for each in waiting:
             each.waits_since = each.waits_since or time.monotonic()
-        self._log.error("environment_runner_not_made", error=error, seconds_to_next=self._pause)
+        self._log.error("environment_runner_not_started", reason=error, retry_seconds=self._pause)
         self._pause = min(2 * self._pause, LONGEST_TRY_SECONDS)

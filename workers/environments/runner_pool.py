@@ -20,7 +20,7 @@ for no more than a part of what a step may take: who was frozen has not looked; 
 has, that late."""
 
 NewRunner = Callable[[str, ResultCallback, int], Runner]
-"""Of a kind of environments, by name: what it calls with each answer, and the life that it begins in."""
+"""Makes a runner from the name of its environments, a callback for each answer, and its first generation."""
 
 
 class RunnerPool:
@@ -31,34 +31,34 @@ class RunnerPool:
         self._limits = limits
         self._generation = 0
         self._groups: dict[str, RunnerGroup] = {}
-        """By the environment's name."""
+        """Groups of runners, by the name of the environment."""
         self._results: queue.Queue[tuple[int, Job, JobResult]] = queue.Queue()
-        """Each with the number of the runner that gave it. No SimpleQueue: a signal amid its wait can make that
-        endless, as if no timeout had been given."""
+        """Results with the number of the runner that gave them. A SimpleQueue is not used: a signal during its wait can
+        make the wait endless."""
         self._numbers = count()
         self._looked_at = time.monotonic()
 
     @property
     def in_flight(self) -> int:
-        """Jobs that were started and not answered."""
+        """Number of jobs without an answer."""
         return sum(lane.in_flight for lane in self._groups.values())
 
     @property
     def live(self) -> int:
-        """Environments that are held or stepped; as another thread sees it, so a figure for people."""
+        """Number of environments that are held or stepped, as other threads see it; for people."""
         return sum(runner.live for runner in self._runners())
 
     @property
     def threads_stuck(self) -> int:
-        """Threads in which a call goes on that was given up."""
+        """Number of threads in which an abandoned call still runs."""
         return sum(runner.threads_stuck for runner in self._runners())
 
     def warm_up(self, kind: str) -> Runner:
-        """The runner in which environments of this name will run, before there is anything to do."""
+        """Start the runner for environments of this name before there is a job."""
         return self._group(kind).begin().runner
 
     def start(self, jobs: Sequence[Job]) -> None:
-        """Begin with these jobs."""
+        """Start these jobs."""
         kinds: dict[str, list[InFlight]] = {}
         for job in jobs:
             kinds.setdefault(job.environment, []).append(InFlight(job))
@@ -66,7 +66,7 @@ class RunnerPool:
             self._group(kind).start(of_kind)
 
     def results(self, timeout_seconds: float) -> JobResults:
-        """What has ended since the last call; waits for the first one, no longer than the timeout."""
+        """Return the results since the last call; waits for the first one up to the timeout."""
         deadline = time.monotonic() + timeout_seconds
         while True:
             left = max(0.0, deadline - time.monotonic())
@@ -79,19 +79,19 @@ class RunnerPool:
                 return answers
 
     def release(self, trajectory_ids: Iterable[str]) -> None:
-        """Close the environments of trajectories that have ended."""
+        """Close the environments of ended trajectories."""
         ended = list(trajectory_ids)
         for lane in self._groups.values():
             lane.release(ended)
 
     def begin_generation(self, generation: int) -> None:
-        """Close all environments, and forget all jobs: what was of earlier lives does not count any more."""
+        """Close all environments of earlier generations and forget all jobs."""
         self._generation = generation
         for lane in self._groups.values():
             lane.begin_generation(generation)
 
     def close(self) -> None:
-        """Stop everything, within little more than environments may take to close."""
+        """Stop everything; takes little longer than environments may take to close."""
         runners = self._runners()
         for runner in runners:
             runner.stop()

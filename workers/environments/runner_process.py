@@ -1,13 +1,13 @@
-"""The program of a process in which environments of one kind run, and its keeper, which outlives it by a moment.
+"""The program of a process in which environments of one kind run, and its guard, which outlives it by a moment.
 
 Keeps true
 - Nothing that an environment starts outlives its process, and neither outlives the worker, however each of them ends:
-  the keeper becomes the parent of whatever is left behind, and ends it.
-- The keeper ends as the environments' process did, so the worker knows by which signal or status.
+  the guard becomes the parent of whatever is left behind, and ends it.
+- The guard ends as the environments' process did, so the worker knows by which signal or status.
 - Where memory runs out, the kernel takes an environment's process first.
 
     worker --(pipe, jobs and answers)--> environments' process
-       └──(standard input, never written to)──> keeper, whose child that is
+       └──(standard input, never written to)──> guard, whose child that is
 """
 
 import os
@@ -23,17 +23,17 @@ from typing import NoReturn
 from rose.topics.processes import POLL_SECONDS, adopt_orphans, die_with_parent, set_process_name
 
 GRACE_SECONDS = 0.5
-"""Between SIGTERM and SIGKILL to what an environment leaves behind."""
+"""Time between SIGTERM and SIGKILL for processes that an environment leaves behind."""
 
 TRACKER_SECONDS = 2.0
-"""What a resource tracker may take to let go of what it knows, once all others have ended."""
+"""Time that a resource tracker may take to release its resources once all others have ended."""
 
 
 def main(line: int, signs: int) -> NoReturn:
-    """Fork the environments' process, with its line to the worker and memory for signs of life; be its keeper."""
-    keeper = os.getpid()
+    """Fork the environments' process, with its line to the worker and memory for signs of life; be its guard."""
+    guard = os.getpid()
     adopt_orphans()
-    before_it_ends = die_with_parent(keeper, signal.SIGKILL)
+    before_it_ends = die_with_parent(guard, signal.SIGKILL)
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken)
@@ -56,15 +56,16 @@ def main(line: int, signs: int) -> NoReturn:
         serve(line, signs)
     os.close(line)
     os.close(signs)
-    set_process_name("env-keeper")
+    set_process_name("env-guard")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _end_as(_kept(pid, wake))
 
 
 def _open_anew(number: int) -> None:
-    """Open the pipe or terminal of this descriptor again: O_NONBLOCK, which ssh and node set on it, is not the
-    worker's then.
+    """Open the pipe or terminal of this descriptor again.
+
+    The new descriptor does not share O_NONBLOCK, which ssh and node set, with the worker's descriptor.
     """
     kind = os.fstat(number).st_mode
     if stat.S_ISFIFO(kind) or stat.S_ISCHR(kind):
@@ -77,7 +78,7 @@ def _open_anew(number: int) -> None:
 
 
 def _kept(pid: int, wake: int) -> int:
-    """Wait for the end of the process, or of the worker, and leave nothing behind; how the process ended."""
+    """Wait for the end of the process or of the worker, and end everything it has started; returns its exit status."""
     watched = select.poll()
     watched.register(0, select.POLLIN)
     watched.register(wake, select.POLLIN)
@@ -95,7 +96,7 @@ def _kept(pid: int, wake: int) -> int:
 
 
 def _reaped(pid: int) -> int | None:
-    """Take in who has ended: orphans end here, too."""
+    """Reap processes that have ended, including orphans."""
     found = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -105,7 +106,7 @@ def _reaped(pid: int) -> int | None:
 
 
 def _end_rest(group: int) -> None:
-    """End what the process has started: its group, and whoever comes to the keeper as an orphan.
+    """End what the process has started: its group, and whoever comes to the guard as an orphan.
 
     They get SIGTERM, and SIGKILL a little later. A resource tracker of Python's is left to the last: it lets go of the
     shared memory and semaphores of those that ended, and then ends by itself.
@@ -131,7 +132,7 @@ def _end_rest(group: int) -> None:
 
 
 def _children() -> list[int]:
-    """Of the keeper: also those that have ended and are not reaped."""
+    """Return the process ids of this process's children, including children that have ended and are not reaped."""
     return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()]
 
 
@@ -144,12 +145,12 @@ def _is_tracker(pid: int) -> bool:
 
 
 def _end_as(status: int) -> NoReturn:
-    """End with this wait status."""
+    """End this process with the same wait status."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         import resource
 
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it is the environment that crashed, not the keeper
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it is the environment that crashed, not the guard
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

@@ -41,14 +41,14 @@ from rose.workers.environments.thread_runner import CLOSE_SECONDS, ThreadRunner
 from rose.workers.environments.turn_format import TurnFormat
 
 _exit = os._exit
-"""As it is now: an environment may take it away."""
+"""The function `os._exit` at the import: an environment may replace it."""
 
 MAX_MESSAGE_BYTES = 1 << 26
-"""Of a message in either direction."""
+"""Most bytes of a message in either direction."""
 
 
 class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process is told first."""
+    """Configuration that a process receives first."""
 
     environment: str
     model_folder: str
@@ -58,7 +58,10 @@ class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def serve(descriptor: int, shared: int) -> NoReturn:
-    """Until the worker says or hangs up; the last thing that this process does. `shared` is the memory of its signs."""
+    """Serve the worker until it ends or closes the connection; then this process ends.
+
+    `shared`: descriptor of the memory with the status counters.
+    """
     _let_readers_go()
     _log_to_standard_error()
     os.set_inheritable(descriptor, False)
@@ -81,7 +84,7 @@ def serve(descriptor: int, shared: int) -> NoReturn:
 
 
 class RunnerServer:
-    """A runner and the line to who asks it. Raises UsageError when there is no such environment."""
+    """A runner and the connection to the worker. Raises UsageError if there is no such environment."""
 
     def __init__(self, line: Connection, kind: ProcessSetup, signs: StatusCounters) -> None:
         self._line = line
@@ -110,7 +113,7 @@ class RunnerServer:
         self._send(msgspec.msgpack.encode(("ready",)))
 
     def run(self) -> int:
-        """Do what the worker asks, until it says that this is all; the exit status."""
+        """Run what the worker asks until it asks to stop; returns the exit status."""
         threading.Thread(target=self._listen, name="worker-asks", daemon=True).start()
         self._runner.run()
         if self._runner.exit_reason:
@@ -145,7 +148,7 @@ class RunnerServer:
             asked[what](detail)
 
     def _give_up(self, change: str) -> NoReturn:
-        """End, so that all that was under way here is done again in a process that is as it should be."""
+        """End this process, so that all jobs that are under way start again in a fresh process."""
         self._send(msgspec.msgpack.encode(("changed", change)))
         _exit(0)
 

@@ -27,6 +27,7 @@ class GenerationTag(Extension):
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
+        """Parse the tag: its body is rendered as it stands."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)

@@ -1,4 +1,4 @@
-"""A thread in which environments run, on an event loop of its own; in their processes that is the main one.
+"""A thread with an event loop of its own, in which environments run; in a process of environments, the main thread.
 
 Keeps true
 - A slow environment holds nobody up, and one that fails, hangs or lies fails its own trajectory alone.
@@ -68,25 +68,25 @@ from rose.workers.environments.transitions import FAILURE_CHARACTERS, StepResult
 from rose.workers.environments.turn_format import TurnFormat
 
 CLOSE_SECONDS = 10.0
-"""How long environments may take to close before the worker goes on without them."""
+"""Time that environments may take to close before the worker continues without them."""
 
 LOOK_SECONDS = 1.0
-"""The longest time between two looks at whether a call has ended."""
+"""Longest time between two checks whether a call has ended."""
 
 LOOKS = 8
-"""So many at least make a call late, whatever the clock says."""
+"""Least number of checks before a call counts as late, whatever the clock says."""
 
 CANCELS = 2
-"""A call that goes on after so many cancellations is given up: its environment is closed beneath it."""
+"""Number of cancellations after which a call is abandoned and its environment closed."""
 
 CANCEL_SECONDS = 5.0
-"""How long a call that was cancelled may take to end."""
+"""Time that a cancelled call may take to end."""
 
 BEAT_SECONDS = 0.05
-"""Between two beats of a loop that nobody blocks."""
+"""Time between two heartbeats of a loop that nothing blocks."""
 
 PIECE_CHARACTERS = 16_384
-"""An observation up to here is encoded at once, within some ten milliseconds."""
+"""Longest observation that is encoded at once, within some ten milliseconds."""
 
 CERTAINLY = 2
 """An observation whose pieces have so many times the tokens of a context does not fit one: encoded as a whole it may
@@ -98,7 +98,7 @@ log = structlog.get_logger()
 
 
 class ThreadRunner:
-    """Runs jobs. All but the methods with an underscore are called from outside its thread."""
+    """Runs jobs on a thread. Public methods are called from other threads, methods with an underscore from its own."""
 
     killable = False
 
@@ -113,11 +113,13 @@ class ThreadRunner:
         signs: StatusCounters | None = None,
         integrity: ProcessIntegrity | None = None,
     ) -> None:
-        """`create` makes a new environment of a name; `answer` is called in its thread. With `signs` jobs have numbers
-        for tickets. `fitness` is that of a process in which nothing else runs: whoever calls `run` there is the thread.
+        """`create` makes a new environment of a name; `answer` is called in its thread.
+
+        With `signs` jobs have numbers for tickets. `fitness` is that of a process in which nothing else runs: whoever
+        calls `run` there is the thread.
         """
         self.heartbeats = 0
-        """Grows while nobody blocks the loop."""
+        """Counter that grows while nothing blocks the loop."""
         self.ready, self.exit_reason, self.load_error = True, "", ""
         self._format = turn_format
         self._create = create
@@ -129,7 +131,7 @@ class ThreadRunner:
         self._idle: OrderedDict[str, Environment] = OrderedDict()
         self._busy = 0
         self._ending = 0
-        """Environments that are closed though their slot is still theirs."""
+        """Environments that are being closed and still occupy their slot."""
         self._slots = asyncio.Semaphore(limits.max_live)
         self._tasks: dict[asyncio.Task[None], Job | None] = {}
         """The runner's own, each with the job that is to be answered. Nobody but an environment that cancels whatever
@@ -137,7 +139,7 @@ class ThreadRunner:
         self._calls: dict[asyncio.Task[Any], Job | None] = {}
         """Into environments, given up or not, and the tasks that these have made."""
         self._withdrawn: set[str] = set()
-        """Trajectories whose code runs no more, though the loop has not come to say so: others may block it."""
+        """Trajectories whose code no longer runs, although the blocked loop has not reported it yet."""
         self._closing = self._stopped = False
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
@@ -150,40 +152,40 @@ class ThreadRunner:
 
     @property
     def live(self) -> int:
-        """Environments that are held or stepped; as another thread sees it, so a figure for people."""
+        """Number of environments that are held or stepped, as other threads see it; for people."""
         return len(self._idle) + self._busy
 
     @property
     def threads_stuck(self) -> int:
-        """Threads of its pool that a call went on in after it was given up."""
+        """Number of pool threads in which an abandoned call still runs."""
         return self._threads.stuck
 
     def start(self, jobs: Sequence[Job]) -> None:
-        """Begin with these jobs."""
+        """Start these jobs."""
         self._loop.call_soon_threadsafe(self._begin, jobs)
 
     def release(self, trajectory_ids: list[str]) -> None:
-        """Close the environments of trajectories that have ended."""
+        """Close the environments of ended trajectories."""
         self._loop.call_soon_threadsafe(self._drop, trajectory_ids)
 
     def cancel(self, trajectory_ids: list[str]) -> None:
-        """Answer no job of these that was started, and hold nothing of them."""
+        """Cancel these jobs without an answer, and release their environments."""
         self._withdrawn.update(trajectory_ids)
         self._loop.call_soon_threadsafe(self._withdraw, trajectory_ids)
 
     def begin_generation(self, generation: int) -> None:
-        """Close all environments: what was held of earlier lives does not count any more."""
+        """Close all environments of earlier generations."""
         self._loop.call_soon_threadsafe(self._forget, generation)
 
     def current_job(self) -> Job | None:
-        """The job whose own code has the thread at this moment."""
+        """Return the job whose own code has the thread at this moment."""
         task = asyncio.current_task(self._loop)
         if task in self._calls:
             return self._calls[task] or NO_JOB
         return None if task is None else self._tasks.get(task)
 
     def kill(self) -> None:
-        """Have the thread end when it can: a sleep has to be slept, a loop in Python is broken off."""
+        """Have the thread end as soon as possible: after a sleep, or in the middle of a Python loop."""
         self.stop()
         if self._thread.ident is not None and self._thread.is_alive():
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident), ctypes.py_object(SystemExit))
@@ -203,7 +205,7 @@ class ThreadRunner:
             asyncio.run_coroutine_threadsafe(self._shut(), self._loop)
 
     def run(self) -> None:
-        """Do jobs in this thread, until all is closed after `leave` or the event loop is lost."""
+        """Run jobs in this thread until everything is closed after `stop`, or the event loop is lost."""
         while not self._stopped:  # an environment may stop the loop, too
             try:
                 self._loop.run_forever()
@@ -293,7 +295,7 @@ class ThreadRunner:
                 self._integrity.on_answered()
 
     def _worked(self, task: asyncio.Task[None]) -> None:
-        """Answer the job that this task was for, if it has ended without."""
+        """Answer the job of this task if the task ended without an answer."""
         job = self._tasks.pop(task)
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if job is not None and error is not None and not self._closing:
@@ -411,7 +413,7 @@ class ThreadRunner:
     async def _close(self, environment: Environment) -> None:
         error = await self._within(CLOSE_SECONDS, lambda: environment.close(), None)
         if isinstance(error, BaseException):  # its trajectory has been decided already
-            log.warning("environment_close_failed", error=describe_error(error))
+            log.warning("environment_close_failed", reason=describe_error(error))
 
     def _spawn(self, work: Coroutine[Any, Any, None], job: Job | None = None) -> None:
         task = self._loop.create_task(work)

@@ -160,8 +160,9 @@ class Trajectory:
         self.applying = False
 
     def _extend_chain(self) -> None:
-        """Append the current request to the chain if its offset is above those of the chain; otherwise the next request
-        is an anchor.
+        """Append the current request to the chain if its offset is above the chain's offsets.
+
+        Otherwise the next request is an anchor.
 
         The offset can be lower after a broker has lost its newest records and reuses their offsets.
         """
@@ -219,8 +220,9 @@ def result_error(result: TurnResult, context_tokens: int) -> str:
 
 
 def with_full_sampling(prompt: Prompt, default: Sampling) -> Prompt:
-    """The prompt with all sampling settings, so that later changes of a worker's defaults do not change open
-    trajectories.
+    """Return the prompt with all sampling settings.
+
+    Later changes of a worker's defaults then do not change open trajectories.
     """
     return msgspec.structs.replace(
         prompt, sampling=PromptSampling.from_sampling(prompt.sampling.with_defaults(default))

@@ -44,8 +44,9 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutgoingRecords:
-    """Records of one event of a trajectory: a request with a snapshot if the state has changed, or the sample that ends
-    it.
+    """Records of one event of a trajectory.
+
+    Either a request, with a snapshot if the state has changed, or the sample that ends the trajectory.
     """
 
     request: TurnRequest | None = None
@@ -117,8 +118,9 @@ def fail_at_result(
     applied_at: float,
     now: float,
 ) -> OutgoingRecords:
-    """End the trajectory because the environment failed at this result. The sampled tokens and device seconds
-    are kept.
+    """End the trajectory because the environment failed at this result.
+
+    The sampled tokens and device seconds are kept.
     """
     applied = Applied(
         offset=offset,

@@ -1,4 +1,4 @@
-"""How text becomes a trajectory's tokens: observations are appended, actions are kept as they were sampled.
+r"""How text becomes a trajectory's tokens: observations are appended, actions are kept as they were sampled.
 
 Keeps true
 - A context only ever grows: observation tokens, then the sampled tokens as they are (stop token included), and so on.
@@ -13,8 +13,8 @@ Keeps true
 
 A model folder says how its policy reads turns by its chat template (see `chat_template.py`), or, where that does not
 fit or is not there, by a `turn_format.json`, which wins:
-    {"first_prefix": "<|im_start|>user\\n", "prefix": "\\n<|im_start|>user\\n",
-     "suffix": "<|im_end|>\\n<|im_start|>assistant\\n"}
+    {"first_prefix": "<|im_start|>user\n", "prefix": "\n<|im_start|>user\n",
+     "suffix": "<|im_end|>\n<|im_start|>assistant\n"}
 The stop tokens are the template's end of a turn and the `eos_token_id` of `generation_config.json`; where that has none
 the tokenizer's `eos_token`, else the `eos_token_id` of `config.json`. Needs `tokenizers` and `jinja2` alone, no torch.
 
@@ -67,28 +67,28 @@ from rose.workers.tokenizer import (
 )
 
 FORMAT_FILE, GENERATION_FILE = "turn_format.json", "generation_config.json"
-"""Files of a model folder."""
+"""Files of a model folder that are read here."""
 
 HALF = re.compile("[\ud800-\udfff]")
-"""Of a surrogate pair: Python's strings hold it, UTF-8 and tokenizers do not."""
+"""Half of a surrogate pair: Python's strings may hold it, UTF-8 and tokenizers cannot."""
 
 UNKNOWN = "\ue000\U0010fffd\U0003134a"
-"""Characters that few tokenizers know. What stands for them, special or not, any text may hold."""
+"""Characters that few tokenizers know. Any text may contain the tokens that stand for them."""
 
 
 SHORT_CHARACTERS = 4_096
-"""A longer text is encoded as a batch of one: only then does the tokenizer let other threads run meanwhile."""
+"""Length above which a text is encoded as a batch of one; only then does the tokenizer let other threads run."""
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What stands around an observation; special tokens are written out."""
+    """Text around an observation; special tokens are written out."""
 
     first_prefix: str = ""
-    """Before the first observation."""
+    """Text before the first observation."""
     prefix: str = ""
-    """Before every later observation; it follows the stop token of the action."""
+    """Text before every later observation; it follows the stop token of the action."""
     suffix: str = ""
-    """After every observation; the policy goes on from here."""
+    """Text after every observation; the policy's action follows it."""
 
 
 class _Generation(msgspec.Struct, frozen=True):
@@ -100,7 +100,7 @@ class _Generation(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _Around:
-    """What stands around an observation: tokens, and next to it text that is encoded together with it."""
+    """Tokens around an observation, and the adjacent text that is encoded together with the observation."""
 
     before: list[int]
     head: str
@@ -120,9 +120,9 @@ class TurnFormat:
         self._named = reading(read_tokens, model_folder).names
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._marks = {number: token.content for number, token in added if not _is_space(token.content)}
-        """Added tokens by id, special or not."""
+        """Added tokens, special or not, by id."""
         framing, self.stop_token_ids = self._own(model_folder) if own else self._of_template(model_folder)
-        """Any of the stop tokens ends an action; the first is what ends one that was not ended."""
+        """Stop tokens, each of which ends an action; the first one is appended to an action without a stop token."""
         tried: list[tuple[str, str]] = [(observation, "") for observation in OBSERVATIONS] if own else probes()
         turns = TURNS if framing.stop else 1
         wholes = {probe: self._encoded(framed_conversation(framing, *probe, turns)).ids for probe in tried}
@@ -130,7 +130,7 @@ class TurnFormat:
         self._later = self._around(framing.stop, framing.prefix, framing.suffix)
         self._trim = framing.trim
         self._ends = self._ending(framing)
-        """Stop tokens behind which an observation can stand as it is."""
+        """Stop tokens behind which an observation can follow as it is."""
         self._lead = self._behind_marks(framing.suffix)
         """Text that an action is read behind: some tokenizers begin a text otherwise than they go on with it."""
         self._unspeakable = frozenset(number for number, token in added if token.special)
@@ -139,14 +139,14 @@ class TurnFormat:
         self._check(model_folder, wholes, turns, own=own)
 
     def _load(self, folder: Path, special: Collection[str] = ()) -> None:
-        """The tokenizer, and the one for what follows other tokens of a context. Raises TurnFormatError."""
+        """Load the tokenizer, and the tokenizer for text that follows other tokens. Raises TurnFormatError."""
         file = folder / TOKENIZER_FILE
         self._tokenizer = reading(load_tokenizer, file, special=special)
         first = marks_first(self._tokenizer)
         self._amid = reading(load_tokenizer, file, special=special, amid=True) if first else self._tokenizer
 
     def _own(self, folder: Path) -> tuple[Framing, tuple[int, ...]]:
-        """Read turns as the folder's `turn_format.json` says; its stop tokens. Raises TurnFormatError."""
+        """Read turns by the folder's `turn_format.json`; returns its stop tokens. Raises TurnFormatError."""
         file = folder / FORMAT_FILE
         frame = _read(file, Frame)
         known = read_template(folder) or ""
@@ -170,13 +170,13 @@ class TurnFormat:
         return Framing(frame.first_prefix, frame.prefix, frame.suffix, stop), stops
 
     def _of_template(self, folder: Path) -> tuple[Framing, tuple[int, ...]]:
-        """Read turns as the folder's chat template does; its stop tokens. Raises TurnFormatError."""
+        """Read turns by the folder's chat template; returns its stop tokens. Raises TurnFormatError."""
         framing = read_framing(folder, marks=self._marks.values(), named=self._named)
         stops = (self._id(framing.stop), *self._stops(folder))
         return framing, tuple(dict.fromkeys(stop for stop in stops if stop is not None))
 
     def _stops(self, folder: Path) -> tuple[int, ...]:
-        """What ends a sequence: as the generation configuration says, else the tokenizer's, else the model's."""
+        """Return the tokens that end a sequence by the generation configuration, else the tokenizer, else the model."""
         file = folder / GENERATION_FILE
         stops: int | tuple[int, ...] | None = _read(file, _Generation).eos_token_id if file.exists() else None
         if stops is None:
@@ -186,7 +186,7 @@ class TurnFormat:
         return (stops,) if isinstance(stops, int) else stops
 
     def _around(self, stop: str, prefix: str, suffix: str) -> _Around:
-        """The tokens of a frame behind a stop token, apart from the text that an observation touches."""
+        """Return the tokens of a frame behind a stop token, and the text that an observation touches."""
         text = stop + prefix
         encoded = self._encoded(text)
         marks = [at for at, token in enumerate(encoded.ids) if token in self._marks]
@@ -204,7 +204,7 @@ class TurnFormat:
         return self.stop_token_ids[:1] if marks[-1:] == [*self.stop_token_ids[:1]] else self.stop_token_ids
 
     def _behind_marks(self, text: str) -> str:
-        """What follows the last added token of a text."""
+        """Return the part of a text behind its last added token."""
         encoded = self._encoded(text)
         spelt = zip(encoded.ids, encoded.offsets, strict=True)
         return text[max((end for token, (_, end) in spelt if token in self._marks), default=0) :]
@@ -267,7 +267,7 @@ class TurnFormat:
         )
 
     def _conversation(self, observation: str, action: str, turns: int) -> list[int]:
-        """A conversation of so many observations as a context has it."""
+        """Return the tokens of a conversation of `turns` observations, as a context has them."""
         tokens = self.observation_tokens(observation, first=True)
         for _ in range(turns - 1):
             tokens += self.action_tokens(action) + self.observation_tokens(observation, first=False)
@@ -294,7 +294,7 @@ class TurnFormat:
         return [*self.stop_token_ids[:cut], *around.before, *text, *around.after]
 
     def action_tokens(self, action: str) -> list[int]:
-        """How a demonstration writes an action: its tokens and the stop token."""
+        """Return the tokens of an action of a demonstration, with the stop token."""
         before, whole = self._encode(self._lead, amid=True), self._encode(self._lead + action, amid=True)
         apart = whole[: len(before)] == before
         return [*(whole[len(before) :] if apart else self._encode(action, amid=True)), self.stop_token_ids[0]]
@@ -330,7 +330,7 @@ class TurnFormat:
 
 
 def _is_space(text: str) -> bool:
-    """Whether a token is white space alone, which is also written with marks of a word's beginning."""
+    """Whether a token is only white space, also written with marks of a word's beginning."""
     return text.replace("▁", " ").isspace()
 
 
@@ -380,8 +380,10 @@ def misspelt(text: str, marks: Collection[str], *, known: str = "") -> tuple[str
 
 
 def _may_mean(word: str, mark: str) -> bool:
-    """Whether the word may be a misspelt mark. One without a bar may be a word of people: a short one, a tag that
-    closes what the mark opens, a tag with attributes, or the plural of a mark that is a word itself.
+    """Whether the word may be a misspelt mark.
+
+    One without a bar may be a word of people: a short one, a tag that closes what the mark opens, a tag with
+    attributes, or the plural of a mark that is a word itself.
     """
     if BAR.search(word):
         return True

@@ -85,8 +85,10 @@ class EnvironmentWorker:
         check_environment: Callable[[str], object],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`name`: unique name of the worker. `window_groups`: most groups without all outcomes. `check_environment`
-        raises UsageError if a name leads to no environment. `clock`: Unix seconds.
+        """`name`: unique name of the worker.
+
+        `window_groups`: most groups without all outcomes. `check_environment` raises UsageError if a name leads to no
+        environment. `clock`: Unix seconds.
         """
         register(metrics.ENVIRONMENT)
         self._settings = settings
@@ -131,11 +133,11 @@ class EnvironmentWorker:
                     if self._homes:
                         self._recovery_policy.on_success()
                     HEALTH.report(f"owns homes {self._member.homes}" if self._homes else "waits for homes")
-                except RECOVERABLE as trouble:
+                except RECOVERABLE as error:
                     self._member.rebalanced = True
-                    wait = self._recovery_policy.on_error(trouble, time.monotonic(), self._outbox.began_at)
-                    log.warning("trouble", worker=self._name, reason=str(trouble), seconds_to_recovery=wait)
-                    HEALTH.report_restart(f"trouble with the broker: {trouble}")
+                    wait = self._recovery_policy.on_error(error, time.monotonic(), self._outbox.began_at)
+                    log.warning("restarting", worker=self._name, reason=str(error), retry_seconds=wait)
+                    HEALTH.report_restart(f"trouble with the broker: {error}")
                     stop.wait(wait)
         finally:
             self._member.close()
@@ -184,7 +186,7 @@ class EnvironmentWorker:
             worker=self._name,
             homes=self._member.homes,
             trajectories=sum(len(home.trajectories) for home in self._homes.values()),
-            cannot_go_on=len(self._ready),
+            failed_trajectories=len(self._ready),
             unsettled_groups=self._unsettled(),
             records=records,
             seconds=round(time.monotonic() - began, 3),
@@ -232,11 +234,12 @@ class EnvironmentWorker:
         self._outcomes.assign({place: end, asked: asked_end})
         for home in self._homes.values():
             for group_id in home.settle_expired(low):
-                log.warning("outcomes_forgotten", group=group_id, reason="outcomes are kept for 30 days")
+                log.warning("outcomes_expired", group=group_id, reason="outcomes are kept for 30 days")
 
     def _keep_membership(self) -> None:
-        """Poll the consumer group, so that a rebalance does not wait for this worker. Items that are read are handled
-        later.
+        """Poll the consumer group, so that a rebalance does not wait for this worker.
+
+        Items that are read are handled later.
         """
         HEALTH.report_progress()
         self._early += self._member.read(max(1, BATCH - len(self._early)), 0.0)
@@ -297,7 +300,7 @@ class EnvironmentWorker:
 
     def _request_again(self, home: Home, trajectory: Trajectory, offset: int, reason: str) -> None:
         name = trajectory.trajectory_id
-        log.warning("context_torn", trajectory=name, turn=trajectory.turn, reason=reason)
+        log.warning("context_missing", trajectory=name, turn=trajectory.turn, reason=reason)
         metrics.TORN.inc()
         home.results.on_read(offset)
         self._ready.append(PendingTransition(home, name, request_again(trajectory, self._rules, self._clock()), offset))
@@ -365,7 +368,7 @@ class EnvironmentWorker:
     def _on_step(self, ticket: _Applying, answer: JobResult, now: float) -> None:
         trajectory, result = ticket.trajectory, ticket.result
         if isinstance(answer, EnvironmentFailure):
-            log.warning("environment_failed", trajectory=trajectory.trajectory_id, failure=answer.failure)
+            log.warning("environment_failed", trajectory=trajectory.trajectory_id, reason=answer.failure)
             written = fail_at_result(
                 trajectory,
                 result,
@@ -393,8 +396,9 @@ class EnvironmentWorker:
         self._ready.append(PendingTransition(ticket.home, trajectory.trajectory_id, written, ticket.offset))
 
     def _write(self) -> None:
-        """Commit what is ready and release the environments of ended trajectories. If the commit fails, everything is
-        decided again from the log.
+        """Commit what is ready and release the environments of ended trajectories.
+
+        If the commit fails, everything is decided again from the log.
         """
         ready, self._ready = self._ready, []
         ended = self._outbox.commit(self._homes, ready)

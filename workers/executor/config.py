@@ -15,31 +15,34 @@ NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorConfig:
-    """One executor: its engine and how much it takes on. Raises ValueError for a value out of its range."""
+    """One executor: its engine, and how many turns it takes.
+
+    Raises ValueError for a value out of its range.
+    """
 
     model_folder: Path
-    """Hugging Face folder that gives architecture and tokenizer; weights come from the log."""
+    """Hugging Face folder with the architecture and the tokenizer; weights come from the log."""
     model_id: str = "policy"
-    """Whose weight versions to follow."""
+    """Name of the policy whose versions the executor follows."""
     name: str = ""
-    """Its name on the bus; no two that run have the same. Empty: the host's, which on a cluster is the pod's."""
+    """Unique name of the executor; empty: the host's name, which on a cluster is the pod's name."""
     slot: int | None = None
-    """The inbox partition that it reads, which several may share. Left out, it follows from the name."""
+    """Inbox partition that the executor reads; unset: it follows from the name. Several executors may share one."""
     max_turns: int = 64
-    """Turns held at once, running and waiting."""
+    """Most turns held at once, running and waiting."""
     max_model_len: int = 1024
     """Longest context and output of one turn, in tokens."""
     kv_cache_bytes: int = 64 << 20
-    """Memory of the KV cache."""
+    """Size of the KV cache."""
     step_tokens: int = 1024
-    """Most tokens of one engine step, at least `max_turns`; longer prefills are cut into chunks."""
+    """Most tokens of one engine step, at least `max_turns`; longer prefills are split into chunks."""
     dtype: str = "float32"
-    """What the engine computes in."""
+    """Element type in which the engine computes: `float32`, `bfloat16` or `float16`."""
     drain_before_swap: bool = False
-    """Whether turns in the engine end on the version they began on: new ones then wait until it is empty. Otherwise
-    they go on under the new version, and their spans say from which token on."""
+    """Whether running turns end under the version under which they began; new turns then wait until the engine is
+    empty. Otherwise running turns continue under the new version, and their spans say from which token on."""
     heartbeat_seconds: float = 0.1
-    """Time between heartbeats, from 0.01 to 0.2."""
+    """Time between two heartbeats."""
 
     def __post_init__(self) -> None:
         in_range = {

@@ -177,7 +177,7 @@ class ContextStore:
                     while not self._stopping.is_set():
                         self._read_next(reader, left)
             except RoseError as error:
-                log.warning("reading contexts back anew", worker=self._name, reason=str(error))
+                log.warning("reader_restarting", worker=self._name, reason=str(error))
                 self._stopping.wait(RETRY_SECONDS)
 
     def _read_next(self, reader: Reader, left: dict[int, list[TurnDispatch]]) -> None:

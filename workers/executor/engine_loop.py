@@ -90,7 +90,7 @@ class EngineLoop:
         self._seconds_per_turn = 0.0
         """Running sum over steps of device-seconds divided by the turns in the engine."""
         self._seconds_at_start: dict[str, float] = {}
-        """By turn in the engine, the running sum when the turn was added."""
+        """The running sum when a turn was added to the engine, by turn."""
         self._staging: tuple[int, Iterator[None]] | None = None
         self._piece_cost = StepCost(**INITIAL_PIECE_COST)
         """Cost of a piece of staging; each piece counts as one token."""

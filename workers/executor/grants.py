@@ -236,13 +236,13 @@ class GrantFollower:
         self._follower.stop()
 
     def _on_grant(self, item: Envelope, live: bool) -> None:
-        worker, voice = parse_grant_key(item.key)
-        if worker != self._worker or voice is None:
+        worker, source = parse_grant_key(item.key)
+        if worker != self._worker or source is None:
             return
         grant = item.record if isinstance(item.record, CapacityGrant) else None
-        if self._lease.on_grant(grant, time.monotonic(), source=voice, live=live):
-            summary = "none" if grant is None else _summary(grant, voice)
-            log.info("grant", worker=self._worker, said=summary, reason="" if grant is None else grant.reason)
+        if self._lease.on_grant(grant, time.monotonic(), source=source, live=live):
+            summary = "none" if grant is None else _summary(grant, source)
+            log.info("grant_changed", worker=self._worker, grant=summary, reason="" if grant is None else grant.reason)
 
 
 def _summary(grant: CapacityGrant, source: GrantSource) -> str:

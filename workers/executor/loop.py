@@ -162,14 +162,14 @@ class Executor:
         swap_seconds = self._heartbeats.swap_seconds
         self._enter_inbox()
         self._heartbeats.swap_seconds = swap_seconds
-        self._log.info("moved", incarnation=self._incarnation.incarnation)
+        self._log.info("inbox_changed", incarnation=self._incarnation.incarnation)
 
     def run(self, stop: Event) -> None:
         """Run until `stop` is set, then return all held turns to the router with the tokens that were sampled.
 
         Raises EngineBroken or BusError, or UsageError if another executor starts under the same name.
         """
-        self._log.info("started", incarnation=self._incarnation.incarnation)
+        self._log.info("executor_started", incarnation=self._incarnation.incarnation)
         try:
             with metrics.exported():
                 while not stop.is_set():
@@ -200,8 +200,8 @@ class Executor:
                 self._writer.dead_letter(item, item.reason)
             elif isinstance(item, Envelope) and isinstance(item.record, TurnDispatch):
                 is_own = item.record.worker == self._name
-                if is_own and (flaw := dispatch_error(item.record, homes=self._homes)):
-                    self._writer.dead_letter(item, flaw)
+                if is_own and (error := dispatch_error(item.record, homes=self._homes)):
+                    self._writer.dead_letter(item, error)
                 else:
                     self._on_dispatch(item.record, item.offset)
             elif isinstance(item, Envelope) and item.key == FENCING_KEY:
@@ -289,7 +289,7 @@ class Executor:
         elif reason and not before:
             self._refuse_waiting(reason, Refusal.ROOM)
         if reason != before:
-            self._log.info("takes no turns" if reason else "takes turns", reason=reason)
+            self._log.info("intake_closed" if reason else "intake_opened", reason=reason)
             self._send_heartbeat(self._state)
         if self._engine_lost:
             self._engine_lost = False
@@ -343,7 +343,7 @@ class Executor:
         self._heartbeats.swap_seconds = report.seconds
         self._status = msgspec.structs.replace(self._status, version=report.version)  # may be older than this report
         metrics.SWAP_SECONDS.observe(report.seconds)
-        self._log.info("serving", version=report.version, swap_seconds=round(report.seconds, 4))
+        self._log.info("version_activated", version=report.version, swap_seconds=round(report.seconds, 4))
         if not self._gate.reason:  # a closed gate returns its turns soon, or leaves them the time to finish
             self._membership.on_version_change(self._gate.cell)
         if not self._membership.leaving_for:
@@ -351,7 +351,7 @@ class Executor:
 
     def _on_rejected(self, report: WeightsRejected) -> None:
         metrics.SWAPS_REFUSED.inc()
-        self._log.error("version refused, the old one serves on", version=report.version, reason=report.reason)
+        self._log.error("version_not_activated", version=report.version, reason=report.reason)
         self._swap.on_rejected(report)
         self._start_deferred()
 
@@ -385,8 +385,8 @@ class Executor:
         result = finished_result(
             self._incarnation, dispatch, finished, outcome, reason, received_at=running.received_at
         )
-        if not given_up and (flaw := result.part.validation_error):  # of an aborted turn, the next executor checks it
-            self._refuse(dispatch, f"its engine's answer cannot be learned from: {flaw}", Refusal.ENGINE)
+        if not given_up and (error := result.part.validation_error):  # of an aborted turn, the next executor checks it
+            self._refuse(dispatch, f"its engine's answer cannot be learned from: {error}", Refusal.ENGINE)
         else:
             metrics.count_finished(outcome, finished, received_at=running.received_at)
             self._send(result)
@@ -398,7 +398,7 @@ class Executor:
         """
         request = dispatch.request
         metrics.TURNS.labels("refused").inc()
-        self._log.info("refused", trajectory=request.trajectory_id, turn=request.turn, reason=reason)
+        self._log.info("turn_refused", trajectory=request.trajectory_id, turn=request.turn, reason=reason)
         self._send(refused_result(self._incarnation, dispatch, reason, refusal, now=time.time()), listed=listed)
 
     def _send(self, result: TurnResult, *, listed: bool = True) -> None:

@@ -30,10 +30,13 @@ TOKENS = Counter("rose_executor_tokens_total", "Tokens of finished turns, by kin
 STEPS = Counter("rose_executor_steps_total", "Engine steps.", registry=EXECUTOR)
 STEP_SECONDS = Counter("rose_executor_step_seconds_total", "Time that engine steps took.", registry=EXECUTOR)
 TURN_SECONDS = Histogram(
-    "rose_executor_turn_seconds", "A turn from the inbox to its last token.", buckets=SECONDS, registry=EXECUTOR
+    "rose_executor_turn_seconds", "Time of a turn from the inbox to its last token.", buckets=SECONDS, registry=EXECUTOR
 )
 SWAP_SECONDS = Histogram(
-    "rose_executor_swap_seconds", "The engine's pause for a policy version.", buckets=SECONDS, registry=EXECUTOR
+    "rose_executor_swap_seconds",
+    "Pause of the engine to activate a policy version.",
+    buckets=SECONDS,
+    registry=EXECUTOR,
 )
 CONTEXTS = Counter(
     "rose_executor_contexts_total",
@@ -43,57 +46,63 @@ CONTEXTS = Counter(
 )
 READ_BACK_SECONDS = Histogram(
     "rose_executor_context_read_back_seconds",
-    "A context read back from the log, from the dispatch to its last token.",
+    "Time to read a context back from the log, from the dispatch to its last token.",
     buckets=SECONDS,
     registry=EXECUTOR,
 )
-HELD_TURNS = Gauge("rose_executor_held_turns", "Turns taken on and not answered.", registry=EXECUTOR)
+HELD_TURNS = Gauge("rose_executor_held_turns", "Turns held, without an answer so far.", registry=EXECUTOR)
 KV_CAPACITY_BYTES = Gauge(
-    "rose_executor_kv_capacity_bytes", "KV cache that turns may hold; of a lender, at this moment.", registry=EXECUTOR
+    "rose_executor_kv_capacity_bytes", "KV cache that turns may hold; for a lender, at this moment.", registry=EXECUTOR
 )
-KV_FREE_BYTES = Gauge("rose_executor_kv_free_bytes", "Of that, what is free.", registry=EXECUTOR)
+KV_FREE_BYTES = Gauge(
+    "rose_executor_kv_free_bytes", "Free part of the KV cache that turns may hold.", registry=EXECUTOR
+)
 POLICY_VERSION = Gauge(
-    "rose_executor_policy_version", "The version that serves; -1 before one is proven.", registry=EXECUTOR
+    "rose_executor_policy_version", "Policy version that serves; -1 before one is proven.", registry=EXECUTOR
 )
 SWAPS_REFUSED = Counter(
     "rose_executor_swaps_refused_total", "Staged versions that the engine refused.", registry=EXECUTOR
 )
 LENT_BYTES = Gauge("rose_lender_budget_bytes", "KV memory that rollout turns may hold.", registry=LENDER)
-FROZEN = Gauge("rose_lender_frozen", "Whether that was cut and grows no more.", registry=LENDER)
-CUTS = Counter("rose_lender_cuts_total", "Times that serving took KV memory back.", registry=LENDER)
+FROZEN = Gauge("rose_lender_frozen", "Whether the KV budget was cut and does not grow.", registry=LENDER)
+CUTS = Counter("rose_lender_cuts_total", "Times that serving took KV memory back from rollouts.", registry=LENDER)
 CUT_SECONDS = Counter(
     "rose_lender_cut_seconds_total", "Time that cuts took between two steps of serving.", registry=LENDER
 )
-PREEMPTED = Counter("rose_lender_preempted_total", "Turns given up for want of KV memory.", registry=LENDER)
-LOOKS = Counter("rose_lender_looks_total", "Times that the KV memory was shared out anew.", registry=LENDER)
-LOOK_SECONDS = Counter("rose_lender_look_seconds_total", "Time that those took, cuts among them.", registry=LENDER)
+PREEMPTED = Counter("rose_lender_preempted_total", "Turns preempted for lack of KV memory.", registry=LENDER)
+LOOKS = Counter("rose_lender_looks_total", "Times that the KV memory was divided again.", registry=LENDER)
+LOOK_SECONDS = Counter(
+    "rose_lender_look_seconds_total", "Time to divide the KV memory, cuts included.", registry=LENDER
+)
 SERVING_REQUESTS = Gauge(
     "rose_lender_serving_requests",
-    "Requests of serving beside the guest, by state; NaN where there is no guest.",
+    "Requests of serving, by state; NaN without a guest.",
     ["state"],
     registry=LENDER,
 )
 HEADROOM_SECONDS = Gauge(
     "rose_lender_headroom_seconds",
-    "Least slack when serving was last looked at, by kind of step; NaN where nothing waits, or no guest wants it.",
+    "Least slack of serving at the last check, by kind of step; NaN if nothing waits or no guest needs it.",
     ["kind"],
     registry=LENDER,
 )
 GUEST_PIECE_SECONDS = Histogram(
     "rose_lender_guest_piece_seconds",
-    "Longest piece of the guest's work without a look whether a request has come, between two reports, "
-    "where there was any.",
+    "Longest guest piece between two checks for new requests, since the report before.",
     buckets=SECONDS,
     registry=LENDER,
 )
 PREDICTION_ERROR = Gauge(
     "rose_lender_prediction_error_ratio",
-    "Share of its prediction by which one step in ten is wrong, or more, by whose step.",
+    "Error of step predictions, relative to the prediction: the 90th percentile, by tenant.",
     ["step"],
     registry=LENDER,
 )
 HELD_BACK = Counter(
-    "rose_lender_held_back_total", "Times that a guest with work might not compute, by why.", ["why"], registry=LENDER
+    "rose_lender_held_back_total",
+    "Times that a guest with work was not allowed to compute, by reason.",
+    ["why"],
+    registry=LENDER,
 )
 
 for _outcome in (*TurnOutcome, "dropped_claim", "dropped_incarnation", "dropped_duplicate"):

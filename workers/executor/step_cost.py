@@ -166,6 +166,7 @@ class StepCost:
 
     @property
     def prefill_tokens_per_second(self) -> float:
+        """Estimated rate of prefill."""
         return 1.0 / self.token_seconds
 
     def decode_tokens_per_second(self, running: int) -> float:

@@ -104,4 +104,5 @@ class VersionSwap:
         self.serving_version, self._next, self._copying = -1, None, None
 
     def close(self) -> None:
+        """Wait for the copy that is under way."""
         self._copy_thread.shutdown()

@@ -183,18 +183,22 @@ left."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """What serving is promised while it lends. Raises UsageError."""
+    """The latency targets that serving keeps while it lends.
+
+    Raises UsageError for a value out of its range.
+    """
 
     dial: float = STRICT
-    """0 strict: guests compute while serving has nothing to do. Above 0 slo: also inside the slack of the two budgets,
-    and serving may come to hold `1 / (1 - dial)` times the requests that it would alone."""
+    """From 0 to 1. 0 (strict): guests compute while serving has no request. Above 0 (slo): guests also compute within
+    the slack of the two budgets, and serving may hold up to `1 / (1 - dial)` times the requests that it would hold
+    alone."""
     ttft_seconds: float = 1.0
-    """B_TTFT: from a request's arrival to its first token."""
+    """Budget B_TTFT, above 0: time from a request's arrival to its first token."""
     tpot_seconds: float = 0.1
-    """B_TPOT: from each token to the next."""
+    """Budget B_TPOT, above 0: time from one token to the next."""
     yield_seconds: float = 0.02
-    """The yield bound: the longest guest step, as predicted; a request that arrives waits for one at most, and where
-    the guest's model is in the same process for one layer of it."""
+    """Yield bound, below `ttft_seconds`: the longest predicted guest step. An arriving request waits for at most one
+    guest step; where the guest computes in the server's process, for at most one layer of it."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.dial <= 1.0:
@@ -210,10 +214,10 @@ class ServingState:
     """The requests that serving holds at one moment."""
 
     prefills: Sequence[tuple[float, int]] = ()
-    """For each request without a first token, in the order of serving's queue: its arrival (seconds), and its prompt
-    tokens that are neither computed nor cached."""
+    """Requests without a first token, in the order of serving's queue: arrival (seconds), and prompt tokens that are
+    neither computed nor cached."""
     last_tokens: Sequence[float] = ()
-    """For each decoding request, the time of its latest token, seconds."""
+    """Time of the latest token of each decoding request, seconds."""
     waiting: int = 0
     """Requests that hold no slot: new requests, and requests that serving has preempted."""
     queued: bool = False

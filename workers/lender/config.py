@@ -14,13 +14,14 @@ from rose.workers.lender.admission import Promise
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConfig:
-    """How serving's KV memory is shared with the guest."""
+    """How the KV memory of serving is shared with the guest."""
 
     headroom: float = 0.2
-    """Share of serving's KV memory that the guest's growth leaves free; it is cut when serving eats half of that."""
+    """Share of serving's KV memory that the guest's growth leaves free. The guest's memory is cut when serving uses
+    half of this share."""
     quiet_seconds: float = 10.0
-    """So long after a cut the guest may grow again, if no policy version came before; what serving needed and found in
-    its prefix cache counts for one to two of them."""
+    """Time after a cut before the guest may grow again, unless a policy version comes earlier. Memory that serving
+    needed, or found in its prefix cache, stays reserved for one to two times this long."""
 
     def __post_init__(self) -> None:
         check_bounds(self, {"headroom": (0, 1), "quiet_seconds": (0.001, YEAR_SECONDS)})
@@ -28,55 +29,57 @@ class MemoryConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LenderConfig:
-    """A server that lends: what is promised to those whom it serves, and what it keeps for them."""
+    """A lending server: its latency targets and the memory that it keeps."""
 
     promise: Promise = field(default_factory=Promise)
-    """The dial from strict to slo, the two budgets, the yield bound."""
+    """The dial from strict to slo, the latency budgets and the yield bound."""
     stop_file: Path | None = None
-    """While this file is there, nothing is lent: it stops within a second. Who ends a guest that hangs writes it, so
-    put it where it outlives the server. Left out, `<executor.name>.stop` in the run's folder."""
+    """Nothing is lent while this file exists; lending stops within a second. The watchdog writes the file when a guest
+    hangs, so use a path that outlives the server. Unset: `<executor.name>.stop` in the run's folder."""
     hang_seconds: float = 30.0
-    """A guest that has had the serving thread for so long hangs, and its engine core is ended."""
+    """Time that a guest may keep the serving thread. Then the guest counts as hung, and its engine core is ended."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
-    """What is left free of its KV memory, and for how long a cut lasts."""
+    """The KV memory that is left free, and for how long a cut lasts."""
     needs_grant: bool = False
-    """Whether it lends nothing without a grant, of the control app or by hand; else it lends all until there is one."""
+    """Whether a server without a grant lends nothing; otherwise it lends everything until there is a grant."""
 
     def __post_init__(self) -> None:
         check_bounds(self, {"hang_seconds": (0.1, YEAR_SECONDS)})
 
 
 class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A JSON object. Sizes are the guest's own: serving's are the server's flags."""
+    """The configuration of a guest, a JSON object.
+
+    Sizes are those of the guest: serving's sizes are flags of the server.
+    """
 
     model_folder: str
-    """Hugging Face folder of the rollout policy: its architecture; weights come from the sidecar."""
+    """Hugging Face folder with the architecture of the rollout policy; weights come from the sidecar."""
     socket: str
-    """Path of the unix socket where the sidecar of the server knocks; for the server's user alone."""
+    """Path of the unix socket to which the sidecar connects; only the server's user may connect."""
     dtype: str = "float32"
-    """What the guest computes in."""
+    """Element type in which the guest computes."""
     max_turns: Annotated[int, Meta(ge=1)] = 64
-    """Turns of the guest in one step; more wait."""
+    """Most turns of the guest in one step; further turns wait."""
     max_model_len: Annotated[int, Meta(ge=2)] = 1024
     """Longest context and output of one turn, in tokens."""
     kv_cache_bytes: Annotated[int, Meta(ge=1)] = 64 << 20
-    """The most KV memory that the guest may ever hold; it comes out of serving's."""
+    """Most KV memory that the guest may ever hold; it is taken from serving's memory."""
     step_tokens: Annotated[int, Meta(ge=1)] = 256
-    """Most tokens of one guest step, at least `max_turns`; `promise` makes it less."""
+    """Most tokens of one guest step, at least `max_turns`; `promise` may reduce it."""
     promise: Promise = Promise()
     """What serving is promised while it lends."""
     memory: MemoryConfig = MemoryConfig()
-    """How much of its KV memory it keeps."""
+    """How much of its KV memory the server keeps."""
     piece_seconds: Annotated[float, Meta(gt=0)] = 0.002
-    """How long a piece of building the guest runs before serving is asked for again."""
+    """Longest piece of building the guest between two looks for requests of serving."""
     heartbeat_seconds: Annotated[float, Meta(ge=0.01, le=0.2)] = 0.1
-    """Time between two reports of how the guest stands, at most 0.2."""
+    """Time between two status reports of the guest."""
     pulse: str = ""
-    """Path of the page that is shared with the watchdog (`rose.workers.lender.watchdog_page`); empty: nobody watches
-    for a hang.
-    """
+    """Path of the status page that is shared with the watchdog (`rose.workers.lender.watchdog_page`); empty: no
+    watchdog."""
     observe: bool = False
-    """Whether there is no guest, and what could be lent is measured."""
+    """Whether the server is only observed: there is no guest, and what could be lent is measured."""
 
 
 def read_config(file: Path) -> LendConfig:

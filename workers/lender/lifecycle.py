@@ -1,4 +1,4 @@
-"""The lifecycle of a guest: when it is built, when it lends, and what follows a fault.
+r"""The lifecycle of a guest: when it is built, when it lends, and what follows a fault.
 
 Keeps true
 - A guest lends only while it should lend (a grant allows it and no stop forbids it), and is suspended otherwise.
@@ -8,9 +8,9 @@ Keeps true
 - No state is permanent: a guest that should lend, and whose builds succeed, lends within the longest wait.
 
     SUSPENDED --should lend--> RESUMING --built--> LENDING --should not lend--> SUSPENDING --freed--> SUSPENDED
-       ^                          \\-------------------|----------------------------/
+       ^                          \-------------------|----------------------------/
        |                                            fault
-       \\----------------- waited ----------------- DROPPED ---- waited, should lend --> RESUMING
+       \----------------- waited ----------------- DROPPED ---- waited, should lend --> RESUMING
 
 Pure; times are seconds on any clock. The caller carries out what `next_action` returns and reports how it ended.
 """

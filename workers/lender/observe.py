@@ -52,12 +52,12 @@ class ObservationCollector(Collector):
     def describe() -> tuple[CounterMetricFamily, CounterMetricFamily, HistogramMetricFamily, GaugeMetricFamily]:
         """Return the metric families without samples, which `collect` fills."""
         return (
-            CounterMetricFamily("rose_lender_observed_seconds", "Time in which a server was observed."),
-            CounterMetricFamily("rose_lender_idle_seconds", "Of that, without a serving request."),
-            HistogramMetricFamily("rose_lender_idle_stretch_seconds", "Idle stretches that have ended."),
+            CounterMetricFamily("rose_lender_observed_seconds", "Time that a server was observed."),
+            CounterMetricFamily("rose_lender_idle_seconds", "Observed time without a serving request."),
+            HistogramMetricFamily("rose_lender_idle_stretch_seconds", "Length of idle stretches that have ended."),
             GaugeMetricFamily(
                 "rose_lender_serving_kv_bytes",
-                "KV cache of serving's requests: held, at most since the last word, and in total.",
+                "KV cache of serving: held, most since the last report, and in total.",
                 labels=["what"],
             ),
         )
@@ -91,7 +91,7 @@ def _observe(client: EngineClient, stop: Event) -> None:
                 SERVING_REQUESTS.labels("waiting").set(report.waiting)
         if COLLECTOR.report is not None and time.monotonic() >= logs_at:
             logs_at = time.monotonic() + LOG_SECONDS
-            log.info("could be lent", **log_fields(COLLECTOR.report, most))
+            log.info("idle_capacity_observed", **log_fields(COLLECTOR.report, most))
             most = 0
         client.wait(POLL_SECONDS)
 

@@ -26,6 +26,7 @@ class ProcessId(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: int) -> "ProcessId":
+        """Return the process id of a number that `packed` returned."""
         return cls(packed & ((1 << PID_BITS) - 1), packed >> PID_BITS)
 
 

@@ -158,15 +158,15 @@ def _run_sidecar(plan: LendingPlan, shapes: Mapping[str, tuple[int, ...]], path:
                 except UsageError:
                     raise
                 except RoseError as error:
-                    log.warning("begins anew", reason=str(error))
+                    log.warning("restarting", reason=str(error))
                     HEALTH.report_restart(str(error))
                     stop.wait(RESTART_SECONDS)
                 except Exception as error:  # nothing else logs the error or restarts the executor
-                    log.exception("begins anew")
+                    log.exception("restarting")
                     HEALTH.report_restart(repr(error))
                     stop.wait(RESTART_SECONDS)
     except UsageError as error:
-        log.error("lends nothing, serving goes on", reason=str(error))
+        log.error("lending_refused", reason=str(error))
 
 
 def _run_connection(plan: LendingPlan, shapes: Mapping[str, tuple[int, ...]], path: Path, stop: Event) -> None:

@@ -50,6 +50,7 @@ class Connection:
     channel: ChannelFds
 
     def close(self) -> None:
+        """Close the socket and the channel."""
         self.connection.close()
         self.channel.close()
 
@@ -187,7 +188,7 @@ class SidecarListener:
             accepted = accept(connection)
         except ConnectionRejected as refusal:
             connection.close()
-            self._log.warning("rose: who knocked was sent away: %s", refusal)
+            self._log.warning("rose: connection_rejected reason=%s", refusal)
             return
         self._end_connection()
         self._selector.register(accepted.connection, selectors.EVENT_READ)

@@ -119,13 +119,13 @@ class Watchdog:
             self._sidecar = None
             self._done = code == 0
             if not self._done:
-                self._log.error("the sidecar has ended", status=code, again_in=self._backoff.failed(now))
+                self._log.error("sidecar_exited", status=code, retry_seconds=self._backoff.failed(now))
         if not self._done and now >= self._backoff.until:
             try:
                 self._sidecar = self._start_sidecar()
             except OSError as error:  # such as at the limit of processes
                 wait = self._backoff.failed(now)
-                self._log.error("the sidecar cannot be started", reason=str(error), again_in=wait)
+                self._log.error("sidecar_not_started", reason=str(error), retry_seconds=wait)
 
     def _find_core(self) -> None:
         core = self._page.core
@@ -145,12 +145,12 @@ class Watchdog:
     def _kill_core(self, pid: int, descriptor: int) -> None:
         """Write the stop file, have the processes log their stacks, then kill the engine core and its ranks."""
         reason = f"a guest has had the thread of engine core {pid} for {self._hang.seconds:.0f} s; it is ended"
-        self._log.error(reason, stacks="in the server's log", stop_file=str(self._stop_file))
+        self._log.error("guest_hung", core=pid, stop_file=str(self._stop_file), reason=reason)
         try:
             self._stop_file.parent.mkdir(parents=True, exist_ok=True)
             self._stop_file.write_text(f"{reason}\n", encoding="utf-8")
         except OSError as error:
-            self._log.error("the next life may lend: the stop file cannot be written", reason=str(error))
+            self._log.error("stop_file_not_written", reason=str(error))
         self._ended = True
         processes = [descriptor, *self._open_ranks()]
         _send_signal(processes, STACK_SIGNAL)
@@ -184,7 +184,7 @@ class Watchdog:
         core, descriptor = self._core
         if _have_exited([descriptor], 0.0):
             return
-        self._log.warning("the server is gone: its engine core is ended", core=core.pid)
+        self._log.warning("engine_core_orphaned", core=core.pid)
         processes = [descriptor, *self._open_ranks()]
         _send_signal([descriptor], signal.SIGTERM)  # ends its ranks too
         if not _have_exited(processes, ORPHAN_SECONDS):

@@ -50,8 +50,9 @@ class StreamedCompletion(msgspec.Struct):
 
     @property
     def outside_seconds(self) -> float:
-        """Seconds of the time to the first token without queue and prefill: HTTP, and the time until the scheduler has
-        the request.
+        """Seconds of the time to the first token that are neither queue nor prefill.
+
+        These are HTTP, and the time until the scheduler has the request.
         """
         return self.moments[0] - self.sent - self.queue_seconds - self.prefill_seconds
 

@@ -16,20 +16,20 @@ TRACE_FILE = Path(__file__).parent / "azure_code.csv"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadgenConfig:
-    """Who asks the servers that lend, of a run on this machine."""
+    """The load on the lending servers of a run on this machine."""
 
     model_folder: Path
-    """Hugging Face folder of what the server serves: its vocabulary."""
+    """Hugging Face folder of the model that the server serves; its vocabulary is used."""
     run_folder: Path
-    """Where what they waited is written."""
+    """Folder of the run, in which the request log is written."""
     trace: Path = TRACE_FILE
-    """Azure CSV or Mooncake JSONL, played again and again; the default ships with ROSE."""
+    """Trace file, Azure CSV or Mooncake JSONL, which is replayed in a loop; the default ships with ROSE."""
     pace: float = 1.0
-    """Seconds of the trace in each second."""
+    """Seconds of the trace that are replayed in one second."""
     prompt_divisor: int = 16
-    """The trace's prompts are divided by this."""
+    """Divisor of the trace's prompt lengths."""
     output_divisor: int = 2
-    """The trace's answers are divided by this."""
+    """Divisor of the trace's output lengths."""
 
     def __post_init__(self) -> None:
         check_bounds(

@@ -54,8 +54,9 @@ class _ModelFolder(msgspec.Struct):
 
 
 def run_loadgen(config: LoadgenConfig, url: str, stop: Event) -> None:
-    """Send the trace's requests to the server at `url` until `stop` is set. Raises UsageError if the trace or the model
-    folder is unreadable.
+    """Send the trace's requests to the server at `url` until `stop` is set.
+
+    Raises UsageError if the trace or the model folder is unreadable.
     """
     arrivals = read_trace(str(config.trace))
     file = config.model_folder / "config.json"
@@ -71,8 +72,9 @@ def run_loadgen(config: LoadgenConfig, url: str, stop: Event) -> None:
 
 
 def served_request(answer: StreamedCompletion, *, ended: float, to_unix: float) -> UserRequest:
-    """The log line of a request. `ended` is monotonic seconds; `to_unix` added to monotonic seconds gives Unix
-    seconds.
+    """The log line of a request.
+
+    `ended` is monotonic seconds; `to_unix` added to monotonic seconds gives Unix seconds.
     """
     after_first = answer.tokens - 1
     first, last = (answer.moments[0], answer.moments[-1]) if answer.moments else (None, None)
@@ -110,7 +112,7 @@ async def _ask_all(
             vocabulary=vocabulary,
         )
         work = scale_requests(arrivals, shape).at_pace(config.pace)
-        log.info("users come", server=url, model=model.id, requests=len(work.requests), seconds=round(work.seconds))
+        log.info("load_started", server=url, model=model.id, requests=len(work.requests), seconds=round(work.seconds))
 
         async def ask_one(request: Request, number: int, due: float) -> None:
             body = completion_body(model.id, request.prompt, request.tokens, temperature=0.0, cache_salt=str(number))
@@ -120,7 +122,7 @@ async def _ask_all(
                 left = f"it was not answered {LEAVE_SECONDS:.0f} s after the users were asked to stop"
                 answer = StreamedCompletion(due=due, sent=due, prompt_tokens=len(request.prompt), error=left)
             if answer.error:
-                log.warning("a request failed", reason=answer.error)
+                log.warning("request_failed", reason=answer.error)
             waits.append(served_request(answer, ended=time.monotonic(), to_unix=to_unix))
 
         start, asked = time.monotonic(), set[asyncio.Task[None]]()

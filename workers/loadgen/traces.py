@@ -135,8 +135,9 @@ def _mooncake(path: Path, lines: Iterator[str]) -> Iterator[Arrival]:
 
 
 def square(source: str) -> Iterator[Arrival]:
-    """Endless Poisson arrivals at two alternating rates, the same in each call. Raises TraceError if `source` is
-    malformed.
+    """Endless Poisson arrivals at two alternating rates, the same in each call.
+
+    Raises TraceError if `source` is malformed.
     """
     try:
         high, low, seconds = (float(part) for part in source.removeprefix(SQUARE).split(","))

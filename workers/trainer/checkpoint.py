@@ -81,8 +81,9 @@ class Checkpoints:
     """The checkpoints in a folder."""
 
     def __init__(self, folder: Path, identity: Identity | None) -> None:
-        """`identity`: the run, namespace and model that the checkpoints must have; None accepts any, for
-        reading only.
+        """Name the folder of the checkpoints.
+
+        `identity`: the run, namespace and model that the checkpoints must have; None accepts any, for reading only.
         """
         self.folder = folder
         self._identity = identity
@@ -119,19 +120,21 @@ class Checkpoints:
             self._tensors_file(version).unlink(missing_ok=True)
 
     def newest_first(self) -> Iterator[Progress]:
-        """Progress of every valid checkpoint, newest first; an invalid one is skipped with a warning. Raises
-        CheckpointRefused if a checkpoint has another identity.
+        """Progress of every valid checkpoint, newest first; an invalid one is skipped with a warning.
+
+        Raises CheckpointRefused if a checkpoint has another identity.
         """
         for version in self._versions():
             file = self._progress_file(version)
             try:
                 yield self._read(version)
             except (OSError, msgspec.DecodeError, _CorruptCheckpoint) as error:
-                log.warning("checkpoint broken, trying the one before", file=str(file), reason=str(error))
+                log.warning("checkpoint_skipped", file=str(file), reason=str(error))
 
     def restore(self, progress: Progress, model: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Load the model's weights, the optimizer's state and the random state of a checkpoint. Raises
-        CheckpointRefused if its tensors are not those of the model.
+        """Load the model's weights, the optimizer's state and the random state of a checkpoint.
+
+        Raises CheckpointRefused if its tensors are not those of the model.
         """
         from safetensors.torch import load_file
 

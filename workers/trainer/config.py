@@ -15,25 +15,28 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    """The trainer: what a step is and how it learns. Raises ValueError for a value out of its range."""
+    """The trainer: its steps, the loss and the optimizer.
+
+    Raises ValueError for a value out of its range.
+    """
 
     model_folder: Path
-    """Hugging Face model folder with the policy that the run begins with; version 0."""
+    """Hugging Face model folder with the policy that the run begins with (version 0)."""
     run_folder: Path
-    """Where the run keeps `metrics.jsonl`, its checkpoints and, at its end, the policy. Its name names the run."""
+    """Folder of the run: `metrics.jsonl`, checkpoints and, at the end, the policy. Its name is the run's name."""
     checkpoint_folder: Path | None = None
-    """Where checkpoints are kept; unset: `checkpoints` in the run's folder."""
+    """Folder of the checkpoints; unset: `checkpoints` in the run's folder."""
     begin_from: Path | None = None
     """Checkpoints of another run, or of this one in another namespace, with whose newest policy, optimizer and position
     in the learning-rate schedule a run begins that has none of its own; unset: the model folder."""
     model_id: str = "policy"
-    """Names the policy on the log."""
+    """Name of the policy on the log."""
     groups_per_step: int = 16
     """Complete groups of one optimizer step."""
     total_groups: int = 0
-    """The run ends after this many groups; 0 is never."""
+    """Number of groups after which the run ends; 0: never."""
     max_staleness: int = 4
-    """Samples with tokens of a policy older than this many versions are not learned from."""
+    """Largest lag, in versions. Samples with tokens of an older policy are not trained on."""
     truncated: str = "train"
     """What becomes of samples that were cut off by `max_turns` or by their context: `train` takes them as the others,
     with the reward that they had by then; `leave_out` settles them as filtered, and no advantage counts them."""
@@ -57,9 +60,9 @@ class TrainerConfig:
     """Learning rate at the end of the decay, as a ratio of `learning_rate`. With 0 nothing is learned after the
     decay."""
     clip_low: float = 0.8
-    """Lowest ratio of the policy to that which sampled, at which a token of negative advantage is pulled down."""
+    """Lower clip bound of the policy ratio: below it, tokens of negative advantage have no gradient."""
     clip_high: float = 1.28
-    """Highest such ratio at which a token of positive advantage is pushed up."""
+    """Upper clip bound of the policy ratio: above it, tokens of positive advantage have no gradient."""
     importance_cap: float = 2.0
     """Largest weight of a token for having been sampled by another policy (truncated importance sampling)."""
     max_logprob_difference: float = 0.1
@@ -69,18 +72,18 @@ class TrainerConfig:
     scale_by_deviation: bool = True
     """Whether `grpo` divides advantages by the standard deviation of their group."""
     minibatches: int = 2
-    """Optimizer updates in a step, each on its share of the groups."""
+    """Optimizer updates in one step, each on its share of the groups."""
     gradient_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
+    """Norm above which gradients are scaled down."""
     microbatch_tokens: int = 4096
-    """Padded tokens of one forward and backward pass: bounds memory."""
+    """Padded tokens of one forward and backward pass; this limits memory."""
     seed: int = 0
-    """Seeds torch."""
+    """Seed of torch."""
     threads: int = 1
-    """Threads that torch computes with on the CPU."""
+    """Threads of torch on the CPU."""
     hung_seconds: float = 900.0
-    """A step is taken to hang (`rose health`) when no microbatch has ended for so long, nor the step itself; so is the
-    run's end, when the last version is not on the log or the policy not exported."""
+    """Time without a finished microbatch or step after which the trainer counts as hung (`rose health`). The same time
+    holds at the end of the run for publishing the last version and exporting the policy."""
 
     def __post_init__(self) -> None:
         decays = self.learning_rate_schedule != "constant"

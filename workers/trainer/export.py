@@ -73,8 +73,9 @@ def _without_shared_memory(named: Iterable[tuple[str, Tensor]]) -> dict[str, Ten
 
 
 def _copy_other_files(folder: Path, target: Path) -> None:
-    """Copy a folder without weights and hidden files. Copies get default modes, since the model folder may be
-    read-only.
+    """Copy a folder without weights and hidden files.
+
+    Copies get default modes, since the model folder may be read-only.
     """
     target.mkdir()
     left_out = shutil.ignore_patterns(*WEIGHT_PATTERNS, HIDDEN_PATTERN)

@@ -63,8 +63,9 @@ class FencedCommitter:
         return offsets
 
     def commit(self, write: Callable[[Writer], None], offsets: Mapping[Place, int], reader: Reader) -> None:
-        """Call `write` in a transaction that also commits `offsets` for the group of `reader`, exactly once. On any
-        thread.
+        """Call `write` in a transaction that also commits `offsets` for the group of `reader`, exactly once.
+
+        On any thread.
 
         Raises BusError, fenced if a newer stream exists; UsageError if this object is closed; and what the `on_wait` of
         the reader raises.
@@ -75,12 +76,12 @@ class FencedCommitter:
                     "the stream is closed, so nothing is settled: close the publisher first, then the stream"
                 )
             mark = f"{self._name}/{next(self._numbers)}"
-            trouble = self._try(write, offsets, reader, mark)
-            if trouble is not None:
-                if not trouble.outcome_unknown or self._settings.embedded or self._stop.is_set():
-                    raise trouble
-                log.warning("a transaction was given up", reason=str(trouble))
-                self._retry_unknown_commit(write, offsets, reader, mark, trouble)
+            failure = self._try(write, offsets, reader, mark)
+            if failure is not None:
+                if not failure.outcome_unknown or self._settings.embedded or self._stop.is_set():
+                    raise failure
+                log.warning("transaction_given_up", reason=str(failure))
+                self._retry_unknown_commit(write, offsets, reader, mark, failure)
             self._mark = mark
 
     def dead_letter(self, item: Envelope | InvalidMessage, reason: str) -> None:
@@ -109,28 +110,29 @@ class FencedCommitter:
         offsets: Mapping[Place, int],
         reader: Reader,
         mark: str,
-        trouble: BusError,
+        failure: BusError,
     ) -> None:
-        """Repeat a transaction of unknown outcome if it is not committed and this stream is the newest. Raises
-        BusError.
+        """Repeat a transaction of unknown outcome if it is not committed and this stream is the newest.
+
+        Raises BusError.
         """
         self.writer.close()
-        self._committed_mark(reader, mark, trouble)
+        self._committed_mark(reader, mark, failure)
         self.writer = self._fencing()
         reader.committed([OUTCOMES_PLACE])  # waits until no transaction is open, as the mark is unknown until then
-        if self._committed_mark(reader, mark, trouble) != mark:
+        if self._committed_mark(reader, mark, failure) != mark:
             self.writer.transact(lambda: write(self.writer), offsets, reader, metadata=mark)
 
-    def _committed_mark(self, reader: Reader, mark: str, trouble: BusError) -> str:
+    def _committed_mark(self, reader: Reader, mark: str, failure: BusError) -> str:
         """The committed mark: the previous mark or `mark`.
 
-        Raises `trouble` if no mark is left, and BusError, fenced, if the mark is another stream's.
+        Raises `failure` if no mark is left, and BusError, fenced, if the mark is another stream's.
         """
         found = reader.commit_metadata([OUTCOMES_PLACE])[OUTCOMES_PLACE]
         if found in (self._mark, mark):
             return found
         if not found:
-            raise trouble
+            raise failure
         raise BusError("settling, while another stream of the model is there,", KafkaError(KafkaError._FENCED))
 
     def _fencing(self) -> Writer:

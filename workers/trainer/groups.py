@@ -75,8 +75,9 @@ class GroupAssembly:
     """Holds samples until their groups are settled."""
 
     def __init__(self, begin: ResumePoint, ends: Mapping[int, int], *, settled: Iterable[str] = ()) -> None:
-        """`begin`: the committed resume point. `ends`: the end offset of each partition at the start; samples before it
-        may be settled.
+        """`begin`: the committed resume point.
+
+        `ends`: the end offset of each partition at the start; samples before it may be settled.
 
         `settled`: the groups of the outcomes at or after the resume point, oldest first; their samples are dropped.
         """
@@ -152,8 +153,9 @@ class GroupAssembly:
         )
 
     def settle(self, group_ids: Collection[str], *, outcomes_end: int) -> ResumePoint:
-        """Mark groups as settled and return the resume point to commit with their outcomes. Groups that were settled
-        before are skipped.
+        """Mark groups as settled and return the resume point to commit with their outcomes.
+
+        Groups that were settled before are skipped.
 
         The groups need not be complete or taken. Until `on_committed`, other resume points treat the groups as not
         settled; so the resume points may be committed in any order or not at all.
@@ -178,8 +180,9 @@ class GroupAssembly:
             self._leaving.pop(name, None)
 
     def _resume_point(self, settling: Collection[str], outcomes_from: int) -> ResumePoint:
-        """The position before every sample without a committed outcome, except the samples of the groups in
-        `settling`.
+        """Return the position before every sample without a committed outcome.
+
+        The samples of the groups in `settling` do not count.
         """
         offsets = dict(self._next)
         held = (one.where for members in self._members.values() for one in members.values())

@@ -94,15 +94,16 @@ class Learner:
     def _train_without_faulty(
         self, groups: list[SelectedGroup], version: int, undo: Callable[[], None]
     ) -> tuple[list[SelectedGroup], StepMetrics]:
-        """Train on these groups. If that raises, mark the groups on which training raises as failed and train on the
-        others.
+        """Train on these groups.
+
+        If that raises, mark the groups on which training raises as failed, and train on the others.
         """
         try:
             return groups, self._train_on(groups, version)
         except Exception as error:  # models, kernels, autograd and a user's algorithm raise any exception
             if _out_of_memory(error) or (isinstance(error, RoseError) and not isinstance(error, AlgorithmError)):
                 raise
-            log.error("a step raised: looking for the group", version=version, error=traceback.format_exc())
+            log.error("step_failed", version=version, reason=traceback.format_exc())
             undo()
             judged = [self._try_group(group) for group in groups]
             left = [group for group in judged if group.trained]
@@ -135,7 +136,8 @@ class Learner:
                 "computes overflows, and the groups of the last of these steps are not settled; begin again with "
                 "another model folder or a lower trainer.learning_rate"
             )
-        log.error("gradients are not finite, groups left out", version=version, groups=sorted(left_out))
+        reason = "gradients are not finite"
+        log.error("groups_skipped", version=version, groups=sorted(left_out), reason=reason)
         return [mark_skipped(group) if group.group_id in left_out else group for group in groups]
 
     def _try_group(self, group: SelectedGroup) -> SelectedGroup:
@@ -145,7 +147,7 @@ class Learner:
         except Exception as error:  # see `_train_without_faulty`
             if _out_of_memory(error):
                 raise
-            log.error("group left out", group=group.group_id, error=repr(error))
+            log.error("group_failed", group=group.group_id, reason=repr(error))
             return mark_failed(group, error)
         return group
 

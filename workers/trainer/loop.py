@@ -36,6 +36,9 @@ from rose.workers.trainer.versions import PolicyVersions
 from rose.workers.weights.config import WeightsConfig
 from rose.workers.weights.folder_names import FolderTensors
 
+ENCODING_CHANGED = "weights travel in another way than before"
+"""Reason in log events: the digest of the restored weights is not the digest of the checkpoint."""
+
 log = structlog.get_logger("trainer")
 
 
@@ -75,8 +78,9 @@ class Trainer:
         self._waiting_since = perf_counter()
 
     def run(self) -> None:
-        """Train until all groups of the run have ended, then export the policy. If `stop` is set, return after the
-        current step.
+        """Train until all groups of the run have ended, then export the policy.
+
+        If `stop` is set, return after the current step.
 
         Raises RoseError if the checkpoint or the log is another run's, the broker refuses, or another trainer fences
         this one.
@@ -99,7 +103,7 @@ class Trainer:
         if self.stream.ended:
             HEALTH.report("ends: the policy is exported", lasts_seconds=self._config.hung_seconds)
             export_policy(self._tensors, self._config.exported)
-            log.info("run complete", version=self.versions.current, groups=self._config.total_groups)
+            log.info("run_completed", version=self.versions.current, groups=self._config.total_groups)
 
     def recover(self) -> None:
         """Start a new run or restore the newest checkpoint, as `resume` does. `run` calls this first."""
@@ -124,5 +128,7 @@ class Trainer:
         outcomes = outcomes_of(selected, step=versions.current, policy_version=before, now=now)
         versions.save_and_publish(self.stream.settlement(outcomes), line=line, trained=trained)
         self._reporter.report(line)
-        log.info("step", step=line.step, reward=line.reward_mean, success=line.success_rate, groups=line.groups)
+        log.info(
+            "step_finished", step=line.step, reward=line.reward_mean, success=line.success_rate, groups=line.groups
+        )
         self._waiting_since = perf_counter()

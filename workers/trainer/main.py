@@ -14,8 +14,9 @@ from rose.workers.weights.config import WeightsConfig
 def run_trainer(
     settings: BusSettings, config: TrainerConfig, stop: Event, *, weights: WeightsConfig | None = None
 ) -> None:
-    """Train until all groups of the run are settled or `stop` is set; the current step is finished first. Returns early
-    if `stop` is set before the trainer has recovered its position.
+    """Train until all groups of the run are settled or `stop` is set; the current step is finished first.
+
+    Returns early if `stop` is set before the trainer has recovered its position.
 
     Raises RoseError if the model folder, the algorithm or a key file is broken, the checkpoint is another run's, the
     broker is unreachable or a topic is missing.

@@ -14,14 +14,12 @@ OTHER_MODEL, DEAD_LETTER = "other_model", "dead_letter"
 TRAINER = CollectorRegistry()
 """Metrics of the trainer, exported once it has started."""
 
-SAMPLES = Counter(
-    "rose_trainer_samples_total", "Samples read, by what was done with them.", ["taken"], registry=TRAINER
-)
+SAMPLES = Counter("rose_trainer_samples_total", "Samples read, by status.", ["taken"], registry=TRAINER)
 OUTCOMES = Counter("rose_trainer_outcomes_total", "Trajectories settled, by outcome.", ["outcome"], registry=TRAINER)
-HELD_SAMPLES = Gauge("rose_trainer_held_samples", "Samples that wait for their group or for a step.", registry=TRAINER)
-POLICY_VERSION = Gauge(
-    "rose_trainer_policy_version", "The newest version of the policy that is on the log.", registry=TRAINER
+HELD_SAMPLES = Gauge(
+    "rose_trainer_held_samples", "Samples that wait for their group or for a training step.", registry=TRAINER
 )
+POLICY_VERSION = Gauge("rose_trainer_policy_version", "Newest version of the policy on the log.", registry=TRAINER)
 STEPS = Counter("rose_trainer_steps_total", "Optimizer steps.", registry=TRAINER)
 TOKENS = Counter("rose_trainer_tokens_total", "Sampled tokens that were trained on.", registry=TRAINER)
 SKIPPED = Counter(
@@ -40,39 +38,41 @@ GRADIENT_NORM = Gauge(
 )
 BEHAVIOUR_KL = Gauge(
     "rose_trainer_behaviour_kl_nats",
-    "Divergence of the sampling policy from the trained one, a token, latest step.",
+    "KL divergence of the sampling policy from the trained policy, per token, in the latest step.",
     registry=TRAINER,
 )
 IMPORTANCE = Gauge(
     "rose_trainer_importance_mean_ratio",
-    "Mean probability of a sampled token, trainer's over engine's, latest step.",
+    "Mean ratio of a sampled token's probability, trainer to engine, in the latest step.",
     registry=TRAINER,
 )
 CLIPPED = Gauge(
-    "rose_trainer_clipped_ratio", "Share of the latest step's tokens that the clip kept from pulling.", registry=TRAINER
+    "rose_trainer_clipped_ratio",
+    "Share of the latest step's tokens without gradient because of the clip range.",
+    registry=TRAINER,
 )
 LEARNING_RATE = Gauge("rose_trainer_learning_rate", "Learning rate of the latest step.", registry=TRAINER)
 BATCH_WAIT_SECONDS = Histogram(
     "rose_trainer_batch_wait_seconds",
-    "A step's wait for the groups that it trains on.",
+    "Time that a step waited for its groups.",
     buckets=SECONDS,
     registry=TRAINER,
 )
 POLICY_WAIT_SECONDS = Histogram(
     "rose_trainer_policy_wait_seconds",
-    "A step's wait for the version before to be on the log, and the copy of its own.",
+    "Time that a step waited until the last version was on the log, with the copy of its own weights.",
     buckets=SECONDS,
     registry=TRAINER,
 )
 TRAINING_SECONDS = Histogram(
-    "rose_trainer_training_seconds", "Training on the groups of a step.", buckets=SECONDS, registry=TRAINER
+    "rose_trainer_training_seconds", "Time of training on the groups of a step.", buckets=SECONDS, registry=TRAINER
 )
 CHECKPOINT_SECONDS = Histogram(
-    "rose_trainer_checkpoint_seconds", "Writing the checkpoint of a step.", buckets=SECONDS, registry=TRAINER
+    "rose_trainer_checkpoint_seconds", "Time to write the checkpoint of a step.", buckets=SECONDS, registry=TRAINER
 )
 PUBLISHING_SECONDS = Histogram(
     "rose_trainer_publishing_seconds",
-    "Publishing chunks, manifest and outcomes beside the next step.",
+    "Time to publish chunks, manifest and outcomes, during the next step.",
     buckets=SECONDS,
     registry=TRAINER,
 )

@@ -145,8 +145,10 @@ def _refuse_whole_heads(model: Any, folder: Path) -> None:
 
 
 def _keep_short_angles(model: Any) -> None:
-    """Of models that have others for long contexts: transformers would take those for all rows of a pass with a long
-    one, and vLLM for all turns of an engine that may have one. No context is that long (`model_config.most_tokens`).
+    """Keep the angles of short contexts in models that have other angles for long contexts.
+
+    Transformers would use the long angles for all rows of a pass with a long row, and vLLM for all turns of an engine
+    that may have a long turn. No context is that long (`model_config.most_tokens`).
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) in SHORT_AND_LONG:
@@ -166,8 +168,9 @@ def token_logprobs(model: Any, tokens: Tensor, temperatures: Tensor | None = Non
 
 
 def produces_nonfinite(model: Any, tokens: Tensor, temperatures: Tensor | None = None) -> bool:
-    """Whether logprobs of these tokens are no numbers though the weights are. A weight that is none is told by name
-    when it is to be published.
+    """Whether logprobs of these tokens are no numbers though the weights are.
+
+    A weight that is none is told by name when it is to be published.
     """
     with torch.no_grad():
         well = token_logprobs(model, tokens, temperatures).isfinite().all()

@@ -24,6 +24,9 @@ from rose.workers.trainer.versions import PolicyVersions
 
 log = structlog.get_logger("trainer")
 
+ENCODING_CHANGED = "weights travel in another way than before"
+"""Reason in log events: the digest of the restored weights is not the digest of the checkpoint."""
+
 
 def resume(config: TrainerConfig, learner: Learner, versions: PolicyVersions, stream: SampleStream) -> StepLine | None:
     """Start a new run, or restore the newest checkpoint and have its transaction committed.
@@ -45,18 +48,20 @@ def resume(config: TrainerConfig, learner: Learner, versions: PolicyVersions, st
 
 
 def _may_be_of(progress: Progress, newest: WeightManifest | None) -> bool:
-    """Whether the checkpoint agrees with the newest manifest. A fenced trainer may have saved a checkpoint that it
-    never published.
+    """Return whether the checkpoint agrees with the newest manifest.
+
+    A fenced trainer may have saved a checkpoint that it never published.
     """
     if newest is None or newest.version != progress.version or newest.digest == progress.weights_digest:
         return True
-    log.warning("checkpoint is of another policy than the log's, trying the one before", version=progress.version)
+    log.warning("checkpoint_skipped", version=progress.version, reason="its policy is not the one on the log")
     return False
 
 
 def _start_fresh(config: TrainerConfig, learner: Learner, versions: PolicyVersions, stream: SampleStream) -> None:
-    """Start a run that has no checkpoint: from the checkpoint of `begin_from` if it is set, otherwise from the model
-    folder.
+    """Start a run that has no checkpoint.
+
+    It begins with the checkpoint of `begin_from` if that is set, otherwise with the model folder.
     """
     taken = versions.publisher.next_version - 1
     if taken >= 0:
@@ -78,16 +83,18 @@ def _start_fresh(config: TrainerConfig, learner: Learner, versions: PolicyVersio
 def _import_checkpoint(
     checkpoints: Checkpoints, progress: Progress, learner: Learner, versions: PolicyVersions, stream: SampleStream
 ) -> None:
-    """Begin a new epoch on a log that does not know the checkpoint. The outcomes of the checkpoint's step are not
-    written.
+    """Begin a new epoch on a log that does not know the checkpoint.
+
+    The outcomes of the checkpoint's step are not written.
     """
     learner.restore(checkpoints, progress)
     versions.begin_epoch(epoch=progress.epoch, version=progress.version)
     log.warning(
-        "the log knows nothing of the checkpoint: its policy begins a new epoch here",
+        "epoch_started",
         checkpoint=str(checkpoints.folder),
-        policy_of=progress.version,
-        now=versions.current,
+        checkpoint_version=progress.version,
+        version=versions.current,
+        reason="the log knows nothing of the checkpoint",
     )
     versions.save_and_publish(stream.settlement(()))
 
@@ -102,11 +109,11 @@ def _go_on(progress: Progress, newest: WeightManifest | None, versions: PolicyVe
     settlement = stream.settlement([decode(SampleOutcome, wire) for wire in unsettled])
     travels_alike = snapshot.digest() == progress.weights_digest
     if (level or ahead) and travels_alike:
-        log.info("going on", version=versions.current)
+        log.info("run_resumed", version=versions.current)
         # As an anchor, so that executors that join later need not read far back.
         versions.publish(snapshot, settlement)
     elif ahead and not level:
-        log.info("going on, weights travel in another way than before", version=versions.current)
+        log.info("run_resumed", version=versions.current, reason=ENCODING_CHANGED)
         versions.save_and_publish(settlement)  # saved again with the digest that the log will have
     else:
         if newest is not None:
@@ -115,6 +122,6 @@ def _go_on(progress: Progress, newest: WeightManifest | None, versions: PolicyVe
             versions.begin_epoch(epoch=progress.epoch, version=progress.version)
         if versions.current > progress.version + 1:
             versions.abandoned += ((progress.version + 1, versions.current - 1),)
-        why = "weights travel in another way than before" if level else "the log is further than the checkpoint"
-        log.warning(f"{why}: a new epoch begins", policy_of=progress.version, now=versions.current)
+        why = ENCODING_CHANGED if level else "the log is further than the checkpoint"
+        log.warning("epoch_started", checkpoint_version=progress.version, version=versions.current, reason=why)
         versions.save_and_publish(settlement)

@@ -80,7 +80,7 @@ class SelectedGroup:
     def trained(self) -> tuple[Sample, ...]:
         """The samples to train on: none, or at least two with different rewards."""
         ends = zip(self.samples, self.decisions, strict=True)
-        return tuple(sample for sample, verdict in ends if verdict.outcome is Outcome.TRAINED)
+        return tuple(sample for sample, decision in ends if decision.outcome is Outcome.TRAINED)
 
 
 def select_groups(
@@ -101,13 +101,13 @@ def select_samples(
 
     `abandoned`: first and last version of each range that the run has gone back behind.
     """
-    verdicts = [_decide(sample, version, rules=rules, abandoned=abandoned) for sample in group.samples]
-    kept = [sample for sample, verdict in zip(group.samples, verdicts, strict=True) if verdict is TRAINED]
+    decisions = [_decide(sample, version, rules=rules, abandoned=abandoned) for sample in group.samples]
+    kept = [sample for sample, decision in zip(group.samples, decisions, strict=True) if decision is TRAINED]
     if not rewards_differ([sample.reward for sample in kept if sample.reward is not None]):
         alike = "all rewards of its group are equal" if len(kept) >= LEAST_TO_COMPARE else "alone in its group"
         filtered = SampleDecision(Outcome.FILTERED, alike)
-        verdicts = [filtered if verdict is TRAINED else verdict for verdict in verdicts]
-    return SelectedGroup(group.group_id, group.samples, tuple(verdicts))
+        decisions = [filtered if decision is TRAINED else decision for decision in decisions]
+    return SelectedGroup(group.group_id, group.samples, tuple(decisions))
 
 
 def mark_failed(group: SelectedGroup, error: Exception) -> SelectedGroup:
@@ -122,9 +122,9 @@ def mark_skipped(group: SelectedGroup) -> SelectedGroup:
 
 
 def _not_trained(group: SelectedGroup, reason: str) -> SelectedGroup:
-    verdict = SampleDecision(Outcome.INFRA_FAILED, reason)
-    verdicts = tuple(verdict if one.outcome is Outcome.TRAINED else one for one in group.decisions)
-    return SelectedGroup(group.group_id, group.samples, verdicts)
+    decision = SampleDecision(Outcome.INFRA_FAILED, reason)
+    decisions = tuple(decision if one.outcome is Outcome.TRAINED else one for one in group.decisions)
+    return SelectedGroup(group.group_id, group.samples, decisions)
 
 
 def outcomes_of(groups: Iterable[SelectedGroup], *, step: int, policy_version: int, now: float) -> list[SampleOutcome]:
@@ -133,14 +133,14 @@ def outcomes_of(groups: Iterable[SelectedGroup], *, step: int, policy_version: i
         SampleOutcome(
             trajectory_id=sample.trajectory_id,
             group_id=group.group_id,
-            outcome=verdict.outcome,
+            outcome=decision.outcome,
             step=step,
             policy_version=policy_version,
-            reason=verdict.reason,
+            reason=decision.reason,
             recorded_at=now,
         )
         for group in groups
-        for sample, verdict in zip(group.samples, group.decisions, strict=True)
+        for sample, decision in zip(group.samples, group.decisions, strict=True)
     ]
 
 

@@ -139,16 +139,18 @@ def train_step(
 
 
 def dry_run_group(model: Any, group: Sequence[TrainingSample], *, algorithm: Algorithm, config: TrainerConfig) -> None:
-    """Compute the gradient of a group and discard it. Raises what a step on the group would raise; changes no
-    weight.
+    """Compute the gradient of a group and discard it.
+
+    Raises what a step on the group would raise; changes no weight.
     """
     _gradients(model, _rows(group, algorithm) or [], algorithm, config)
     model.zero_grad(set_to_none=True)
 
 
 def dry_run_policy(model: Any, groups: Sequence[Sequence[TrainingSample]], *, config: TrainerConfig) -> bool:
-    """Whether the policy computes finite logprobs. Tries one pass with the longest samples of these groups, since an
-    overflow affects every sample.
+    """Return whether the policy computes finite logprobs.
+
+    Tries one pass with the longest samples of these groups, since an overflow affects every sample.
     """
     samples = [sample for group in groups for sample in group if any(sample.loss_mask)]
     longest = next(microbatches([len(sample.tokens) for sample in samples], tokens=config.microbatch_tokens), [])

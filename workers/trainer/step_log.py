@@ -78,7 +78,7 @@ class StepLine(msgspec.Struct, kw_only=True):
     ) -> Self:
         """The line of a step from version `before` to `version`; `abandoned` as in `select_samples`."""
         settled = [pair for group in groups for pair in zip(group.samples, group.decisions, strict=True)]
-        rewarded = [sample for sample, verdict in settled if verdict.outcome is not Outcome.INFRA_FAILED]
+        rewarded = [sample for sample, decision in settled if decision.outcome is not Outcome.INFRA_FAILED]
         ages = [staleness(sample, before, abandoned) for group in groups for sample in group.trained]
         line = cls(
             step=version,
@@ -86,7 +86,7 @@ class StepLine(msgspec.Struct, kw_only=True):
             groups=len(groups),
             group_ids=tuple(group.group_id for group in groups),
             groups_filtered=sum(not group.trained for group in groups),
-            outcomes=dict(Counter(verdict.outcome.value for _, verdict in settled)),
+            outcomes=dict(Counter(decision.outcome.value for _, decision in settled)),
             endings=dict(Counter(sample.ended.value for sample, _ in settled)),
             reward_mean=_mean([sample.reward for sample in rewarded if sample.reward is not None]),
             success_rate=_mean([sample.success for sample in rewarded if sample.success is not None]),
@@ -109,8 +109,9 @@ class StepLog:
     """The metrics sink that appends to the step log of a run folder."""
 
     def __init__(self, run_folder: Path) -> None:
-        """Open the log and remove a truncated last line. Raises OSError, or DecodeError if the file has
-        another format.
+        """Open the log and remove a truncated last line.
+
+        Raises OSError, or DecodeError if the file has another format.
         """
         run_folder.mkdir(parents=True, exist_ok=True)
         self._file = run_folder / STEP_LOG

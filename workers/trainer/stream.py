@@ -1,5 +1,6 @@
-"""Reads complete groups and writes outcomes. SampleStream and `WeightPublisher` are the whole interface of a trainer to
-the bus.
+"""Reads complete groups and writes outcomes.
+
+SampleStream and `WeightPublisher` are the whole interface of a trainer to the bus.
 
 Keeps true
 - A stream hands a group out once; a later stream hands it out again only if it was not settled.
@@ -89,8 +90,9 @@ class Settlement:
     resume: ResumePoint
 
     def commit(self, manifest: "SignedManifest | None" = None) -> None:
-        """Commit the outcomes, the resume point and the manifest of the version that was trained on them. On any
-        thread; settlements may be committed in any order.
+        """Commit the outcomes, the resume point and the manifest of the version that was trained on them.
+
+        On any thread; settlements may be committed in any order.
 
         A settlement that is never committed settles nothing: the next stream hands its groups out again.
 
@@ -101,8 +103,9 @@ class Settlement:
 
 
 class SampleStream:
-    """The complete groups that no trainer of the model has settled. A context manager; its methods are for one
-    thread.
+    """The complete groups that no trainer of the model has settled.
+
+    A context manager; its methods are for one thread.
     """
 
     def __init__(
@@ -221,8 +224,9 @@ class SampleStream:
         named_tensors: "Iterable[tuple[str, Tensor]]",
         outcomes: Sequence[SampleOutcome] = (),
     ) -> int:
-        """Publish the next version and settle the groups that it was trained on in one transaction, while training goes
-        on.
+        """Publish the next version and settle the groups that it was trained on in one transaction.
+
+        Training goes on meanwhile.
 
         Returns the version's number. The tensors are copied before this returns; a later failure is raised by the next
         call, or by the publisher's `close`. The first call of a process resumes: if the policy is the newest on the
@@ -239,8 +243,9 @@ class SampleStream:
         return version
 
     def close(self) -> None:
-        """Close the stream. Groups that are not settled are handed out again by the model's next stream; a commit under
-        way still completes.
+        """Close the stream.
+
+        Groups that are not settled are handed out again by the model's next stream; a commit under way still completes.
         """
         self._committer.close()
         self._reader.close()
@@ -254,7 +259,8 @@ class SampleStream:
         known_from = 0 if self._total or forgotten else committed[OUTCOMES_PLACE] or 0
         low, self._outcomes_end = self._reader.watermarks(OUTCOMES_PLACE)
         if low > known_from:
-            log.warning("outcomes forgotten", reason="they are kept for 30 days", from_offset=known_from, kept_from=low)
+            reason = "outcomes are kept for 30 days"
+            log.warning("outcomes_expired", from_offset=known_from, kept_from=low, reason=reason)
         begin = {OUTCOMES_PLACE: max(low, known_from)}
         settled = (one.record for one in self._read_back(begin))
         spans = {place[1]: self._begin_and_end(place, committed[place]) for place in places}
@@ -272,8 +278,9 @@ class SampleStream:
         self._reader.assign(begins)
 
     def _catch_up(self) -> dict[Place, int]:
-        """Read all group records and return the offsets that follow. Reading to the end ensures that a refused group
-        whose prompt was mended later does not count.
+        """Read all group records and return the offsets that follow.
+
+        Reading to the end ensures that a refused group whose prompt was mended later does not count.
         """
         places: list[Place] = [(GROUPS, part) for part in range(self._reader.partition_count(GROUPS))]
         begins = {place: low for place, (low, _) in self._reader.all_watermarks(places).items()}
@@ -294,7 +301,7 @@ class SampleStream:
                 "the broker has lost records; take another --namespace"
             )
         if begin < low:
-            log.error("samples deleted before they were settled", partition=place[1], first=begin, kept_from=low)
+            log.error("samples_lost", partition=place[1], from_offset=begin, kept_from=low)
         return max(begin, low), high
 
     def _left(self) -> int:
@@ -326,7 +333,7 @@ class SampleStream:
         if taken is SampleStatus.STRANGER:
             self._dead_letter(item, f"{sample.trajectory_id} is no trajectory of group {sample.group_id}")
         elif taken is SampleStatus.DUPLICATE and not self._assembly.is_from_before(item.partition, item.offset):
-            log.warning("sample dropped", trajectory=sample.trajectory_id, reason="it has come before")
+            log.warning("sample_dropped", trajectory=sample.trajectory_id, reason="it has come before")
 
     def _on_group(self, item: Envelope | InvalidMessage) -> None:
         """Count a group as ended, or not, from its record."""
@@ -343,7 +350,7 @@ class SampleStream:
             self._dead_lettered = dead_lettered_places(self._settings, SAMPLES, client_id=self._client_id)
         if (item.partition, item.offset) in self._dead_lettered:
             return
-        log.warning("no sample", partition=item.partition, offset=item.offset, reason=reason)
+        log.warning("dead_lettered", topic=SAMPLES.name, partition=item.partition, offset=item.offset, reason=reason)
         self._committer.dead_letter(item, reason)
 
     def _commit(self, settlement: Settlement, manifest: "SignedManifest | None") -> None:
@@ -374,4 +381,4 @@ class SampleStream:
             needed = {place: min(offset, read.get(place, offset)) for place, offset in own.items()}
             delete_before(self._settings, needed, client_id=self._client_id)
         except RoseError as error:
-            log.warning("old samples not deleted", reason=str(error))
+            log.warning("records_not_deleted", reason=str(error))

@@ -68,8 +68,9 @@ class PolicyVersions:
         self._learner.restore(self.checkpoints, self.progress)
 
     def begin_epoch(self, *, epoch: int = -1, version: int = -1) -> None:
-        """Give the current policy a number above all others, in a new epoch. `epoch` and `version`: the newest ones
-        that the log may not know.
+        """Give the current policy a number above all others, in a new epoch.
+
+        `epoch` and `version` are the newest ones that the log may not know.
         """
         self.current = self.publisher.begin_epoch(epoch=epoch, version=version)
 

@@ -140,8 +140,9 @@ def _check_sizes(piece: SliceRef, manifest: WeightManifest) -> None:
 def check_chunk(
     chunk: WeightChunk | bytes, ref: ChunkRef, manifest: WeightManifest, *, tensor: str, part: int
 ) -> bytes:
-    """The payload of a fetched chunk, which is a record or the bytes of a file. Raises VersionRefused if it is not the
-    chunk of `ref`.
+    """The payload of a fetched chunk, which is a record or the bytes of a file.
+
+    Raises VersionRefused if it is not the chunk of `ref`.
     """
     expected = (manifest.model_id, manifest.version, tensor, part)
     if isinstance(chunk, bytes):

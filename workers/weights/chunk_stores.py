@@ -106,6 +106,7 @@ class LogChunkSink:
         self._waiting_bytes = 0
 
     def put(self, chunk: WeightChunk) -> StoredChunk:
+        """Write a chunk to the log. Raises BusError."""
         stored = StoredChunk(len(chunk.payload), digest_of(chunk.payload))
         place = self._written % self._partitions
         self._written += 1
@@ -116,13 +117,15 @@ class LogChunkSink:
         return stored
 
     def close(self) -> None:
+        """Wait until the broker has stored all chunks. Raises BusError."""
         self._writer.flush()
         self._waiting_bytes = 0
 
 
 class AnchorStore:
-    """The folder or bucket with the files of anchors: a path or an fsspec URL (`s3://bucket/folder`,
-    `file:///folder`).
+    """The folder or bucket with the files of anchors.
+
+    A path or an fsspec URL (`s3://bucket/folder`, `file:///folder`).
     """
 
     def __init__(self, url: str) -> None:
@@ -142,8 +145,9 @@ class AnchorStore:
             return FileChunkSink(name, self._files.open(self._path(name), "wb"))
 
     def fetch(self, files: Sequence[str], refs: Iterable[ChunkRef], stop: Event) -> Iterator[tuple[ChunkRef, bytes]]:
-        """Yields the bytes of each reference whose file exists, file by file; ends early on `stop`. Raises
-        StoreError.
+        """Yields the bytes of each reference whose file exists, file by file; ends early on `stop`.
+
+        Raises StoreError.
         """
         by_file: dict[str, list[ChunkRef]] = defaultdict(list)
         for ref in sorted(refs, key=lambda ref: ref.offset):
@@ -184,6 +188,7 @@ class FileChunkSink:
         self._size = 0
 
     def put(self, chunk: WeightChunk) -> StoredChunk:
+        """Append a chunk to the file. Raises StoreError."""
         stored = StoredChunk(len(chunk.payload), digest_of(chunk.payload), partition=0, offset=self._size)
         with _store_errors("an anchor cannot be written"):
             self._file.write(chunk.payload)
@@ -191,6 +196,7 @@ class FileChunkSink:
         return stored
 
     def close(self) -> None:
+        """Close the file. Raises StoreError."""
         with _store_errors("an anchor cannot be written"):
             self._file.close()
 

@@ -17,27 +17,32 @@ DEFAULT_RUN = "run"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsConfig:
-    """How policy versions travel. Raises ValueError for a value out of its range."""
+    """How policy versions are encoded and stored.
+
+    Raises ValueError for a value out of its range.
+    """
 
     run: str = DEFAULT_RUN
-    """Whose versions they are: executors take those of this run, in their own namespace, and of no other."""
+    """Name of the run. Executors take the versions of this run in their own namespace, and no others."""
     dtype: str = ""
-    """What weights that are finer are rounded to on the wire: float32, bfloat16 or float16; empty: `executor.dtype`."""
+    """Element type to which finer weights are rounded for the transfer; empty: `executor.dtype`."""
     anchor_every: int = 20
-    """After so many versions that build on the one before comes one that builds on nothing; sooner where cheaper."""
+    """Number of consecutive deltas after which an anchor (a complete version) is published; sooner where that is
+    cheaper."""
     anchor_max_age_seconds: float = 21_600.0
-    """After so long the next version builds on nothing too: a joiner never needs what is much older."""
+    """Age of the last anchor after which the next version is an anchor, so that a new executor needs nothing much
+    older."""
     column_parts: int = 1
-    """Ranges into which the columns of matrices are cut, so that receivers sharded along columns fetch only theirs."""
+    """Parts into which the columns of matrices are cut, so that receivers sharded by columns fetch only their parts."""
     store: str = ""
-    """Path or URL (fsspec's, as s3://bucket/folder) of a store for large anchors that the trainer and all executors
-    reach; empty: every chunk goes over the log."""
+    """Path or URL (fsspec, as s3://bucket/folder) of a store for large anchors, which the trainer and all executors
+    reach; empty: every chunk is on the log."""
     store_above_bytes: int = 256 * 2**20
-    """Models larger than this have their anchors in the store, if there is one."""
+    """Model size above which anchors are in the store, if there is one."""
     signing_key: Path | None = None
     """PEM file with the Ed25519 key with which the trainer signs its versions; `rose keys` makes one."""
     trusted_key: Path | None = None
-    """PEM file with the public key by which executors know the trainer; once set, nothing else is taken."""
+    """PEM file with the trainer's public key. Executors with this key take only versions that it verifies."""
 
     def __post_init__(self) -> None:
         in_range = {

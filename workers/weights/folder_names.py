@@ -53,16 +53,18 @@ class FolderTensors:
         return {name: tensor.file for name, tensor in self._held.items()}
 
     def all_of(self, file: str) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of a file of the folder: current values for tensors that travel, the folder's values for the
-        others.
+        """Yield every tensor of a file of the folder.
+
+        Tensors that travel have their current values, the others have the folder's values.
         """
         names = {name for name, tensor in self._held.items() if tensor.file == file}
         yield from ((name, tensor) for name, tensor in self if name in names)
         yield from held_tensors(self.folder, self._held, (name for name in names if not self._held[name].travels))
 
     def check_values(self) -> None:
-        """Raises FolderError if a model that was just loaded would not be published bit for bit as the folder
-        holds it.
+        """Check that a model that was just loaded would be published bit for bit as the folder holds it.
+
+        Raises FolderError if it would not.
         """
         for layer in self._layers():
             for name, held in held_tensors(self.folder, self._held, layer):
@@ -117,16 +119,18 @@ class FolderTensors:
         return {name: tensor for name, tensor in named if name is not None and self._held[name].travels}
 
     def _own_name(self, name: str) -> str | None:
-        """The folder's name of a model tensor, with or without the base model's name; None if the folder does not have
-        it.
+        """Return the folder's name of a model tensor, with or without the base model's name.
+
+        None if the folder does not have the tensor.
         """
         base = f"{self._model.base_model_prefix}."
         return next((one for one in (name, name.removeprefix(base), base + name) if one in self._held), None)
 
 
 def layer_of(name: str) -> str:
-    """The layer of a tensor: `model.layers.3` of `model.layers.3.mlp.up_proj.weight`. A name without a layer number is
-    its own layer.
+    """The layer of a tensor: `model.layers.3` of `model.layers.3.mlp.up_proj.weight`.
+
+    A name without a layer number is its own layer.
     """
     parts = name.split(".")
     ends = next((place + 1 for place, part in enumerate(parts) if part.isdecimal()), len(parts))

@@ -11,7 +11,7 @@ Keeps true
 
 Pure: manifests are verified before they are added, and paths are followed elsewhere.
 
-Example
+Example:
     added: anchor 0, then 1 on 0, 2 on 1        -> try 0, 1, 2
     held 2; added 3 on 2, 4 on 3                -> try 3, 4
     3 failed, a chunk of it is missing          -> nothing: the path to 4 contains 3
@@ -88,8 +88,9 @@ class Lineage:
         self.versions = {order: found for order, found in self.versions.items() if order >= begin or order in needed}
 
     def forget_useless(self) -> None:
-        """Forget versions that are needed only by versions before the newest anchor. Called when nothing is left to
-        try.
+        """Forget versions that are needed only by versions before the newest anchor.
+
+        Called when nothing is left to try.
 
         Failures are remembered, because the manifests are added again when the log is read again.
         """
@@ -112,8 +113,9 @@ class Lineage:
         where[placed.offset] = VersionRefused(why.refusal, str(why))
 
     def blocked(self) -> tuple[Placed, VersionRefused] | None:
-        """The manifest that makes the newest version unreachable, and why; None if the newest version is held or
-        reachable.
+        """Return the manifest that makes the newest version unreachable, and why.
+
+        None if the newest version is held or reachable.
         """
         at = self.newest
         if at is None or not self._is_newer(at.order) or self._leads_to(at.order):
@@ -132,8 +134,9 @@ class Lineage:
         return any(order in self._paths(upon_held=upon_held) for upon_held in (True, False))
 
     def _below_newer(self) -> set[Order]:
-        """The versions that newer ones than the held version may build on, which may be older than an anchor in
-        between.
+        """Return the versions that versions newer than the held one may build on.
+
+        They may be older than an anchor in between.
         """
         found: set[Order] = set()
         above = [order for order in self.versions if self._is_newer(order)]
@@ -152,8 +155,9 @@ class Lineage:
         return self.held is None or order > self.held
 
     def _paths(self, *, upon_held: bool) -> dict[Order, list[Placed]]:
-        """The cheapest path to every version that can be built on the held version (`upon_held`) or from an anchor, by
-        order.
+        """Return the cheapest path to every version, by order.
+
+        `upon_held`: the paths begin at the held version, otherwise at an anchor.
         """
         paths: dict[Order, list[Placed]] = {}
         if upon_held:

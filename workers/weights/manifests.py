@@ -69,8 +69,9 @@ def check_layout(tensors: Sequence[TensorSpec], slices: int) -> None:
 
 
 def write_index(manifest: WeightManifest, sink: ChunkSink) -> WeightManifest:
-    """The manifest as it is written: a large one has its tensors and slices in an index, which is put into the sink
-    here.
+    """Return the manifest as it is written.
+
+    A large manifest has its tensors and slices in an index, which is put into the sink here.
 
     Raises BusError, StoreError or LayoutError.
     """
@@ -133,8 +134,10 @@ MANIFEST_PARTITION = (MANIFESTS, 0)
 
 
 def manifest_key(manifest: WeightManifest) -> str:
-    """The record key of a manifest: run, version and first file. Runs that share the topic do not replace each other's
-    manifests, and a run does not replace a manifest of the same version that names other files.
+    """The record key of a manifest: run, version and first file.
+
+    Runs that share the topic do not replace each other's manifests, and a run does not replace a manifest of the same
+    version that names other files.
     """
     version = f"{run_keys(manifest.model_id, manifest.run)}{manifest.version}"
     return "/".join((version, *manifest.files[:1]))
@@ -167,7 +170,8 @@ def sign_manifest(manifest: WeightManifest, key: Ed25519PrivateKey | None) -> Si
 
 
 def read_manifests(settings: BusSettings, *, on_wait: Callable[[], None] = noop) -> Iterator[Envelope]:
-    """All messages of the manifests topic, trusted or not. `on_wait`: see `read_to_end`. Raises TopicMissing or
-    BusError.
+    """All messages of the manifests topic, trusted or not.
+
+    `on_wait`: see `read_to_end`. Raises TopicMissing or BusError.
     """
     yield from read_to_end(settings, {MANIFEST_PARTITION: 0}, client_id="rose-weights", on_wait=on_wait)

@@ -53,10 +53,11 @@ class FolderTensor:
     file: str
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors calls it."""
+    """Element type, by safetensors' name."""
 
     @property
     def travels(self) -> bool:
+        """Whether the tensor is published with each version."""
         return self.dtype in WEIGHTS
 
 

@@ -1,5 +1,4 @@
-"""Publishes policy versions: the changes since the last version in chunks of slices, and the manifest that commits
-them.
+"""Publishes policy versions: changed slices in chunks, and the manifest that commits them.
 
 Keeps true
 - A version is published once its manifest is on the log; none of its chunks is written after that.
@@ -67,22 +66,23 @@ PUBLISHING = CollectorRegistry()
 """Metrics of publishers, exported once a publisher exists."""
 
 PUBLISHED_BYTES = Counter(
-    "rose_weights_published_bytes_total", "Payload bytes of the chunks that were published.", registry=PUBLISHING
+    "rose_weights_published_bytes_total", "Payload bytes of published chunks.", registry=PUBLISHING
 )
 DENSE_BYTES = Counter(
     "rose_weights_dense_bytes_total", "Bytes of the weights that the published chunks stand for.", registry=PUBLISHING
 )
 PUBLISH_SECONDS = Histogram(
     "rose_weights_publish_seconds",
-    "From the first tensor of a version to the storing of its last chunk.",
+    "Time from the first tensor of a version until its last chunk is stored.",
     buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
     registry=PUBLISHING,
 )
 
 
 class WeightPublisher:
-    """Publishes the versions of one model. A context manager that waits for the last version; its methods are for one
-    thread.
+    """Publishes the versions of one model.
+
+    A context manager that waits for the last version; its methods are for one thread.
     """
 
     def __init__(
@@ -249,12 +249,12 @@ class WeightPublisher:
             for box in slices_of(snapshot.boxes[name], column_parts=self._column_parts)
         ]
         check_layout(tuple(snapshot.specs.values()), len(boxes))
-        shelf = self._log if base is not None else self._anchor_sink(snapshot, version)
+        sink = self._log if base is not None else self._anchor_sink(snapshot, version)
         pending = [
-            (number, name, box, self._put_slice(shelf, name, box, snapshot, base, version))
+            (number, name, box, self._put_slice(sink, name, box, snapshot, base, version))
             for number, name, box in boxes
         ]
-        shelf.close()
+        sink.close()
         slices = tuple(
             _slice_ref(
                 number, box, snapshot.digests[name, box], NO_BASE if base is None else base.digests[name, box], chunks
@@ -271,7 +271,7 @@ class WeightPublisher:
             tensors=tuple(snapshot.specs.values()),
             slices=slices,
             digest=NO_BASE,
-            files=shelf.files,
+            files=sink.files,
             published_at=published_at,
         )
         manifest = merge_manifests([manifest])

@@ -113,22 +113,16 @@ UNTRUSTED_SENTENCES = {
 RECEIVING = CollectorRegistry()
 """Metrics of receivers, exported while a receiver exists."""
 
-RECEIVED_BYTES = Counter(
-    "rose_weights_received_bytes_total", "Bytes that were read for staged versions.", registry=RECEIVING
-)
+RECEIVED_BYTES = Counter("rose_weights_received_bytes_total", "Bytes read for staged versions.", registry=RECEIVING)
 RECEIVE_SECONDS = Histogram(
     "rose_weights_receive_seconds",
-    "Fetching, decoding and verifying one version.",
+    "Time to fetch, decode and verify one version.",
     buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
     registry=RECEIVING,
 )
-REFUSED = Counter(
-    "rose_weights_refused_total", "Versions that were not taken, by reason.", ["reason"], registry=RECEIVING
-)
-RETRIES = Counter("rose_weights_retries_total", "Fetches begun anew after a failure of the bus.", registry=RECEIVING)
-STAGED_VERSION = Gauge(
-    "rose_weights_staged_version", "The newest version that was staged; -1 for none.", registry=RECEIVING
-)
+REFUSED = Counter("rose_weights_refused_total", "Versions refused, by reason.", ["reason"], registry=RECEIVING)
+RETRIES = Counter("rose_weights_retries_total", "Fetches repeated after a failure of the broker.", registry=RECEIVING)
+STAGED_VERSION = Gauge("rose_weights_staged_version", "Newest staged version; -1 if none.", registry=RECEIVING)
 STAGED_VERSION.set(-1)
 for _refusal in Refusal:
     REFUSED.labels(_refusal.value)
@@ -164,8 +158,9 @@ class WeightReceiver:
         engine_dtype: str | None = None,
         client_id: str = "rose-weights",
     ) -> None:
-        """`trust`: decides which versions are taken. `shapes`: shape of every tensor of the model, as
-        `model_folder.folder_shapes` reads them.
+        """`trust`: decides which versions are taken.
+
+        `shapes`: shape of every tensor of the model, as `model_folder.folder_shapes` reads them.
 
         `shard`: the part of each tensor that this receiver needs (`layout.shard_of`); None means all. `store`: the
         anchor store of the trainer. `engine_dtype`: the element type that must hold every value exactly, if given.
@@ -254,9 +249,9 @@ class WeightReceiver:
             except ReceiverStopped:
                 return
             except RoseError as error:
-                log.warning("fetching anew", model=self._trust.model_id, reason=str(error))
+                log.warning("reader_restarting", model=self._trust.model_id, reason=str(error))
             except Exception:  # after any error the engine goes on serving and later versions are received
-                log.exception("receiving failed", model=self._trust.model_id)
+                log.exception("reader_restarting", model=self._trust.model_id)
             if not self._stopping.is_set():
                 RETRIES.inc()
                 self._stopping.wait(RETRY_SECONDS)
@@ -295,7 +290,7 @@ class WeightReceiver:
         reason = UNTRUSTED_SENTENCES[refusal].format(run=self._trust.run)
         if refusal not in self._untrusted:
             self._untrusted.add(refusal)
-            log.warning("version not believed", model=self._trust.model_id, reason=refusal.value, detail=reason)
+            log.warning("version_untrusted", model=self._trust.model_id, refusal=refusal.value, reason=reason)
         if self._lineage.newest is None:
             self._log_refusal(-1, reason)
         self._count(refusal)
@@ -331,8 +326,9 @@ class WeightReceiver:
                 self._count(refusal)
 
     def _follow_path(self, path: Path, chunks: Reader) -> list[Refusal]:
-        """Follow a path as far as possible and stage the last version that was applied; returns the refusals
-        to count.
+        """Follow a path as far as possible and stage the last version that was applied.
+
+        Returns the refusals to count.
         """
         started, fetched_before = perf_counter(), self._fetched_bytes
         assembly = Assembly(None if path[0].manifest.base_version is None else self._current, self._shard)
@@ -349,7 +345,7 @@ class WeightReceiver:
             except (ReceiverStopped, RoseError):
                 raise
             except Exception as error:  # the error would occur again, and other versions must be tried
-                log.exception("a version cannot be read", version=placed.manifest.version)
+                log.exception("version_unreadable", version=placed.manifest.version)
                 failure = placed, VersionRefused(Refusal.UNREADABLE, describe_error(error))
                 break
             taken = placed, manifest
@@ -366,7 +362,9 @@ class WeightReceiver:
         RECEIVED_BYTES.inc(fetched_bytes)
         RECEIVE_SECONDS.observe(seconds)
         STAGED_VERSION.set(done.version)
-        log.info("staged", model=self._trust.model_id, version=done.version, bytes=fetched_bytes, seconds=seconds)
+        log.info(
+            "version_staged", model=self._trust.model_id, version=done.version, bytes=fetched_bytes, seconds=seconds
+        )
         with self._changed:
             self._staged = StagedVersion(done.version, done.tensors, fetched_bytes, manifest, seconds)
             self._refused_newest = None
@@ -378,14 +376,15 @@ class WeightReceiver:
             return []
         self._counted.add(placed.offset)
         version, model = placed.manifest.version, self._trust.model_id
-        log.error("version refused", version=version, model=model, reason=why.refusal.value, detail=str(why))
+        log.error("version_refused", version=version, model=model, refusal=why.refusal.value, reason=str(why))
         return [why.refusal]
 
     def _fetch(
         self, manifest: WeightManifest, chunks: Reader, refs: list[ChunkRef]
     ) -> Iterable[tuple[ChunkRef, WeightChunk | bytes]]:
-        """Fetch chunks from store or log. Raises VersionRefused, ReceiverStopped, BusError, StoreError or
-        FetchStalled.
+        """Fetch chunks from store or log.
+
+        Raises VersionRefused, ReceiverStopped, BusError, StoreError or FetchStalled.
         """
         if manifest.files:
             return self._fetch_from_store(manifest, refs)

@@ -73,7 +73,7 @@ def delete_released(settings: BusSettings, trust: Trust, store: AnchorStore | No
     with _log_failure():
         found = what_is_released(trust, read_manifests(settings), stored=store is not None)
         for run in found.kept_for:
-            log.warning("chunks are kept for a quiet run: if it has ended for good, end its manifests", run=run)
+            log.warning("chunks_kept", run=run, reason="if this run has ended for good, end its manifests")
         before = {(CHUNKS, partition): offset for partition, offset in found.before.items()}
         with _log_failure():
             if before:
@@ -90,9 +90,9 @@ def _log_failure() -> Iterator[None]:
     try:
         yield
     except (RoseError, KafkaException, OSError) as error:
-        log.warning("not deleted", reason=str(error))
+        log.warning("records_not_deleted", reason=str(error))
     except Exception:  # any other error of a client or driver: training goes on
-        log.exception("not deleted")
+        log.exception("records_not_deleted")
 
 
 def _end(settings: BusSettings, keys: list[str]) -> None:

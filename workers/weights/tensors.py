@@ -65,7 +65,8 @@ def write_box(words: Matrix, box: Box, flat: Matrix) -> None:
 
 
 def empty_tensor(spec: TensorSpec) -> Tensor:
-    """An uninitialised tensor in host memory, to be filled through `bits_of`. Pages that are never written take no
-    memory.
+    """An uninitialised tensor in host memory, to be filled through `bits_of`.
+
+    Pages that are never written take no memory.
     """
     return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])

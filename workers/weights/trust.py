@@ -141,8 +141,9 @@ class Trust:
 
 
 def run_id(namespace: str, run: str) -> str:
-    """The name of a run in manifests: namespace and run. Raises UsageError if the name is too long or has other
-    characters.
+    """The name of a run in manifests: namespace and run.
+
+    Raises UsageError if the name is too long or has other characters.
 
     A namespace has no colon, so two runs never have the same name.
     """
@@ -156,16 +157,18 @@ def run_id(namespace: str, run: str) -> str:
 
 
 def make_trust(settings: BusSettings, model_id: str, config: WeightsConfig) -> Trust:
-    """The trust that a configuration describes. Raises UsageError if the key file is broken or the run's name is
-    invalid.
+    """The trust that a configuration describes.
+
+    Raises UsageError if the key file is broken or the run's name is invalid.
     """
     key = public_key(config.trusted_key) if config.trusted_key else None
     return Trust(model_id, run_id(settings.namespace, config.run), key)
 
 
 def require_signing_key(settings: BusSettings, key: object, field: str) -> None:
-    """Raises UsageError if the broker authenticates its clients and `key` is None. `field`: the setting to name in the
-    message.
+    """Raises UsageError if the broker authenticates its clients and `key` is None.
+
+    `field`: the setting to name in the message.
 
     A right to write manifests may be granted by mistake or stolen; the trainer's private key never leaves the trainer.
     """
@@ -177,8 +180,9 @@ def require_signing_key(settings: BusSettings, key: object, field: str) -> None:
 
 
 def load_signing_key(config: WeightsConfig) -> Ed25519PrivateKey | None:
-    """The private key of a configuration, or None. Raises UsageError if the file is broken or not the pair of the
-    trusted key.
+    """The private key of a configuration, or None.
+
+    Raises UsageError if the file is broken or not the pair of the trusted key.
     """
     if config.signing_key is None:
         return None

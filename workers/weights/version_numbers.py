@@ -75,8 +75,9 @@ class VersionNumbers:
         self.newest = msgspec.structs.replace(manifest, tensors=(), slices=())  # they are large
 
     def check(self, version: int, digest: bytes) -> None:
-        """Raises VersionTaken unless the number is free, or is that of the newest version and the policy is
-        the same.
+        """Check that a version number may be used.
+
+        Raises VersionTaken unless the number is free, or is that of the newest version and the policy is the same.
         """
         newest = self.newest
         again = newest is not None and (newest.order, newest.digest) == ((self.epoch, version), digest)

@@ -43,14 +43,14 @@ SYNC_SECONDS = 1.0
 
 READY = {
     Role.ENVIRONMENT: re.compile(r"event=homes_recovered"),
-    Role.EXECUTOR: re.compile(r"event=serving"),
-    Role.LENDER: re.compile(r"event=serving"),
-    Role.ROUTER: re.compile(r"event=serving"),
-    Role.TRAINER: re.compile(r"event=(\"going on\"|step)"),
+    Role.EXECUTOR: re.compile(r"event=version_activated"),
+    Role.LENDER: re.compile(r"event=version_activated"),
+    Role.ROUTER: re.compile(r"event=cell_session_started"),
+    Role.TRAINER: re.compile(r"event=(run_resumed|step_finished)"),
 }
 """What a role says once it does its work."""
 
-PARKED = re.compile(r"the guest is parked")
+PARKED = re.compile(r"guest_suspended")
 """What a lender says that a control app has no work for."""
 
 

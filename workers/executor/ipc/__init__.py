@@ -1,0 +1,1 @@
+"""Messages and shared memory between an executor and the engine process."""

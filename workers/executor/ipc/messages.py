@@ -57,7 +57,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class SubmitTurn(Message, frozen=True):
-    """To the engine: run this turn."""
+    """Command to the engine: run this turn."""
 
     name: str
     context: bytes
@@ -67,13 +67,13 @@ class SubmitTurn(Message, frozen=True):
 
 
 class AbortTurn(Message, frozen=True):
-    """To the engine: abort this turn if it is still there. `TurnFinished` returns the tokens that were sampled."""
+    """Command to the engine: abort this turn if it is still there. `TurnFinished` returns the sampled tokens."""
 
     name: str
 
 
 class StageWeights(Message, frozen=True):
-    """To the engine: stage the version in a weight buffer, in bounded pieces, while the old version serves."""
+    """Command to the engine: stage the version in a weight buffer, in bounded pieces, while the old version serves."""
 
     version: int
     buffer: int
@@ -82,20 +82,23 @@ class StageWeights(Message, frozen=True):
 
 
 class ActivateWeights(Message, frozen=True):
-    """To the engine: serve the staged version from the next step on."""
+    """Command to the engine: serve the staged version from the next step on."""
 
     version: int
 
 
 class Resume(Message, frozen=True):
-    """To a guest: lend. The guest is built if it does not exist; `EngineStatus.suspended_reason` is then empty."""
+    """Command to a guest: lend.
+
+    The guest is built if it does not exist; `EngineStatus.suspended_reason` is then empty.
+    """
 
     most_bytes: int = NO_LIMIT
     """KV bytes that the guest may hold."""
 
 
 class Suspend(Message, frozen=True):
-    """To a guest: stop lending. The guest returns its turns first (`TurnFinished`), then its memory."""
+    """Command to a guest: stop lending. The guest returns its turns first (`TurnFinished`), then its memory."""
 
 
 class TurnFinished(Message, frozen=True):

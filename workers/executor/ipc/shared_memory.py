@@ -159,6 +159,7 @@ class ChannelFds:
 
     @property
     def weight_buffers(self) -> tuple[int, int]:
+        """Descriptors of the two weight buffers."""
         return self.weights_0, self.weights_1
 
     @property
@@ -171,5 +172,6 @@ class ChannelFds:
         os.eventfd_write(self.wake_event, 1)
 
     def close(self) -> None:
+        """Close all descriptors."""
         for descriptor in self.descriptors:
             os.close(descriptor)

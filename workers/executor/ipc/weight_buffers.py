@@ -1,5 +1,6 @@
-"""Weight buffers: policy versions in memory that executor and engine share. One serves; the next version is written to
-the other.
+"""Weight buffers: policy versions in memory that executor and engine share.
+
+One serves; the next version is written to the other.
 
 Keeps true
 - Bytes are not converted; tensors are views of the shared memory, not copies.

@@ -26,10 +26,17 @@ from rose.workers.executor.vllm.weights import PolicyWeights
 class BackendWeights(Protocol):
     """The weights of an engine. `weights.PolicyWeights` documents the methods."""
 
-    def check(self, tensors: Iterable[tuple[str, Tensor]]) -> Generator[None, None, dict[str, Tensor]]: ...
-    def allocate_spare(self) -> None: ...
-    def stage(self, version: dict[str, Tensor]) -> Iterator[None]: ...
-    def activate(self, version: dict[str, Tensor]) -> None: ...
+    def check(self, tensors: Iterable[tuple[str, Tensor]]) -> Generator[None, None, dict[str, Tensor]]:
+        """Check a version in pieces; the generator returns its tensors. Raises SwapRefused."""
+
+    def allocate_spare(self) -> None:
+        """Allocate the memory in which a version is staged."""
+
+    def stage(self, version: dict[str, Tensor]) -> Iterator[None]:
+        """Prepare a checked version in pieces, while the old version serves."""
+
+    def activate(self, version: dict[str, Tensor]) -> None:
+        """Serve the staged version from the next step on."""
 
 
 class ModelBackend(Protocol):
@@ -78,24 +85,29 @@ class InProcessBackend:
         self._executor: InProcessExecutor | None = None
 
     def make_executor(self, config: VllmConfig) -> Executor:
+        """Return vLLM's executor for the model. Called once, by the engine."""
         self._executor = InProcessExecutor(config)
         return self._executor
 
     def patch_model(self, core: EngineCore, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> BackendWeights:
+        """Prepare the loaded model for changes of its weights; `shapes`: by Hugging Face name."""
         worker = in_process_worker(core)
         patch_runner(worker.model_runner)
         return PolicyWeights(worker, folder, shapes)
 
     def set_layer_hook(self, core: EngineCore, hook: Callable[[], None]) -> None:
+        """Have `hook` called before each attention layer and before sampling."""
         runner = in_process_worker(core).model_runner
         for module in (*runner.get_model().modules(), runner.sampler):
             if isinstance(module, Attention | LogitsProcessor | Sampler):
                 module.register_forward_pre_hook(lambda *_: hook())
 
     def cache_address(self, core: EngineCore) -> int | None:
+        """Return the address of the KV cache in this process; None if it has none."""
         return kv_cache_address(core)
 
     def release(self) -> None:
+        """Free the model's memory."""
         if self._executor is not None:
             release_runner(self._executor.driver_worker.worker.model_runner)
             self._executor = None

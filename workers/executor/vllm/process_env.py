@@ -1,5 +1,6 @@
-"""Environment of an engine with its own process: import this module before vLLM and torch, and never in the process of
-a serving engine.
+"""Environment variables of an engine with its own process.
+
+Import this module before vLLM and torch, and never in the process of a serving engine.
 
 Keeps true: the variables that vLLM and torch read at their import are set. A variable that is already set is not
 changed.

@@ -45,6 +45,7 @@ class StepScheduler(Scheduler):  # type: ignore[misc]
     scheduled_tokens = 0
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Schedule a step, and note how many tokens it has."""
         output = super().schedule(throttle_prefills)
         self.scheduled_tokens = output.total_num_scheduled_tokens
         return output
@@ -57,6 +58,7 @@ class QuietCore(EngineCore):  # type: ignore[misc]
     """
 
     def log_error_detail(self, scheduler_output: SchedulerOutput) -> AbstractContextManager[None]:
+        """Log no details of a failed step: they contain prompts."""
         return nullcontext()
 
 

@@ -71,6 +71,8 @@ Response = TypeVar("Response")
 
 
 class ModelConfig(msgspec.Struct):
+    """The endpoint's model."""
+
     model: str
     dtype: str
     max_model_len: int
@@ -80,17 +82,23 @@ class ModelConfig(msgspec.Struct):
 
 
 class ParallelConfig(msgspec.Struct):
+    """The endpoint's processes."""
+
     world_size: int
     data_parallel_size: int
     api_processes: int = msgspec.field(default=1, name="_api_process_count")
 
 
 class CacheConfig(msgspec.Struct):
+    """The endpoint's KV cache."""
+
     block_size: int
     num_gpu_blocks: int | None = None
 
 
 class DeviceConfig(msgspec.Struct):
+    """The endpoint's device."""
+
     device: str = ""
 
 
@@ -114,22 +122,31 @@ class VllmConfig(msgspec.Struct):
 
     @property
     def dtype(self) -> str:
+        """Element type of the model, as `float32`."""
         return self.model_config.dtype.removeprefix("torch.")
 
 
 class Version(msgspec.Struct):
+    """Answer of `/version`."""
+
     version: str
 
 
 class ServerInfo(msgspec.Struct):
+    """Answer of `/server_info`."""
+
     vllm_config: VllmConfig
 
 
 class Model(msgspec.Struct):
+    """A model that the endpoint serves."""
+
     id: str
 
 
 class Models(msgspec.Struct):
+    """Answer of `/v1/models`."""
+
     data: list[Model]
 
 
@@ -148,6 +165,7 @@ class VllmEndpoint:
         )
 
     async def aclose(self) -> None:
+        """Close the connections."""
         await self._session.close()
 
     async def check(self, shapes: Mapping[str, Sequence[int]], max_model_len: int) -> VllmConfig:

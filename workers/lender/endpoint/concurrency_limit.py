@@ -141,6 +141,7 @@ class TokenRates:
         """Mean number of turns that ran meanwhile."""
 
     def on_first_token(self, computed_tokens: int, seconds: float) -> None:
+        """Learn from the time to the first token of a turn. `computed_tokens`: prompt tokens that were not cached."""
         self._first.observe(max(computed_tokens, 1), max(seconds, 1e-6))
 
     def on_decoded(self, seconds_per_token: float, running: int) -> None:
@@ -150,6 +151,7 @@ class TokenRates:
 
     @property
     def prefill(self) -> float:
+        """Estimated prefill tokens per second."""
         return max(self._first.prefill_tokens_per_second, self._running / self._decode_seconds)
 
     def decode(self, running: int) -> float:

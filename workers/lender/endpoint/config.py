@@ -13,19 +13,21 @@ MIN_PROMISE_SECONDS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointConfig:
-    """A vLLM server of the policy's model, whose latency this lender keeps. What it takes on is the executor's."""
+    """A vLLM server that serves the policy's model and lends by requests.
+
+    The lender keeps the server's latency targets. Limits on turns are those of the section `executor`.
+    """
 
     url: str = ""
-    """`http://host:port`, where its API is; `rose lend --endpoint` says it. Heartbeats and logs name it."""
+    """URL of the server, `http://host:port`; `rose lend --endpoint` sets it. Heartbeats and logs contain it."""
     model: str = ""
-    """The name under which it serves the policy; empty: the only one that it has."""
+    """Name under which the server serves the policy; empty: the only model that it serves."""
     folder: Path = Path("runs/endpoint")
-    """Where policy versions are written for it to load, in a folder of its own there: its machine sees that under the
-    same path."""
+    """Folder in which policy versions are written for the server. The server must see it under the same path."""
     ttft_seconds: float = 1.0
-    """Its promise: from a request to its first token."""
+    """Latency target: time from a request to its first token."""
     tpot_seconds: float = 0.1
-    """Its promise: from one token of a request to the next, in the mean."""
+    """Latency target: mean time from one token of a request to the next."""
 
     def __post_init__(self) -> None:
         if self.url and not is_http_server(self.url):

@@ -62,7 +62,7 @@ def lend_endpoint(
             with HttpEngineThread(config, endpoint, shapes, vocabulary, expected) as client:
                 run_executor(settings, config, client, shapes, stop, WorkerClass.SERVING, weights=weights)
         except EngineBroken as broken:
-            log.warning("begins anew", reason=str(broken))
+            log.warning("restarting", reason=str(broken))
             HEALTH.report_restart(str(broken))
             stop.wait(RETRY_SECONDS)
 
@@ -107,7 +107,7 @@ class HttpEngineThread:
             pass
         except Exception as error:
             if not isinstance(error, RoseError):
-                log.exception("the endpoint's player ends")
+                log.exception("http_engine_failed")
             MessageSender(RingBuffer(self._channel.reports)).send(
                 EngineFailed(str(error), isinstance(error, UsageError))
             )
@@ -119,7 +119,7 @@ class HttpEngineThread:
         async with aclosing(api):
             folder = self._endpoint.folder.resolve() / self._endpoint.folder_name
             server = await self._wait_for_endpoint(api, folder)
-            log.info("found", url=api.url, model=api.model, dtype=server.dtype)
+            log.info("endpoint_found", url=api.url, model=api.model, dtype=server.dtype)
             versions = EndpointVersions(api, server, self._vocabulary, self._expected, folder)
             kv = kv_allowance(server, self._config)
             player = HttpEngine(
@@ -139,7 +139,7 @@ class HttpEngineThread:
                 return await api.check(self._shapes, self._config.max_model_len)
             except EngineBroken as broken:
                 if not waited:
-                    log.warning("waits for its endpoint", reason=str(broken))
+                    log.warning("endpoint_unreachable", reason=str(broken))
                 waited = True
                 HEALTH.report(f"waits for its endpoint: {broken}", ready=False)
                 await asyncio.sleep(RETRY_SECONDS)

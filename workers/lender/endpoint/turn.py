@@ -60,10 +60,14 @@ class Choice(msgspec.Struct):
 
 
 class CachedTokens(msgspec.Struct):
+    """Details of the prompt in a usage object."""
+
     cached_tokens: int | None = None
 
 
 class Usage(msgspec.Struct):
+    """Usage object of a completion."""
+
     prompt_tokens_details: CachedTokens | None = None
 
 

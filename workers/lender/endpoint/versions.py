@@ -114,7 +114,7 @@ class EndpointVersions:
             if not sentence:
                 weights, self._active = self._active, weights
                 return
-            log.error("not proven, the weights before are loaded again", version=weights.version, reason=sentence)
+            log.error("version_not_proven", version=weights.version, reason=sentence)
             worse = await self._load(self._active)
             if worse:
                 raise EngineBroken(f"{self._api.url} does not take back what it served: {worse}")
@@ -161,7 +161,7 @@ async def resume_paused(api: VllmEndpoint, folder: Path) -> None:
     """Resume an endpoint whose lender was killed during a load. Raises EngineBroken."""
     paused = folder / PAUSED
     if paused.exists():
-        log.warning("was paused for a load that was broken off, and is told to go on", url=api.url)
+        log.warning("endpoint_resumed", url=api.url)
         with suppress(SwapRefused):  # `api.check` finds what is wrong with the endpoint
             await api.resume_serving()
             paused.unlink(missing_ok=True)

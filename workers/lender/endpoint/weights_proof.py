@@ -27,7 +27,7 @@ from rose.schemas.errors import UsageError
 from rose.workers.model_config import match_engine_numerics
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25}
-"""By element type of the endpoint, the largest difference between two logprobs that count as equal."""
+"""Largest difference between two logprobs that count as equal, by element type of the endpoint."""
 
 CONTEXT_TOKENS = 32
 ANSWER_TOKENS = 32
@@ -43,10 +43,11 @@ class ProbeAnswer:
     context: Sequence[int]
     tokens: Sequence[int]
     top_logprobs: Sequence[Mapping[int, float]]
-    """For each position of the answer, logprobs by token id."""
+    """Logprobs by token id, for each position of the answer."""
 
     @property
     def logprobs(self) -> Logprobs:
+        """All logprobs of the answer, position by position, as one flat array."""
         return np.array([logprob for place in self.top_logprobs for logprob in place.values()])
 
 

@@ -53,9 +53,9 @@ def _wrap_busy_loop(run_busy_loop: Callable[[Any], None], configuration: str) ->
             _check(core, config)
             _attach(core, config, page)
         except UsageError as refusal:
-            LOG.error("rose: this server does not lend: %s", refusal)
+            LOG.error("rose: lending_refused reason=%s", refusal)
         except Exception:  # serving starts whatever error the lender has
-            LOG.exception("rose: this server does not lend")
+            LOG.exception("rose: lending_failed")
         try:
             _exit_if_orphaned()
             run_busy_loop(core)
@@ -75,7 +75,7 @@ def _exit_if_orphaned() -> None:
     """
     server = parent_process()  # its pipe is no proof: another child of the server may hold the pipe open
     if server is not None and os.getppid() != server.pid:
-        LOG.error("rose: the server of this engine core is gone: it ends")
+        LOG.error("rose: engine_core_orphaned")
         sys.exit(0)
 
 
@@ -102,9 +102,9 @@ def _attach(core: Any, config: LendConfig, page: StatusPage) -> None:
         from rose.workers.lender.vllm.observing import observe
 
         observe(core, config, LOG)
-        LOG.info("rose: this server is observed, and lends nothing")
+        LOG.info("rose: observation_enabled")
         return
     from rose.workers.lender.vllm.interleaving import interleave
 
     interleave(core, config, page, LOG)
-    LOG.info("rose: this server lends to who knocks at %s", config.socket)
+    LOG.info("rose: lending_enabled socket=%s", config.socket)

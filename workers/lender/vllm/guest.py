@@ -297,7 +297,7 @@ class Guest:
         with self._globals.as_guest():
             engine.close()
         self._lifecycle.on_freed()
-        self._log.info("rose: the guest is parked: %s", self._suspended_reason)
+        self._log.info("rose: guest_suspended reason=%s", self._suspended_reason)
         self._attach_loop()
 
     def _switch_connection(self) -> None:
@@ -376,10 +376,10 @@ class Guest:
         self._profile = StepProfile(self._engine, self._cost)
         pieces, longest_seconds = (0, 0.0) if self._driver is None else self._driver.take_timings()
         self._log.info(
-            "rose: the guest is built, %.2f s after it was begun, in %d pieces of at most %.1f ms",
+            "rose: guest_built seconds=%.2f slices=%d longest_slice_seconds=%.4f",
             time.monotonic() - self._build_began,
             pieces + building.slices,
-            1000 * max(longest_seconds, building.longest_seconds),
+            max(longest_seconds, building.longest_seconds),
         )
         if self._cost.has_observed:
             self._start_lending()
@@ -389,13 +389,13 @@ class Guest:
         if self._build_call is not None:  # the build has not failed and cannot be ended: the next sidecar waits for it
             self._engine_loop = None
             self._sidecar.close()
-            self._log.error("rose: the link of a guest that is being built is ended: %s", describe_error(error))
+            self._log.error("rose: sidecar_disconnected reason=%s", describe_error(error))
             return
         engine, self._failure = self._engine, None
         with suppress(Exception):  # the release of a broken engine may fail
             self._release_engine()
         wait, reason = self._lifecycle.on_fault(time.monotonic()), describe_error(error)
-        self._log.error("rose: the guest is dropped, serving goes on, another is built in %.0f s: %s", wait, reason)
+        self._log.error("rose: guest_dropped retry_seconds=%.0f reason=%s", wait, reason)
         with suppress(Exception):  # the link may be broken
             self._sidecar.report_lost(
                 EngineLost(reason, wait), then_close=isinstance(self._engine_loop, SuspendedEngine)

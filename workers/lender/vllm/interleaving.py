@@ -128,7 +128,7 @@ class StepInterleaver:
             raise error from error.__cause__
         except Exception as error:  # noqa: BLE001  serving continues after any error of the lender
             self._disabled = True
-            self._log.exception("rose: this server lends no more")
+            self._log.exception("rose: lending_disabled")
             self._guest.drop(error)
         return executed
 

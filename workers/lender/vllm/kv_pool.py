@@ -35,7 +35,7 @@ class CachePages:
             for tensor in config.kv_cache_tensors
             for layer in range(len(tensor.layers))
         ]
-        """For each layer, the address of its first block, and the bytes from one block to the next."""
+        """Address of the first block, and bytes from one block to the next, for each layer."""
 
     def return_blocks(self, blocks: Iterable[int]) -> None:
         """Return the pages of `blocks`, which no request may hold, to the system. Raises OSError."""
@@ -105,6 +105,7 @@ class KvPool:
 
     @property
     def free(self) -> int:
+        """Number of free blocks."""
         return int(self._pool.get_num_free_blocks())
 
     @property

@@ -84,7 +84,7 @@ class ServingView:
         self._scheduled: Any = None
         """vLLM's SchedulerOutput of the current step."""
         self._last: dict[str, float] = {}
-        """By request with at least one token, the time of its latest token."""
+        """Time of the latest token, by request with at least one token."""
         schedule = core.scheduler.schedule
 
         def noted(*arguments: Any) -> Any:

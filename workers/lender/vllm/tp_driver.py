@@ -143,6 +143,7 @@ class TpExecutor(Executor):  # type: ignore[misc]
         kwargs: Mapping[str, Any] | None = None,
         non_block: bool = False,
     ) -> Any:
+        """Call a method of the guest on every rank, through serving's workers."""
         returned = self._driver.call("run", method, args, kwargs or {})
         return _completed_future(returned) if non_block else returned
 
@@ -156,6 +157,7 @@ class TpExecutor(Executor):  # type: ignore[misc]
         return _completed_future(output) if non_block else output
 
     def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Any:
+        """Run the scheduled step on every rank, and return the output of the first."""
         output = self._driver.call("step", self._scheduled, grammar_output)[0]
         return _completed_future(output) if non_block else output
 
@@ -179,12 +181,14 @@ class TpWeights:
         self._source: StagedTensors | None = None
 
     def check(self, tensors: Iterable[tuple[str, Tensor]]) -> Generator[None, None, dict[str, Tensor]]:
+        """Check a version in pieces; the generator returns its tensors. Raises SwapRefused."""
         if not isinstance(tensors, StagedTensors):
             raise SwapRefused("ranks take versions out of shared memory alone")
         self._source = tensors
         return check_version(tensors, self._shapes, self._dtype)
 
     def allocate_spare(self) -> None:
+        """Have every rank allocate the memory in which a version is staged."""
         self._driver.call("allocate_spare")
 
     def stage(self, version: dict[str, Tensor]) -> Iterator[None]:
@@ -201,6 +205,7 @@ class TpWeights:
             raise SwapRefused(str(failed)) from failed
 
     def activate(self, version: dict[str, Tensor]) -> None:
+        """Have every rank serve the staged version. Raises EngineBroken."""
         try:
             self._driver.call("activate")
         except TpRankFailed as failed:  # some ranks may serve the version, and others not
@@ -220,21 +225,26 @@ class TpBackend:
         self._log = log
 
     def make_executor(self, config: VllmConfig) -> Executor:
+        """Return the executor that runs the model on serving's ranks."""
         return TpExecutor(config, self._driver)
 
     def patch_model(self, core: EngineCore, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> BackendWeights:
+        """Prepare the loaded model on every rank. Raises EngineStartError."""
         try:
             held = self._driver.call("patch_model", folder, shapes)
         except TpRankFailed as failed:
             raise EngineStartError(str(failed)) from failed
-        self._log.info("rose: the guest's parameters by rank: %s", ", ".join(map(str, held)))
+        self._log.info("rose: guest_parameters_loaded rank_parameters=%s", ",".join(map(str, held)))
         return TpWeights(self._driver, shapes, core.vllm_config.model_config.dtype)
 
     def set_layer_hook(self, core: EngineCore, hook: Callable[[], None]) -> None:
+        """Do nothing: the model computes in other processes."""
         pass
 
     def cache_address(self, core: EngineCore) -> None:
+        """Return None: the KV cache is in other processes."""
         return None
 
     def release(self) -> None:
+        """Free the model's memory on every rank."""
         self._driver.call("release")

@@ -163,6 +163,7 @@ class GuestWorker:
         return sum(parameter.numel() for parameter in self._guest.worker.get_model().parameters())
 
     def allocate_spare(self) -> None:
+        """Allocate the memory in which a version is staged."""
         assert self._weights is not None
         self._weights.allocate_spare()
 

@@ -90,8 +90,9 @@ def checked_advantages(algorithm: Algorithm, group: Sequence[TrainingSample]) ->
 
 
 def checked_loss(algorithm: Algorithm, batch: TokenBatch) -> TokenLoss:
-    """Return the algorithm's loss of a batch. Raises AlgorithmError if it has another type or shape than TokenLoss
-    says.
+    """Return the algorithm's loss of a batch.
+
+    Raises AlgorithmError if the loss has another type or shape than TokenLoss says.
     """
     found = algorithm.loss(batch)
     name = f"{type(algorithm).__name__}.loss must return a TokenLoss"

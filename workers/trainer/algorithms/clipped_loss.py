@@ -17,8 +17,9 @@ from rose.workers.trainer.config import TrainerConfig
 
 
 def clipped_loss(batch: TokenBatch, config: TrainerConfig) -> TokenLoss:
-    """Within `clip_low`, `clip_high` and `importance_cap` of the configuration, the gradient is that of
-    `-ratio * advantage`, summed over the sampled tokens.
+    """Return the loss whose gradient is that of `-ratio * advantage`, summed over the sampled tokens.
+
+    The configuration's `clip_low`, `clip_high` and `importance_cap` bound the ratio.
     """
     log_ratio = torch.where(batch.loss_mask, batch.logprobs - batch.behaviour_logprobs, 0.0)
     ratio = log_ratio.detach().exp()

@@ -32,9 +32,9 @@ class Grpo:
 
 
 def group_advantages(rewards: Sequence[float], *, scale_by_deviation: bool) -> list[float]:
-    """Each reward minus the group's mean; divided by the group's standard deviation if `scale_by_deviation` is set (Dr.
-    GRPO, arXiv 2503.20783, does not divide).
+    """Return each reward minus the group's mean.
 
+    `scale_by_deviation`: whether to divide by the group's standard deviation; Dr. GRPO (arXiv 2503.20783) does not.
     Computed in float64. Returns zeros for a group of equal rewards.
     """
     if not rewards_differ(rewards):

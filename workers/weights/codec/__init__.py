@@ -62,8 +62,9 @@ FORMATS = {
 
 
 def encode(old: Words, new: Words, dtype: str) -> bytes:
-    """The payload that turns `old` into `new`: a delta, or dense if that is smaller. Both arrays are flat and of one
-    size.
+    """The payload that turns `old` into `new`: a delta, or dense if that is smaller.
+
+    Both arrays are flat and of one size.
     """
     form = FORMATS[dtype]
     delta = _encode_delta(old, new, form)

@@ -80,7 +80,8 @@ def extract(old, new, shift, mask, top, table, gaps, widths, exponents, steps, h
     """Collect what is to be coded; returns the numbers of events and of heavy elements.
 
     For each event: the distance from the event before it (uint64), its hazard (uint32), exponent (uint8) and step
-    (int64). For each heavy element its exponent and step; the step is 0 if the element did not change."""
+    (int64). For each heavy element its exponent and step; the step is 0 if the element did not change.
+    """
     events = heavy = 0
     gap = U64(0)
     for at in range(len(old)):
@@ -154,7 +155,8 @@ def _encode_step(state, out, bits, place, step):  # type: ignore[no-untyped-def]
 def decode_into(data, bits, first, old, new, shift, mask, top, table, events, state, heavy_at):  # type: ignore[no-untyped-def]
     """Decode a delta into `new`, a copy of `old`; returns DONE or an error.
 
-    `heavy_at` is int64 scratch space for the positions of heavy elements, with one entry for each element of `old`."""
+    `heavy_at` is int64 scratch space for the positions of heavy elements, with one entry for each element of `old`.
+    """
     start(state, data)
     size, heavy, at = len(old), 0, 0
     longest = U64(size) * U64(LIGHT_MOST) + (U64(1) << U64(CAP_BITS))

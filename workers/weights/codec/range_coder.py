@@ -153,8 +153,10 @@ def decode_uniform(state, data, total_bits):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def narrow(state, data, start, width, total_bits):  # type: ignore[no-untyped-def]
-    """Continue decoding within the interval [start, start + width) of 2^total_bits, which contains the point that was
-    read."""
+    """Continue decoding within the interval [start, start + width) of 2^total_bits.
+
+    The interval contains the point that was read.
+    """
     unit = state[RANGE] >> U64(total_bits)
     state[CODE] -= unit * U64(start)
     state[RANGE] = unit * U64(width)
@@ -165,8 +167,10 @@ def narrow(state, data, start, width, total_bits):  # type: ignore[no-untyped-de
 
 @njit(cache=True, nogil=True)
 def overrun(state, data):  # type: ignore[no-untyped-def]
-    """Whether more symbols were decoded than encoded. The window is read ahead, so reading past the end alone is no
-    error."""
+    """Whether more symbols were decoded than encoded.
+
+    The window is read ahead, so reading past the end alone is no error.
+    """
     return state[AT] > U64(len(data)) + U64(WINDOW_BITS // 8 + 1)
 
 

@@ -1,0 +1,222 @@
+"""What each log event means and what an operator does about it.
+
+Keeps true: `log_events` refuses an event without a meaning and a meaning without an event.
+"""
+
+from dataclasses import dataclass
+
+NOTHING = "Nothing."
+WATCH = "Nothing, unless it repeats: then see `reason`."
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """The meaning of one log event."""
+
+    sentence: str
+    action: str = NOTHING
+    """What an operator does about the event."""
+    more_fields: tuple[str, ...] = ()
+    """Fields that the code passes as a mapping, so that they are not in the syntax tree of the call."""
+
+
+MEANINGS = {
+    "broker_error": Meaning("The Kafka client reports an error of the broker.", "Check that the broker answers."),
+    "call_waits_for_broker": Meaning(
+        "A Kafka call has not returned, and the broker answers no other client either.",
+        "Check that the broker answers.",
+    ),
+    "cell_ownership_lost": Meaning("The router lost its cells in a rebalance, and takes the cells that it gets next."),
+    "cell_session_ended": Meaning("The router has given up a cell and committed its low water."),
+    "cell_session_started": Meaning("The router has restored a cell from the log and serves the cell."),
+    "checkpoint_skipped": Meaning(
+        "A checkpoint is damaged or of another policy. The trainer tries the checkpoint before it.",
+        "Check the disk of the run folder.",
+    ),
+    "chunks_kept": Meaning(
+        "Weight chunks are kept because another run, which writes nothing any more, may still need them.",
+        "If that run has ended for good, delete its manifests.",
+    ),
+    "clock_skew_detected": Meaning(
+        "The clock of an executor differs from the router's clock.", "Synchronize the clocks of both machines (NTP)."
+    ),
+    "connection_rejected": Meaning(
+        "A process that is no sidecar of this release connected to the server's socket.",
+        "Run server and sidecar as one user and from one release.",
+    ),
+    "context_missing": Meaning(
+        "No executor can read the context of a turn back from the log. The turn is requested again with its context.",
+        "If it repeats, see the alert RoseContextsTorn: something deletes or changes requests.",
+    ),
+    "dead_lettered": Meaning(
+        "A message cannot be used, and is stored in the dead letter queue of its topic.",
+        "Look at it with `rose dlq show`, mend its writer, send it back with `rose dlq retry`.",
+    ),
+    "endpoint_found": Meaning("The endpoint answers and has the expected model."),
+    "endpoint_resumed": Meaning("The endpoint was paused by a lender that ended during a load, and is resumed."),
+    "endpoint_unreachable": Meaning("The endpoint does not answer. The lender waits.", "Start the endpoint's server."),
+    "engine_core_orphaned": Meaning("A lending server was killed, so its engine core is ended too."),
+    "environment_close_failed": Meaning(
+        "`close` of an environment raised or took too long. Its trajectory had ended before.", "Mend the environment."
+    ),
+    "environment_failed": Meaning(
+        "An environment raised, took too long or broke its protocol. The trajectory ends as failed.",
+        "Mend the environment.",
+    ),
+    "environment_isolated": Meaning(
+        "One job blocks a runner. The runner is left to that job, and its other jobs start again elsewhere.",
+        "Mend the environment: a step must not block its thread.",
+    ),
+    "environment_runner_blocked": Meaning(
+        "A process or thread of environments was given up because a job blocked it.",
+        "Mend the environment that `trajectory` names.",
+    ),
+    "environment_runner_ended": Meaning(
+        "A process or thread of environments ended or was replaced; `reason` says why. Its jobs start again.",
+        "Mend the environment that `trajectory` names.",
+    ),
+    "environment_runner_not_started": Meaning(
+        "No process or thread for environments could be started. The worker tries again after `retry_seconds`.",
+        "Check memory and the limits on processes, threads and open files.",
+    ),
+    "environment_threads_left": Meaning(
+        "Environments have left threads behind, and the worker ends without them.",
+        "End all threads in `close` of the environment.",
+    ),
+    "environment_threads_stuck": Meaning(
+        "A process of environments has too many calls that never return, and is replaced.", "Mend the environment."
+    ),
+    "environments_not_closed": Meaning(
+        "An environment blocked its thread when the worker ended, and was left behind.", "Mend the environment."
+    ),
+    "epoch_started": Meaning(
+        "The trainer cannot continue the versions on the log, so it starts a new epoch of policy versions.",
+        "Check that the trainer has the checkpoints and the namespace that it should have.",
+    ),
+    "executor_ignored": Meaning(
+        "An executor sends heartbeats for an inbox that its cell does not have.",
+        "Correct `executor.slot`, or add inboxes with `rose topics create`.",
+    ),
+    "executor_started": Meaning("The executor has entered its inbox and takes turns."),
+    "grant_changed": Meaning("The executor has read a new grant, or the grant was deleted."),
+    "group_failed": Meaning(
+        "Training on this group raises. The group is left out and its samples have the outcome `failed`.",
+        "See `reason`, and the samples of the group (`rose replay`).",
+    ),
+    "group_not_left": Meaning(
+        "The consumer group did not answer in time when the process left. The group waits for the end of the session."
+    ),
+    "groups_skipped": Meaning(
+        "The gradients of these groups are not finite, and the groups are left out.",
+        "If it repeats, lower `trainer.learning_rate`.",
+    ),
+    "guest_built": Meaning("The guest engine is built."),
+    "guest_dropped": Meaning(
+        "The guest engine failed and was removed. Serving continues; another guest is built after `retry_seconds`.",
+        WATCH,
+    ),
+    "guest_hung": Meaning(
+        "A guest step did not return, so the watchdog ends the engine core. Its stacks are in the server's log. The "
+        "stop file keeps the restarted server from lending.",
+        "Report the stacks, then delete `stop_file` to lend again.",
+    ),
+    "guest_parameters_loaded": Meaning("Number of the guest's parameters on each tensor-parallel rank."),
+    "guest_suspended": Meaning("The guest has returned its turns and its memory; `reason` says why."),
+    "homes_recovered": Meaning("The environment worker has rebuilt its homes from the log."),
+    "http_engine_failed": Meaning(
+        "An unexpected error ended the client of the endpoint; the lender restarts.", "Report the traceback."
+    ),
+    "idle_capacity_observed": Meaning(
+        "What an observed server could have lent since it was observed.",
+        more_fields=("observed", "idle", "stretches", "serving_kv_most", "stretch_p*"),
+    ),
+    "inbox_changed": Meaning("The executor has moved to an inbox of another cell."),
+    "inboxes_added": Meaning("The router has found new inboxes of its cell."),
+    "inputs_deleted_unread": Meaning(
+        "The broker deleted prompts or results before a worker had read them. Live trajectories fail if results went.",
+        "Submit the prompts again. Look at the retention of the topic, and at commands that delete records.",
+    ),
+    "intake_closed": Meaning("The executor takes no turns; `reason` says why."),
+    "intake_opened": Meaning("The executor takes turns."),
+    "join_retried": Meaning("The broker has not answered a request to join a group; the client asks again."),
+    "lend_granted": Meaning("The control app tells a lender to lend."),
+    "lending_disabled": Meaning(
+        "An unexpected error ended lending in this server until its restart. Serving continues.",
+        "Report the traceback and restart the server when it suits.",
+    ),
+    "lending_enabled": Meaning("The server lends to the sidecar that connects to this socket."),
+    "lending_failed": Meaning("An unexpected error at the start: the server does not lend.", "Report the traceback."),
+    "lending_refused": Meaning("The server cannot lend; serving continues.", "Follow `reason`."),
+    "load_started": Meaning("The load generator starts to send requests."),
+    "move_granted": Meaning("The control app tells a worker to move to another cell."),
+    "observation_enabled": Meaning("The server is observed and lends nothing."),
+    "offsets_held_back": Meaning("The broker holds committed offsets back because of a transaction; it is ended."),
+    "offsets_not_committed": Meaning(
+        "Offsets were not committed. The process continues; a restart reads more.", "Check that the broker answers."
+    ),
+    "outcomes_expired": Meaning(
+        "Outcomes were deleted by time before they were read. The groups count as settled.",
+        "Do not stop a run for longer than outcomes are kept.",
+    ),
+    "park_granted": Meaning("The control app tells a lender to stop lending."),
+    "prompt_refused": Meaning(
+        "A prompt cannot be used and is a dead letter.",
+        "Mend the prompt and send it back with `rose dlq retry`.",
+    ),
+    "reader_restarting": Meaning("A background reader failed; it reads again after a pause.", WATCH),
+    "records_deleted": Meaning("Records that nobody needs any more were deleted; `begins` are the first offsets left."),
+    "records_not_deleted": Meaning(
+        "Records that nobody needs any more could not be deleted; tried again later.", WATCH
+    ),
+    "request_failed": Meaning("A request of the load generator failed."),
+    "restarting": Meaning(
+        "The role failed, discards its state and starts again in the same process.",
+        "See `reason`; `rose status` says whether it repeats.",
+    ),
+    "run_completed": Meaning("The run has trained on all of its groups, and the policy is exported."),
+    "run_resumed": Meaning("The trainer continues from a checkpoint."),
+    "sample_dropped": Meaning("A sample came a second time and is ignored."),
+    "samples_lost": Meaning(
+        "The broker deleted samples before they were trained on.",
+        "Correct the retention of the topic (`rose topics check`).",
+    ),
+    "sidecar_disconnected": Meaning("The sidecar's connection was closed because of an error during a build.", WATCH),
+    "sidecar_exited": Meaning(
+        "The sidecar ended; the watchdog starts another after `retry_seconds`.",
+        "Nothing, unless it repeats: then see the lines before it.",
+    ),
+    "sidecar_not_started": Meaning("The sidecar cannot be started.", "Check memory and the limit of processes."),
+    "spans_dropped": Meaning("Spans were not sent before the process ended.", "Check the trace collector."),
+    "start_not_announced": Meaning("The process could not write that it has started. Only `rose status` misses it."),
+    "step_failed": Meaning("A training step raised; the trainer looks for the group that causes it.", "See `reason`."),
+    "step_finished": Meaning("One optimizer step is trained, saved and published."),
+    "stop_file_not_written": Meaning(
+        "The watchdog could not write the stop file, so the restarted server lends again.",
+        "Make the folder of `lender.stop_file` writable.",
+    ),
+    "traces_not_exported": Meaning("OpenTelemetry is not installed, so no traces are exported.", "Follow `reason`."),
+    "trajectory_broken": Meaning(
+        "The log does not hold what a trajectory needs to continue. The trajectory ends as failed.",
+        "Check the retention of the topics (`rose topics check`).",
+    ),
+    "trajectory_settled_by_hand": Meaning("A trajectory ended because of `rose settle`."),
+    "transaction_given_up": Meaning(
+        "The outcome of a transaction is unknown; it is checked and, if needed, repeated.", WATCH
+    ),
+    "transaction_retried": Meaning("A transaction was aborted and is repeated.", WATCH),
+    "turn_failed": Meaning("The router gives a turn up: attempts or patience ran out.", "See `reason`."),
+    "turn_refused": Meaning("The executor returns a turn to the router without a result."),
+    "version_activated": Meaning("The engine serves this policy version."),
+    "version_not_activated": Meaning(
+        "The engine refused a version and continues to serve the old one.", "See `reason`."
+    ),
+    "version_not_proven": Meaning(
+        "The endpoint's logprobs do not prove the loaded version, so the version before is loaded again.",
+        "Check that nothing else loads weights into the endpoint.",
+    ),
+    "version_refused": Meaning("A policy version failed its checks and is not used.", "See `reason`."),
+    "version_staged": Meaning("A policy version is received, checked and ready to be activated."),
+    "version_unreadable": Meaning("An unexpected error while a version was read.", "Report the traceback."),
+    "version_untrusted": Meaning("A manifest is not of this run or not signed by its key.", "See `reason`."),
+}
+"""Meanings by event, in alphabetical order."""
