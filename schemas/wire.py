@@ -13,9 +13,10 @@ Keeps true
 import json
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgpack
 import msgspec
@@ -104,6 +105,19 @@ def encode(record: Record) -> bytes:
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RecordError(f"no {record.SCHEMA} can be written of this: {error}") from error
     return wire
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRecord(Generic[R]):
+    """A record with its bytes, so that a record that was encoded to be measured or signed is not encoded again."""
+
+    record: R
+    wire: bytes
+
+
+def encoded(record: R) -> EncodedRecord[R]:
+    """The record with its bytes. Raises RecordError if a reader would refuse the bytes."""
+    return EncodedRecord(record, encode(record))
 
 
 def decode(record: type[R], wire: bytes, headers: Headers = ()) -> R:

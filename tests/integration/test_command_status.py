@@ -144,9 +144,8 @@ def test_versions_of_another_run_or_unsigned_are_none_of_this_one(log: Log) -> N
 
     def publish(version: int, *, run: str = trust.run, signed: bool = True) -> None:
         manifest = msgspec.structs.replace(MANIFEST, version=version, base_version=None, run=run)
-        wire = encode(manifest)
-        headers = {SIGNATURE_HEADER: key.sign(wire)} if signed else {}
-        log.writer.write_encoded(MANIFESTS, manifest, wire, key=f"{run}/{version}", headers=headers)
+        headers = {SIGNATURE_HEADER: key.sign(encode(manifest))} if signed else {}
+        log.writer.write(MANIFESTS, manifest, key=f"{run}/{version}", headers=headers)
         log.writer.flush()
 
     log.heartbeat(worker="e", **REFUSAL | {"refused_version": -1})

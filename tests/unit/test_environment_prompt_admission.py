@@ -50,8 +50,8 @@ def assert_decided(prompt: Prompt) -> str:
         assert decode(Group, encode(group)) == group
     refused = group_record(whole, GroupState.REFUSED, offset=2**40, outcomes_from=0, now=1e9)
     assert decode(Group, encode(refused)) == refused
-    sample = fail_at_opening(whole, prompt.group_size - 1, "no container", RULES, 1e9)
-    assert decode(Sample, encode(sample)) == sample
+    sample = fail_at_opening(whole, prompt.group_size - 1, "no container", RULES, 1e9).sample
+    assert sample is not None and decode(Sample, sample.wire) == sample.record
     return refusal
 
 

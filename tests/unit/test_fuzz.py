@@ -191,7 +191,7 @@ class House:
             return
         for record in (written.request, written.snapshot, written.sample):
             if record is not None:
-                encode(record)
+                assert encode(record.record) == record.wire
 
     def dispatch(self, dispatch: TurnDispatch) -> None:
         if dispatch_error(dispatch, homes=8):

@@ -20,7 +20,6 @@ from prometheus_client import Counter
 
 from rose.schemas.progress import Group, GroupState
 from rose.schemas.prompts import Prompt, trajectory_id
-from rose.schemas.samples import Ending
 from rose.topics.catalog import (
     COMPLETED,
     ENVIRONMENT_TRANSACTIONAL_PREFIX,
@@ -248,8 +247,7 @@ class Outbox:
                     home.trajectories[own_id] = trajectory
             else:
                 log.warning("environment_failed", trajectory=own_id, failure=begun)
-                sample = fail_at_opening(prompt, index, begun, self._rules, now)
-                written = OutgoingRecords(sample=sample, ending=Ending.FAILED)
+                written = fail_at_opening(prompt, index, begun, self._rules, now)
             if written.sample is not None:
                 ended.append(own_id)
             self._write(home, own_id, written, home.trajectories.get(own_id))
@@ -314,7 +312,7 @@ class Outbox:
         assert self._writer is not None
         partition = home.partition
         if written.snapshot is not None:
-            self._counted.append((metrics.SNAPSHOT_BYTES, len(written.snapshot.state)))
+            self._counted.append((metrics.SNAPSHOT_BYTES, len(written.snapshot.record.state)))
             self._writer.write(SNAPSHOTS, written.snapshot, key=own_id, partition=partition, trajectory_id=own_id)
         if written.request is not None and trajectory is not None:
             # One writer's records are in the order of writing, so this request is at or after this offset.
@@ -331,9 +329,10 @@ class Outbox:
                 on_delivery=self._on_request_stored(trajectory),
             )
             self._writer.write(PROGRESS, trajectory.progress(), key=own_id, partition=partition, trajectory_id=own_id)
-        if written.sample is not None and written.ending is not None:
-            self._counted.append((metrics.ENDED.labels(written.ending.value), 1))
-            self._writer.write(SAMPLES, written.sample, key=written.sample.group_id, trajectory_id=own_id)
+        if written.sample is not None:
+            sample = written.sample.record
+            self._counted.append((metrics.ENDED.labels(sample.ended.value), 1))
+            self._writer.write(SAMPLES, written.sample, key=sample.group_id, trajectory_id=own_id)
             if opened:
                 self._writer.tombstone(PROGRESS, key=own_id, partition=partition)
                 self._writer.tombstone(SNAPSHOTS, key=own_id, partition=partition)

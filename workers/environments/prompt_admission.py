@@ -7,14 +7,14 @@ environment.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rose.schemas.errors import UsageError
+from rose.schemas.errors import RecordError, UsageError
 from rose.schemas.progress import GroupState
 from rose.schemas.prompts import Prompt, trajectory_id, untrainable_reason
+from rose.schemas.wire import encode
 from rose.workers.environments.home import Home, PromptDecision
 from rose.workers.environments.jobs import ResetJob
 from rose.workers.environments.outbox import group_record
 from rose.workers.environments.trajectory import TrajectoryRules, with_full_sampling
-from rose.workers.environments.transitions import encoding_error
 
 FURTHEST = 2**53
 """The offset with the longest encoding."""
@@ -36,14 +36,15 @@ def refusal_reason(prompt: Prompt, rules: TrajectoryRules, check_environment: Ca
     whole = with_full_sampling(prompt, rules.sampling)
     if reason := untrainable_reason(whole.sampling):
         return reason
-    try:
-        check_environment(prompt.environment)
-    except UsageError as error:
-        return str(error)
     furthest = group_record(
         whole, GroupState.OPEN, offset=FURTHEST, decided_to=FURTHEST, outcomes_from=FURTHEST, now=0.0
     )
-    return encoding_error(furthest)
+    try:
+        check_environment(prompt.environment)
+        encode(furthest)
+    except (UsageError, RecordError) as error:
+        return str(error)
+    return ""
 
 
 def reset_jobs(home: Home, decision: PromptDecision, *, generation: int) -> list[ResetJob]:

@@ -18,7 +18,7 @@ import structlog
 
 from rose.schemas.arrays import count
 from rose.schemas.progress import SettleRequest
-from rose.schemas.samples import Ending, SampleOutcome
+from rose.schemas.samples import SampleOutcome
 from rose.schemas.turns import TurnResult
 from rose.topics import tracing
 from rose.topics.catalog import COMPLETED, ENVIRONMENT_GROUP, OUTCOMES, PROMPTS, SETTLES
@@ -40,7 +40,6 @@ from rose.workers.environments.recovery_policy import RECOVERABLE, RecoveryPolic
 from rose.workers.environments.runner_pool import RunnerPool
 from rose.workers.environments.trajectory import ResultVerdict, Trajectory, TrajectoryRules, result_error
 from rose.workers.environments.transitions import (
-    OutgoingRecords,
     advance,
     fail_at_opening,
     fail_at_result,
@@ -205,8 +204,7 @@ class EnvironmentWorker:
         self._homes = taken.homes
         for home, lost in taken.broken:
             log.error("trajectory_broken", trajectory=lost.trajectory_id, reason=lost.reason)
-            sample = fail_at_opening(lost.prompt, lost.index, lost.reason, self._rules, self._clock())
-            written = OutgoingRecords(sample=sample, ending=Ending.FAILED)
+            written = fail_at_opening(lost.prompt, lost.index, lost.reason, self._rules, self._clock())
             self._ready.append(PendingTransition(home, lost.trajectory_id, written, None))
         self._recall_outcomes()
         reader.assign(taken.begins)
