@@ -35,7 +35,8 @@ from rose.topics.catalog import (
 from rose.topics.clients import new_client
 from rose.topics.errors import (
     AUTHORIZATION_CODES,
-    UNAVAILABLE_CODES,
+    TRANSIENT_CODES,
+    UNKNOWN_PARTITION_CODES,
     AdvertisedElsewhere,
     AuthenticationFailed,
     BrokerUnreachable,
@@ -139,13 +140,10 @@ LEADER_POLL_SECONDS = 0.1
 """Pause between two checks of the leaders."""
 
 _NO_LEADER_YET = (
-    KafkaError.NOT_LEADER_FOR_PARTITION,
-    KafkaError.LEADER_NOT_AVAILABLE,
-    KafkaError.UNKNOWN_TOPIC_OR_PART,
     KafkaError.UNKNOWN_LEADER_EPOCH,
     KafkaError._NOENT,
-    KafkaError._UNKNOWN_PARTITION,
-    *UNAVAILABLE_CODES,
+    *UNKNOWN_PARTITION_CODES,
+    *TRANSIENT_CODES,
 )
 """Errors shortly after the creation of a topic or partition. librdkafka does not mark them as retriable here."""
 

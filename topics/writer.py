@@ -30,14 +30,13 @@ from rose.topics.admin import connect
 from rose.topics.catalog import PROMPTS, Topic
 from rose.topics.clients import new_client
 from rose.topics.dead_letter_headers import to_dead_letter
-from rose.topics.errors import BusError
+from rose.topics.errors import REJECTED_RECORD_CODES, BusError
 from rose.topics.queries import noop, partition_count
 from rose.topics.reader import Reader
 from rose.topics.records import Envelope, InvalidMessage, Place, RawMessage
 from rose.topics.settings import BusSettings
 from rose.topics.transactions import (
     HUNG_CALL_LEAVING_SECONDS,
-    PERMANENT_REJECTIONS,
     CallWatchdog,
     HungCall,
     in_time_slices,
@@ -222,7 +221,7 @@ class Writer:
 
     def _was_aborted(self, error: BusError) -> bool:
         """Abort the transaction that failed with this error; return whether it is certainly not on the log."""
-        if error.is_fenced or error.is_permanent or error.code in PERMANENT_REJECTIONS or error.outcome_unknown:
+        if error.is_fenced or error.is_permanent or error.code in REJECTED_RECORD_CODES or error.outcome_unknown:
             return False  # with an unknown outcome, a call of the transaction may still be running
         if self._settings.embedded or not self._still_needed():
             return False

@@ -16,6 +16,7 @@ Keeps true
                                               longer than `timeout_seconds` by then fails
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from rose.schemas.errors import describe_error
+from rose.topics.backoff import Backoff
 from rose.workers.environments import metrics
 from rose.workers.environments.jobs import EnvironmentFailure, Job, JobResult, Runner, RunnerLimits
 from rose.workers.environments.thread_runner import CLOSE_SECONDS
@@ -154,10 +156,10 @@ class RunnerGroup:
         """Those that were asked to end, and when."""
         self._delayed: list[InFlight] = []
         """To be begun once a runner may be made again."""
-        self._try_at = 0.0
+        self._backoff = Backoff(TRY_SECONDS, LONGEST_TRY_SECONDS, reset_seconds=math.inf)
+        """Of making a runner that begins."""
         self._why = ""
         """Why a runner did not begin, since the last look."""
-        self._pause = TRY_SECONDS
 
     @property
     def in_flight(self) -> int:
@@ -185,7 +187,7 @@ class RunnerGroup:
         for number, these in chosen.items():
             if number >= 0:
                 self._begin(self.slots[number], these)
-            elif time.monotonic() < self._try_at:
+            elif time.monotonic() < self._backoff.until:
                 self._delayed += these
             else:
                 try:
@@ -207,7 +209,7 @@ class RunnerGroup:
         if place is None or place.jobs.pop(id(job), None) is None:
             return False
         place.warm = True
-        self._pause = TRY_SECONDS
+        self._backoff.succeeded()
         if not place.jobs:
             place.isolated = place.quarantined
             if place.quarantined:
@@ -357,10 +359,10 @@ class RunnerGroup:
         self.quarantine += [part for part in (waiting[:half], waiting[half:]) if part]
 
     def _try_again(self) -> None:
-        if self._delayed and time.monotonic() >= self._try_at:
+        if self._delayed and time.monotonic() >= self._backoff.until:
             late, self._delayed = self._delayed, []
             self.start(late)
-        while self.quarantine and time.monotonic() >= self._try_at:
+        while self.quarantine and time.monotonic() >= self._backoff.until:
             if sum(place.quarantined for place in self.slots.values()) >= max(1, self._most - 1):
                 return
             try:
@@ -390,9 +392,8 @@ class RunnerGroup:
 
     def _on_start_failure(self, error: str, waiting: Sequence[InFlight]) -> None:
         """Whoever waits is begun a little later: there may be processes, threads, memory or files again by then."""
-        self._try_at = time.monotonic() + self._pause
+        pause = self._backoff.failed(time.monotonic())
         self._why = error
         for each in waiting:
             each.waits_since = each.waits_since or time.monotonic()
-        self._log.error("environment_runner_not_made", error=error, seconds_to_next=self._pause)
-        self._pause = min(2 * self._pause, LONGEST_TRY_SECONDS)
+        self._log.error("environment_runner_not_made", error=error, seconds_to_next=pause)
