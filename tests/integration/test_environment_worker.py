@@ -33,7 +33,7 @@ from rose.workers.environments import metrics
 from rose.workers.environments.config import EnvironmentConfig
 from rose.workers.environments.home import Home, ResetResult
 from rose.workers.environments.main import run_environment_worker
-from rose.workers.environments.outbox import Outbox, PendingTransition
+from rose.workers.environments.outbox import PendingTransition, fence
 from tests.support.brokers import EMBEDDED, AnyBroker, any_broker, kafka_first
 from tests.support.environment_worker_fixtures import (
     GROUPS,
@@ -133,11 +133,10 @@ def test_a_writer_that_is_fenced_is_made_anew_and_nothing_is_lost(
 def test_what_is_aborted_and_decided_again_is_counted_once(executors: ScriptedExecutors) -> None:
     settings, refused = executors.settings, "rose_environment_prompts_refused_total"
     with closing(Reader(settings, "w0", group=ENVIRONMENT_GROUP)) as reader:
-        outbox = Outbox(settings, "w0", reader, rules=RULES, clock=time.time)
         begun = metrics.ENVIRONMENT.get_sample_value(refused)
         assert begun is not None
         for fenced in (True, False):
-            outbox.fence()
+            outbox = fence(settings, "w0", reader, rules=RULES, clock=time.time)
             outbox.on_recovered({(PROMPTS, 0): 0, (COMPLETED, 0): 0}, {0: 0})
             home = Home(0, homes=PARTITIONS.home)
             home.on_prompt(InvalidMessage(PROMPTS, 0, 0, RawMessage(None, b"none", ()), "it is none"))
@@ -163,8 +162,7 @@ def test_a_record_that_is_written_was_encoded_once(
 
     monkeypatch.setattr(wire, "encode", count_encode)
     with closing(Reader(settings, "w0", group=ENVIRONMENT_GROUP)) as reader:
-        outbox = Outbox(settings, "w0", reader, rules=RULES, clock=time.time)
-        outbox.fence()
+        outbox = fence(settings, "w0", reader, rules=RULES, clock=time.time)
         outbox.on_recovered({(PROMPTS, 0): 0, (COMPLETED, 0): 0}, {0: 0})
         home, prompt = Home(0, homes=1), prompt_of(0)
         home.on_prompt(Envelope(prompt, PROMPTS, 0, 0, prompt.group_id, 0.0, RawMessage(None, encode(prompt))))

@@ -1,7 +1,7 @@
 """A home's inputs: prompts are decided in order and once, and no offset is committed before its consequences are."""
 
 import time
-from typing import cast
+from unittest.mock import create_autospec
 
 import pytest
 from hypothesis import given, settings
@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from rose.schemas.partitioning import home_partition
 from rose.schemas.progress import GroupState, SettleRequest
 from rose.schemas.prompts import Prompt, trajectory_id
-from rose.topics.catalog import MAX_MESSAGE_BYTES, PROMPTS
+from rose.topics.catalog import COMPLETED, MAX_MESSAGE_BYTES, PROMPTS
 from rose.topics.reader import Reader
 from rose.topics.records import Envelope, InvalidMessage, RawMessage
-from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 from rose.workers.environments.home import OLD_BATCH, DecisionKind, Home, OffsetTracker, PromptDecision
 from rose.workers.environments.outbox import AGAIN_SECONDS, Outbox, group_record
 from rose.workers.environments.recovery import Recovery
-from rose.workers.environments.trajectory import TrajectoryRules, begin
+from rose.workers.environments.trajectory import begin
+from tests.support.trajectory_fixtures import RULES
 
 HOMES = 4
 HERE = [f"g{number}" for number in range(40) if home_partition(f"g{number}", HOMES) == 1]
@@ -295,12 +296,15 @@ def test_old_groups_are_forgotten_as_fast_as_they_come(monkeypatch: pytest.Monke
         here.on_group(
             group_record(prompt_of(f"g{offset}"), GroupState.SETTLED, offset=offset, outcomes_from=0, now=0.0)
         )
-    nothing = cast("TrajectoryRules", None), cast("Reader", None)
-    outbox = Outbox(BusSettings("nowhere:1"), "w", nothing[1], rules=nothing[0], clock=lambda: 1e9)
+    writer = create_autospec(Writer, instance=True)
+    outbox = Outbox(writer, create_autospec(Reader, instance=True), rules=RULES, clock=lambda: 1e9)
+    outbox.on_recovered({(PROMPTS, 1): 10, (COMPLETED, 1): 20}, {1: 0})
     monkeypatch.setattr(time, "monotonic", lambda: now)
     forgotten = []
     for _ in range(6):
-        forgotten.append(sum(len(old) for old in outbox._old_groups([here]).values()))
+        writer.tombstone.reset_mock()
+        outbox.commit({1: here}, [])
+        forgotten.append(writer.tombstone.call_count)
         now += AGAIN_SECONDS
     assert forgotten == [OLD_BATCH, OLD_BATCH, OLD_BATCH, 1, 0, 0]
 

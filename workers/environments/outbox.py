@@ -83,33 +83,21 @@ def group_record(
 
 
 class Outbox:
-    """Commits what is ready. After a BusError nothing of it counts: call `fence`, and decide again from the log."""
+    """Commits what is ready. After a BusError nothing of it counts: fence anew, and decide again from the log."""
 
-    def __init__(
-        self,
-        settings: BusSettings,
-        name: str,
-        reader: Reader,
-        *,
-        rules: TrajectoryRules,
-        clock: Callable[[], float],
-        still_needed: Callable[[], bool] = lambda: True,
-        on_wait: Callable[[], None] = noop,
-    ) -> None:
-        """`reader`: the group member whose offsets are committed. `still_needed`, `on_wait`: see Writer."""
-        self._settings = settings
-        self._name = name
+    def __init__(self, writer: Writer, reader: Reader, *, rules: TrajectoryRules, clock: Callable[[], float]) -> None:
+        """`reader`: the group member whose offsets are committed. `writer`: has fenced earlier writers of its name."""
+        self._writer = writer
         self._reader = reader
         self._rules = rules
         self._clock = clock
-        self._still_needed = still_needed
-        self._on_wait = on_wait
-        self._writer: Writer | None = None
         self._committed: dict[Place, int] = {}
         self._committed_at = 0.0
         self._sweep_at = 0.0
         self._request_next: dict[int, int] = {}
         """Lower bound of the offset of the next request, by home."""
+        self.has_failed = False
+        """Whether the writer is closed after an error of the broker, so that this outbox cannot be used any more."""
         self.began_at = 0.0
         """Monotonic seconds at the beginning of the last transaction."""
         self._asking: list[Trajectory] = []
@@ -118,25 +106,13 @@ class Outbox:
         """Increments of counters, applied once the transaction is committed; an aborted transaction is decided
         again."""
 
-    def fence(self) -> None:
-        """Make a writer if there is none, which ends transactions of earlier writers of this name. Raises BusError."""
-        if self._writer is None:
-            self._writer = Writer(
-                self._settings,
-                f"rose-{self._name}",
-                transactional_id=f"{ENVIRONMENT_TRANSACTIONAL_PREFIX}{self._name}",
-                still_needed=self._still_needed,
-                on_wait=self._on_wait,
-            )
-
     def offsets(self, places: Sequence[Place]) -> dict[Place, int | None]:
-        """The committed offsets of the consumer group; call after `fence`. Raises BusError."""
-        assert self._writer is not None
+        """The committed offsets of the consumer group. Raises BusError."""
         try:
             return committed_offsets(self._reader, self._writer, places)
         except BusError as error:
             trouble = error
-        self._discard_writer()
+        self._fail()
         raise trouble
 
     def on_recovered(self, offsets: Mapping[Place, int], request_ends: Mapping[int, int]) -> None:
@@ -172,7 +148,6 @@ class Outbox:
         touched |= old.keys()
         if not touched:
             return []
-        assert self._writer is not None
         self.began_at = time.monotonic()
         self._counted.clear()
         self._asking.clear()
@@ -190,7 +165,7 @@ class Outbox:
         except (BusError, TopicMissing) as error:
             trouble = error
         if trouble is not None:
-            self._discard_writer()
+            self._fail()
             raise trouble
         self._committed.update(offsets)
         self._committed_at = time.monotonic()
@@ -202,11 +177,10 @@ class Outbox:
             trajectory.committed_at = now
         return ended + [item.trajectory_id for item in ready if item.records.sample is not None]
 
-    def _discard_writer(self) -> None:
-        """Close and discard the writer. Never call this while an exception is handled, see `topics/transactions.py`."""
-        assert self._writer is not None
+    def _fail(self) -> None:
+        """Close the writer. Never call this while an exception is handled, see `topics/transactions.py`."""
         self._writer.close()
-        self._writer = None
+        self.has_failed = True
 
     def _offsets(self, homes: Iterable[Home]) -> dict[Place, int]:
         offsets: dict[Place, int] = {}
@@ -217,7 +191,6 @@ class Outbox:
 
     def _put_decision(self, home: Home, decision: PromptDecision) -> list[str]:
         """Write a decision; returns the trajectories whose environments are not needed any more."""
-        assert self._writer is not None
         if decision.kind is DecisionKind.OPEN:
             return self._open(home, decision)
         found, prompt = decision.message, decision.prompt
@@ -257,7 +230,6 @@ class Outbox:
     def _write_group(
         self, home: Home, prompt: Prompt, state: GroupState, *, offset: int, outcomes_from: int = 0
     ) -> None:
-        assert self._writer is not None
         group = group_record(
             prompt,
             state,
@@ -282,7 +254,6 @@ class Outbox:
         """Write dead letters of undecodable results, tombstones of orphaned trajectories and old groups, and settled
         groups.
         """
-        assert self._writer is not None
         for found, reason in home.undecodable_results:
             self._writer.dead_letter(found, reason)
             home.results.on_done(found.offset)
@@ -309,7 +280,6 @@ class Outbox:
         self, home: Home, own_id: str, written: OutgoingRecords, trajectory: Trajectory | None, *, opened: bool = False
     ) -> None:
         """Write the records of one trajectory. `opened`: earlier transactions have written records of it."""
-        assert self._writer is not None
         partition = home.partition
         if written.snapshot is not None:
             self._counted.append((metrics.SNAPSHOT_BYTES, len(written.snapshot.record.state)))
@@ -346,3 +316,27 @@ class Outbox:
                 self._request_next[partition] = max(self._request_next[partition], offset + 1)
 
         return stored
+
+
+def fence(
+    settings: BusSettings,
+    name: str,
+    reader: Reader,
+    *,
+    rules: TrajectoryRules,
+    clock: Callable[[], float],
+    still_needed: Callable[[], bool] = lambda: True,
+    on_wait: Callable[[], None] = noop,
+) -> Outbox:
+    """End the transactions of earlier writers of this name, and return an outbox whose transactions follow them.
+
+    `still_needed`, `on_wait`: see Writer. Raises BusError.
+    """
+    writer = Writer(
+        settings,
+        f"rose-{name}",
+        transactional_id=f"{ENVIRONMENT_TRANSACTIONAL_PREFIX}{name}",
+        still_needed=still_needed,
+        on_wait=on_wait,
+    )
+    return Outbox(writer, reader, rules=rules, clock=clock)

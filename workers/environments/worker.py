@@ -33,7 +33,7 @@ from rose.workers.environments.home import DecisionKind, Home, ResetResult
 from rose.workers.environments.jobs import EnvironmentFailure, Job, JobResult, ResetRefused, StepJob
 from rose.workers.environments.log_cleaner import LogCleaner
 from rose.workers.environments.membership import Membership, RecoveryAbandoned
-from rose.workers.environments.outbox import Outbox, PendingTransition
+from rose.workers.environments.outbox import Outbox, PendingTransition, fence
 from rose.workers.environments.prompt_admission import PendingReset, refusal_reason, reset_jobs
 from rose.workers.environments.recovery import outcomes_from, recover_homes
 from rose.workers.environments.recovery_policy import RECOVERABLE, RecoveryPolicy
@@ -97,15 +97,8 @@ class EnvironmentWorker:
         self._clock = clock
         self._member = Membership(settings, name, ENVIRONMENT_GROUP, on_wait=self._on_wait)
         self._outcomes = Reader(settings, f"rose-{name}-outcomes", group=ENVIRONMENT_GROUP, on_wait=self._on_wait)
-        self._outbox = Outbox(
-            settings,
-            name,
-            self._member.reader,
-            rules=rules,
-            clock=clock,
-            still_needed=lambda: not self._stop.is_set(),
-            on_wait=self._keep_membership,
-        )
+        self._outbox: Outbox | None = None
+        """None before the first recovery."""
         self._recovery_policy = RecoveryPolicy(name)
         self._log_cleaner = LogCleaner(settings, name)
         self._stop = threading.Event()
@@ -132,7 +125,8 @@ class EnvironmentWorker:
                     HEALTH.report(f"owns homes {self._member.homes}" if self._homes else "waits for homes")
                 except RECOVERABLE as trouble:
                     self._member.rebalanced = True
-                    wait = self._recovery_policy.on_error(trouble, time.monotonic(), self._outbox.began_at)
+                    began_at = 0.0 if self._outbox is None else self._outbox.began_at
+                    wait = self._recovery_policy.on_error(trouble, time.monotonic(), began_at)
                     log.warning("trouble", worker=self._name, reason=str(trouble), seconds_to_recovery=wait)
                     HEALTH.report_restart(f"trouble with the broker: {trouble}")
                     stop.wait(wait)
@@ -167,11 +161,11 @@ class EnvironmentWorker:
         self._homes, self._jobs, self._ready, self._early = {}, [], [], []
         began = time.monotonic()
         self._member.pause()
-        self._outbox.fence()  # also without homes: an open transaction of this name blocks its readers
+        outbox = self._fence()  # also without homes: an open transaction of this name blocks its readers
         records = 0
         if self._member.homes:
             try:
-                records = self._recover_homes()
+                records = self._recover_homes(outbox)
             except RecoveryAbandoned:
                 self._member.rebalanced, self._homes = True, {}
                 return
@@ -189,7 +183,21 @@ class EnvironmentWorker:
             seconds=round(time.monotonic() - began, 3),
         )
 
-    def _recover_homes(self) -> int:
+    def _fence(self) -> Outbox:
+        """The outbox; a new one if there is none whose writer works. Raises BusError."""
+        if self._outbox is None or self._outbox.has_failed:
+            self._outbox = fence(
+                self._settings,
+                self._name,
+                self._member.reader,
+                rules=self._rules,
+                clock=self._clock,
+                still_needed=lambda: not self._stop.is_set(),
+                on_wait=self._keep_membership,
+            )
+        return self._outbox
+
+    def _recover_homes(self, outbox: Outbox) -> int:
         """Build the homes from the log; returns the number of records read. Raises RecoveryAbandoned."""
         reader = self._member.reader
         taken = recover_homes(
@@ -198,7 +206,7 @@ class EnvironmentWorker:
             self._member.homes,
             homes=reader.partition_count(PROMPTS),
             rules=self._rules,
-            offsets=self._outbox.offsets,
+            offsets=outbox.offsets,
             on_wait=self._on_wait,
         )
         self._homes = taken.homes
@@ -208,7 +216,7 @@ class EnvironmentWorker:
             self._ready.append(PendingTransition(home, lost.trajectory_id, written, None))
         self._recall_outcomes()
         reader.assign(taken.begins)
-        self._outbox.on_recovered(taken.begins, taken.request_ends)
+        outbox.on_recovered(taken.begins, taken.request_ends)
         self._log_cleaner.request_soon()
         self._paused = False
         return taken.newest + taken.fetched
@@ -394,13 +402,15 @@ class EnvironmentWorker:
         """Commit what is ready and release the environments of ended trajectories. If the commit fails, everything is
         decided again from the log.
         """
+        if self._outbox is None:
+            return
         ready, self._ready = self._ready, []
         ended = self._outbox.commit(self._homes, ready)
         if ended:
             self._runners.release(ended)
 
     def _sweep(self) -> None:
-        if self._homes and self._log_cleaner.is_due(time.monotonic()):
+        if self._outbox is not None and self._homes and self._log_cleaner.is_due(time.monotonic()):
             self._log_cleaner.sweep(self._outbox.needed(self._homes))
 
     def _unsettled(self) -> int:
