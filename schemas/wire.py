@@ -152,8 +152,8 @@ def _decoded(record: type[R], wire: bytes) -> R:
     return decoded
 
 
-def _lone_surrogate(text: bytes) -> str:
-    """Where JSON has an escape that stands for no character; empty if it has none."""
+def _lone_surrogate(text: bytes) -> str | None:
+    """Where JSON has an escape that stands for no character; None if it has none."""
     half = next((found[1] for found in ESCAPES.finditer(text) if found[1]), b"").decode()
     return (
         half and f"it has {half} alone, half of a surrogate pair, which is no character: leave it out or write \\ufffd"

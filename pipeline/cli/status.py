@@ -72,7 +72,7 @@ def show_status(common: Common, *, as_json: bool, waits: WaitNotice | None = Non
         raise RunUnhealthy(f"unwell: {unwell[0]}{more}")
 
 
-def unknown_parts(*, answered: bool, caught_up: bool, trouble: str) -> Iterator[Finding]:
+def unknown_parts(*, answered: bool, caught_up: bool, trouble: str | None) -> Iterator[Finding]:
     """Yield a finding for each part of the state that could not be read."""
     if not answered:
         why = f" ({trouble})" if trouble else ""
@@ -107,8 +107,8 @@ def _look(watch: RunFollower, waits: WaitNotice) -> None:
         watch.poll(READ_SECONDS)
 
 
-def _missing_facts(watch: RunFollower, looked: float) -> str:
-    """Return what the look still waits for; empty if it has seen enough."""
+def _missing_facts(watch: RunFollower, looked: float) -> str | None:
+    """Return what the look still waits for; None if it has seen enough."""
     if looked < LOOK_SECONDS:
         return f"listens to the executors for {LOOK_SECONDS:g} s"
     if not watch.caught_up:
@@ -118,7 +118,7 @@ def _missing_facts(watch: RunFollower, looked: float) -> str:
     left = STALLED_SECONDS + READ_SECONDS - min(looked, watch.known_seconds)
     if left > 0 and _unhealthy(watch.facts()) != _unhealthy(watch.facts(later=left)):
         return f"looks on for {STALLED_SECONDS:g} s in all: something that could move does not"
-    return ""
+    return None
 
 
 def _unhealthy(facts: Facts) -> list[str]:

@@ -111,13 +111,13 @@ class Runner(Protocol):
         ...
 
     @property
-    def load_error(self) -> str:
-        """Why there is no such environment; empty unless it has ended by that."""
+    def load_error(self) -> str | None:
+        """Why there is no such environment; None unless it has ended by that."""
         ...
 
     @property
-    def exit_reason(self) -> str:
-        """How it ended by itself; empty while it has not."""
+    def exit_reason(self) -> str | None:
+        """How it ended by itself; None while it has not."""
         ...
 
     def start(self, jobs: list[Job]) -> None:

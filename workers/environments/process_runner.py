@@ -36,8 +36,8 @@ class ProcessRunner:
     def __init__(self, kind: ProcessSetup, answer: ResultCallback) -> None:
         """`answer` is called in a thread of its own."""
         self.ready = False
-        self.exit_reason = ""
-        self.load_error = ""
+        self.exit_reason: str | None = None
+        self.load_error: str | None = None
         """Why there is no such environment, where the process could not make any."""
         self._told = ""
         """Why it ends, as it said itself."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rose.schemas.errors import RecordError, UsageError
 from rose.schemas.progress import GroupState
-from rose.schemas.prompts import Prompt, trajectory_id, untrainable_reason
+from rose.schemas.prompts import Prompt, sampling_error, trajectory_id
 from rose.schemas.wire import encode
 from rose.workers.environments.home import Home, PromptDecision
 from rose.workers.environments.jobs import ResetJob
@@ -29,12 +29,12 @@ class PendingReset:
     index: int
 
 
-def refusal_reason(prompt: Prompt, rules: TrajectoryRules, check_environment: Callable[[str], object]) -> str:
-    """Why the prompt cannot be opened; empty if it can. `check_environment` raises UsageError for an unknown
+def admission_error(prompt: Prompt, rules: TrajectoryRules, check_environment: Callable[[str], object]) -> str | None:
+    """Why the prompt cannot be opened; None if it can. `check_environment` raises UsageError for an unknown
     environment.
     """
     whole = with_full_sampling(prompt, rules.sampling)
-    if reason := untrainable_reason(whole.sampling):
+    if reason := sampling_error(whole.sampling):
         return reason
     furthest = group_record(
         whole, GroupState.OPEN, offset=FURTHEST, decided_to=FURTHEST, outcomes_from=FURTHEST, now=0.0
@@ -44,7 +44,7 @@ def refusal_reason(prompt: Prompt, rules: TrajectoryRules, check_environment: Ca
         encode(furthest)
     except (UsageError, RecordError) as error:
         return str(error)
-    return ""
+    return None
 
 
 def reset_jobs(home: Home, decision: PromptDecision, *, generation: int) -> list[ResetJob]:

@@ -40,21 +40,21 @@ def load_environment(name: str) -> Callable[[], Environment]:
     except BaseException as error:  # a user's module may raise anything, as `sys.exit` does
         if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             raise  # it may be of Ctrl-C, which a program with a handler of its own hears otherwise
-        hint = _taken(_module_of(error), module_name) or _choices()
+        hint = _collision_advice(_module_of(error), module_name) or _choices()
         raise UnknownEnvironment(
             f"environment {name!r}: cannot import {module_name} ({describe_error(error)}); {hint}"
         ) from error
     if factory is None:
         raise UnknownEnvironment(
-            f"environment {name!r}: {module_name} has no {attribute}; {_taken(module_name) or _choices()}"
+            f"environment {name!r}: {module_name} has no {attribute}; {_collision_advice(module_name) or _choices()}"
         )
-    if wrong := _wrong(factory):
+    if wrong := _factory_error(factory):
         raise UnknownEnvironment(f"environment {name!r}: {attribute} {wrong}; {_choices()}")
     return factory  # type: ignore[no-any-return]
 
 
-def _wrong(factory: object) -> str:
-    """Why nothing like this makes an environment; empty when it may."""
+def _factory_error(factory: object) -> str | None:
+    """Why nothing like this makes an environment; None when it may."""
     if not callable(factory):
         return "is not a class"
     if isinstance(factory, type):
@@ -69,12 +69,12 @@ def _wrong(factory: object) -> str:
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):  # of native code
-        return ""
+        return None
     try:
         signature.bind()
     except TypeError as error:
         return f"cannot be made without arguments ({error}): what a task needs comes to `reset`"
-    return ""
+    return None
 
 
 def _is_plain(method: object) -> bool:
@@ -83,15 +83,15 @@ def _is_plain(method: object) -> bool:
     return inspect.isfunction(function) and not inspect.iscoroutinefunction(function)
 
 
-def _taken(*names: str) -> str:
-    """What to do about a user's module whose name another module had before; empty where there is none."""
+def _collision_advice(*names: str) -> str | None:
+    """What to do about a user's module whose name another module had before; None where there is none."""
     for name in names:
         top = name.partition(".")[0]
         loaded = getattr(sys.modules.get(top), "__spec__", None)
         users = PathFinder.find_spec(top) if top else None
         if loaded and users and users.origin and loaded.origin and not _same(loaded.origin, users.origin):
             return f"{top} is taken by a module that Python or ROSE has loaded already: call {users.origin} otherwise"
-    return ""
+    return None
 
 
 def _same(file: str, other: str) -> bool:

@@ -100,7 +100,7 @@ class RunnerSlot:
     heartbeats: int = 0
     silent_seconds: float = 0.0
     silent_looks: int = 0
-    exit_reason: str = ""
+    exit_reason: str | None = None
     """How the runner had ended by the last look: all that it has said was taken since."""
     began_at: float = field(default_factory=lambda: time.monotonic())
 
@@ -325,7 +325,7 @@ class RunnerGroup:
         self._kill_slot(place)
         waiting = list(place.jobs.values())
         at = culprit and culprit.job.trajectory_id
-        how = place.runner.load_error or place.exit_reason.strip()
+        how = place.runner.load_error or (place.exit_reason or "").strip()
         self._log.error(f"environment_{place.kind}_ended", how=how, trajectory=at, under_way=len(waiting))
         if not place.runner.ready:
             if place.quarantined:
@@ -336,7 +336,7 @@ class RunnerGroup:
             return []
         by_nobody = known and culprit is None  # in code of what was answered before, as when it closes
         if place.isolated and len(waiting) == 1 and not by_nobody:
-            return self._on_lone_exit(waiting[0], f"its {place.kind}{place.exit_reason}")
+            return self._on_lone_exit(waiting[0], f"its {place.kind}{place.exit_reason or ''}")
         if culprit is not None:
             self.quarantine.append([culprit])
         others = [each for each in waiting if each is not culprit]

@@ -101,7 +101,9 @@ class ThreadRunner:
         """
         self.heartbeats = 0
         """Grows while nobody blocks the loop."""
-        self.ready, self.exit_reason, self.load_error = True, "", ""
+        self.ready = True
+        self.exit_reason: str | None = None
+        self.load_error: str | None = None
         self._format = turn_format
         self._create = create
         self._answer = answer

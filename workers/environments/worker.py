@@ -34,7 +34,7 @@ from rose.workers.environments.jobs import EnvironmentFailure, Job, JobResult, R
 from rose.workers.environments.log_cleaner import LogCleaner
 from rose.workers.environments.membership import Membership, RecoveryAbandoned
 from rose.workers.environments.outbox import Outbox, PendingTransition, fence
-from rose.workers.environments.prompt_admission import PendingReset, refusal_reason, reset_jobs
+from rose.workers.environments.prompt_admission import PendingReset, admission_error, reset_jobs
 from rose.workers.environments.recovery import outcomes_from, recover_homes
 from rose.workers.environments.recovery_policy import RECOVERABLE, RecoveryPolicy
 from rose.workers.environments.runner_pool import RunnerPool
@@ -339,7 +339,7 @@ class EnvironmentWorker:
             if decision is None:
                 continue
             if decision.kind is DecisionKind.OPEN:
-                if reason := refusal_reason(decision.opens, self._rules, self._check_environment):
+                if reason := admission_error(decision.opens, self._rules, self._check_environment):
                     decision.awaited = 0
                     home.refuse(decision, reason)
                 else:

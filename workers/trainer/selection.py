@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from rose.schemas.arrays import logprob_error, unpack_logprobs, unpack_tokens
 from rose.schemas.errors import RecordError, message_of
-from rose.schemas.prompts import untrainable_reason
+from rose.schemas.prompts import sampling_error
 from rose.schemas.samples import TRUNCATED, Outcome, Sample, SampleOutcome
 from rose.workers.trainer.groups import CompleteGroup
 
@@ -184,8 +184,8 @@ def _decide(
     return TRAINED
 
 
-def sample_error(sample: Sample, *, rules: SelectionRules) -> str:
-    """Why a sample cannot be trained on whatever its age: an infrastructure failure. Empty if it can be."""
+def sample_error(sample: Sample, *, rules: SelectionRules) -> str | None:
+    """Why a sample cannot be trained on whatever its age: an infrastructure failure. None if it can be."""
     if sample.failure:
         return sample.failure
     if sample.reward is None:
@@ -206,7 +206,7 @@ def sample_error(sample: Sample, *, rules: SelectionRules) -> str:
     return logprob_error(logprobs[mask == 1]) or _turns_error(sample, mask)
 
 
-def _turns_error(sample: Sample, mask: NDArray[np.uint8]) -> str:
+def _turns_error(sample: Sample, mask: NDArray[np.uint8]) -> str | None:
     if mask[:1].any():
         return "its first token is a sampled one, and nothing says of what"
     covered = np.zeros_like(mask)
@@ -220,11 +220,11 @@ def _turns_error(sample: Sample, mask: NDArray[np.uint8]) -> str:
     for span in sample.spans:
         known[span.start : span.end] = 1
     unknown = np.flatnonzero(mask > known)
-    return f"nothing says under which version token {unknown[0]} was sampled" if len(unknown) else ""
+    return f"nothing says under which version token {unknown[0]} was sampled" if len(unknown) else None
 
 
-def untrainable_request(sample: Sample) -> str:
-    """Why a sample without a failure cannot be trained on because of its request. Empty if it can be."""
+def untrainable_request(sample: Sample) -> str | None:
+    """Why a sample without a failure cannot be trained on because of its request. None if it can be."""
     if not any(sample.loss_mask):
         return "no token of it was sampled"
-    return next((reason for turn in sample.turns if (reason := untrainable_reason(turn.sampling))), "")
+    return next((reason for turn in sample.turns if (reason := sampling_error(turn.sampling))), None)
