@@ -41,7 +41,7 @@ from rose.pipeline.routing.config import RouterConfig
 from rose.schemas.errors import UsageError
 from rose.schemas.prompts import ENVIRONMENT_CHARACTERS
 from rose.schemas.unique_keys import reject_duplicate_keys
-from rose.topics.catalog import Partitions
+from rose.topics.catalog import Partitions, Retention
 from rose.topics.required_settings import check_required_settings
 from rose.topics.settings import PREFIX as NAMES
 from rose.topics.settings import BusSettings, parse_properties
@@ -173,6 +173,20 @@ class Config:
         )
 
     @property
+    def retention(self) -> Retention:
+        topics = self.settings.topics
+        return Retention(
+            prompts=topics.prompts_retention_seconds,
+            turns=topics.turns_retention_seconds,
+            samples=topics.samples_retention_seconds,
+            outcomes=topics.outcomes_retention_seconds,
+            weights=topics.weights_retention_seconds,
+            dispatches=topics.dispatches_retention_seconds,
+            heartbeats=topics.heartbeats_retention_seconds,
+            dead_letters=topics.dead_letters_retention_seconds,
+        )
+
+    @property
     def environments(self) -> tuple[str, ...]:
         """Environment names that a prompt may use: built-in environments and those of the configuration."""
         return (*BUILT_IN, *self.settings.environment.environments)
@@ -203,7 +217,9 @@ class Config:
         broker = self.settings.broker
         if not broker.bootstrap_server:
             raise UsageError("no broker is named: give --bootstrap-server HOST:PORT, or --run NAME for that of a run")
-        return BusSettings(broker.bootstrap_server, broker.namespace, broker.properties, broker.embedded)
+        return BusSettings(
+            broker.bootstrap_server, broker.namespace, broker.properties, broker.embedded, self.retention
+        )
 
 
 def load(common: Common, *, resolved: bool = False) -> Config:

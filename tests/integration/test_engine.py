@@ -136,7 +136,7 @@ def test_on_policy_the_trainer_weighs_what_the_engine_drew_at_one(rig: Rig, temp
     rules = SelectionRules(max_staleness=0, vocabulary=VOCABULARY, context_tokens=MAX_MODEL_LEN)
     for each in drawn:
         made = each.sample()
-        assert sample_error(made, rules=rules) == ""
+        assert sample_error(made, rules=rules) is None
         weighed = TrainingSample.of(made)
         with torch.no_grad():
             row = torch.tensor([weighed.tokens])

@@ -297,7 +297,9 @@ def test_old_groups_are_forgotten_as_fast_as_they_come(monkeypatch: pytest.Monke
             group_record(prompt_of(f"g{offset}"), GroupState.SETTLED, offset=offset, outcomes_from=0, now=0.0)
         )
     writer = create_autospec(Writer, instance=True)
-    outbox = Outbox(writer, create_autospec(Reader, instance=True), rules=RULES, clock=lambda: 1e9)
+    outbox = Outbox(
+        writer, create_autospec(Reader, instance=True), rules=RULES, clock=lambda: 1e9, group_retention_seconds=1e6
+    )
     outbox.on_recovered({(PROMPTS, 1): 10, (COMPLETED, 1): 20}, {1: 0})
     monkeypatch.setattr(time, "monotonic", lambda: now)
     forgotten = []

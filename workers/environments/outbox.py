@@ -24,7 +24,6 @@ from rose.topics.catalog import (
     COMPLETED,
     ENVIRONMENT_TRANSACTIONAL_PREFIX,
     GROUPS,
-    OUTCOME_RETENTION_SECONDS,
     PROGRESS,
     PROMPTS,
     REQUESTED,
@@ -85,12 +84,23 @@ def group_record(
 class Outbox:
     """Commits what is ready. After a BusError nothing of it counts: fence anew, and decide again from the log."""
 
-    def __init__(self, writer: Writer, reader: Reader, *, rules: TrajectoryRules, clock: Callable[[], float]) -> None:
-        """`reader`: the group member whose offsets are committed. `writer`: has fenced earlier writers of its name."""
+    def __init__(
+        self,
+        writer: Writer,
+        reader: Reader,
+        *,
+        rules: TrajectoryRules,
+        clock: Callable[[], float],
+        group_retention_seconds: float,
+    ) -> None:
+        """`writer`: has fenced earlier writers of its name. `reader`: the group member whose offsets are committed.
+        `group_retention_seconds`: groups that ended longer ago are forgotten.
+        """
         self._writer = writer
         self._reader = reader
         self._rules = rules
         self._clock = clock
+        self._group_retention_seconds = group_retention_seconds
         self._committed: dict[Place, int] = {}
         self._committed_at = 0.0
         self._sweep_at = 0.0
@@ -245,7 +255,7 @@ class Outbox:
         """The groups that can be forgotten, by home; seldom any."""
         if time.monotonic() < self._sweep_at:
             return {}
-        found = {home.partition: home.take_expired(self._clock(), OUTCOME_RETENTION_SECONDS) for home in homes}
+        found = {home.partition: home.take_expired(self._clock(), self._group_retention_seconds) for home in homes}
         more = any(len(old) >= OLD_BATCH for old in found.values())
         self._sweep_at = time.monotonic() + (AGAIN_SECONDS if more else SWEEP_SECONDS)
         return {partition: old for partition, old in found.items() if old}
@@ -339,4 +349,4 @@ def fence(
         still_needed=still_needed,
         on_wait=on_wait,
     )
-    return Outbox(writer, reader, rules=rules, clock=clock)
+    return Outbox(writer, reader, rules=rules, clock=clock, group_retention_seconds=settings.retention.outcomes)

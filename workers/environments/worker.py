@@ -236,9 +236,10 @@ class EnvironmentWorker:
             self._on_settle_items(read_to_end(self._settings, begins, client_id="rose-recovery", on_wait=self._on_wait))
         self._outcomes_next = end
         self._outcomes.assign({place: end, asked: asked_end})
+        outcomes_kept = f"outcomes are kept for {self._settings.retention.outcomes / 86_400:g} days"
         for home in self._homes.values():
             for group_id in home.settle_expired(low):
-                log.warning("outcomes_forgotten", group=group_id, reason="outcomes are kept for 30 days")
+                log.warning("outcomes_forgotten", group=group_id, reason=outcomes_kept)
 
     def _keep_membership(self) -> None:
         """Poll the consumer group, so that a rebalance does not wait for this worker. Items that are read are handled

@@ -254,7 +254,8 @@ class SampleStream:
         known_from = 0 if self._total or forgotten else committed[OUTCOMES_PLACE] or 0
         low, self._outcomes_end = self._reader.watermarks(OUTCOMES_PLACE)
         if low > known_from:
-            log.warning("outcomes forgotten", reason="they are kept for 30 days", from_offset=known_from, kept_from=low)
+            reason = f"they are kept for {self._settings.retention.outcomes / 86_400:g} days"
+            log.warning("outcomes forgotten", reason=reason, from_offset=known_from, kept_from=low)
         begin = {OUTCOMES_PLACE: max(low, known_from)}
         settled = (one.record for one in self._read_back(begin))
         spans = {place[1]: self._begin_and_end(place, committed[place]) for place in places}
