@@ -6,6 +6,7 @@ Keeps true
   traceback.
 """
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -19,9 +20,6 @@ from rose.pipeline.process.standard_streams import flush_streams, print_error, r
 from rose.pipeline.process.terminal import WaitNotice, escape_control_chars, file_error
 from rose.schemas.errors import RoseError, UsageError
 from rose.schemas.setting_bounds import MAX_FINISH_SECONDS
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as in shells."""
 
 MOST_NUMBER = 65_535
 """Largest number of a process of one kind."""
@@ -48,12 +46,22 @@ def begin() -> None:
     dump_stacks_on_crash()
 
 
+def _check_text(text: str) -> str:
+    """Return the text. Raises UsageError for bytes that are not UTF-8, which Python decodes to surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError("--reason is not UTF-8 text: give it in UTF-8") from None
+    return text
+
+
 Worker = Annotated[str | None, typer.Option("--name", metavar="NAME", help="Its own on the bus; left out, the host's.")]
 Name = Annotated[str | None, typer.Option("--name", metavar="NAME", help="Name of the run.")]
 Without = Annotated[
     Path | None,
     typer.Option("--without", metavar="METRICS.jsonl", help="Leave out the groups that a run's metrics.jsonl names."),
 ]
+Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="For people.", callback=_check_text)]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of tasks, sampling and training.")]
 
 
@@ -245,7 +253,7 @@ def grant(
     token_budget: Annotated[
         int, typer.Option("--token-budget", metavar="N", min=0, help="Tokens that turns may hold; 0: no limit.")
     ] = 0,
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="For people.")] = "",
+    reason: Reason = "",
     release: Annotated[
         bool, typer.Option("--release", help="Take the grant by hand back: the control app decides again.")
     ] = False,
@@ -276,7 +284,7 @@ def drain(
             help="What it holds may end for so long; default 60.",
         ),
     ] = None,
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="For people.")] = "",
+    reason: Reason = "",
     release: Annotated[bool, typer.Option("--release", help="Take the drain back: it takes turns again.")] = False,
 ) -> None:
     """Have an executor or a lending server take no more turns, and wait until it holds none: its node can go then."""
@@ -296,7 +304,7 @@ def drain(
 def settle(
     common: Common,
     name: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX, or a GROUP_ID: all of it.")],
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="For people.")] = "",
+    reason: Reason = "",
 ) -> None:
     """End a trajectory, or all of a group, as a failure of the infrastructure: one that ends its worker, say."""
     from rose.pipeline.cli.settle import settle_by_hand as settle_by_hand
@@ -409,7 +417,7 @@ def main() -> None:
         print_error(escape_control_chars(str(refused)))
         sys.exit(refused.exit_status)
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(128 + signal.SIGINT)  # as in shells
 
 
 if __name__ == "__main__":

@@ -283,10 +283,30 @@ def test_groups_are_forgotten_when_they_are_old_but_for_the_last_one(state: Grou
     for offset, name in enumerate(HERE[:3]):
         here.on_group(group_record(prompt_of(name), state, offset=offset, outcomes_from=0, now=float(offset)))
     here.on_group(group_record(prompt_of(HERE[3]), GroupState.OPEN, offset=3, outcomes_from=0, now=0.0))
+    here.on_log_time(1000.0)
     assert here.take_expired(101.5, 100.0) == HERE[:2]
     assert here.take_expired(1000.0, 100.0) == HERE[2:3]
     here.on_group(group_record(prompt_of(HERE[3]), state, offset=3, outcomes_from=0, now=0.0))
     assert here.take_expired(1000.0, 100.0) == [], "it says where prompts begin when offsets are gone"
+
+
+def test_a_group_is_forgotten_only_when_it_is_old_by_the_log_too() -> None:
+    """A worker whose clock is a year ahead forgets nothing that is young."""
+    here, ahead = home(), 1e6 + 3e7
+    here.on_log_time(1e6)
+    for offset, name in enumerate(HERE[:2]):
+        here.on_group(group_record(prompt_of(name), GroupState.SETTLED, offset=offset, outcomes_from=0, now=1e6))
+    assert here.take_expired(ahead, 100.0) == []
+    here.on_log_time(1e6 + 200.0)
+    assert here.take_expired(ahead, 100.0) == HERE[:1]
+
+
+def test_a_group_that_settles_under_a_clock_that_is_behind_is_as_old_as_the_log_says() -> None:
+    here = home()
+    here.on_log_time(1e6)
+    here.on_group(group_record(prompt_of(HERE[0]), GroupState.OPEN, offset=0, outcomes_from=0, now=1e6))
+    assert here.settle_expired(5) == [HERE[0]]
+    assert [group.changed_at for group in here.take_settled(0.0)] == [1e6]
 
 
 def test_old_groups_are_forgotten_as_fast_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,6 +316,7 @@ def test_old_groups_are_forgotten_as_fast_as_they_come(monkeypatch: pytest.Monke
         here.on_group(
             group_record(prompt_of(f"g{offset}"), GroupState.SETTLED, offset=offset, outcomes_from=0, now=0.0)
         )
+    here.on_log_time(1e9)
     writer = create_autospec(Writer, instance=True)
     outbox = Outbox(
         writer, create_autospec(Reader, instance=True), rules=RULES, clock=lambda: 1e9, group_retention_seconds=1e6

@@ -246,7 +246,7 @@ class Outbox:
             offset=offset,
             decided_to=home.prompts_low_water,
             outcomes_from=outcomes_from,
-            now=self._clock(),
+            now=home.changed_at(self._clock()),
         )
         self._writer.write(GROUPS, group, key=group.group_id, partition=home.partition)
         home.on_group(group)

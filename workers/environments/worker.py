@@ -258,6 +258,8 @@ class EnvironmentWorker:
         if isinstance(item, EndOfPartition):
             return
         home = self._homes[item.partition]
+        if isinstance(item, Envelope):
+            home.on_log_time(item.timestamp_seconds)
         if item.topic is PROMPTS:
             home.on_prompt(item)
         elif isinstance(item, Envelope) and isinstance(item.record, TurnResult):
@@ -320,6 +322,7 @@ class EnvironmentWorker:
             self._outcomes_next = item.offset + 1
             if isinstance(item, Envelope) and isinstance(item.record, SampleOutcome):
                 for home in self._homes.values():
+                    home.on_log_time(item.timestamp_seconds)
                     home.on_outcome(item.record.group_id, item.record.trajectory_id, item.offset)
 
     def _end_settled_by_hand(self) -> None:
