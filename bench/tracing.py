@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from typing import Any
 
 from bench.broker import scratch_broker
 from bench.check import Check, options, tell
@@ -17,7 +18,7 @@ from rose.schemas.contexts import context_fields
 from rose.schemas.prompts import Sampling
 from rose.schemas.record import Record
 from rose.schemas.turns import TurnRequest
-from rose.schemas.wire import headers_of
+from rose.schemas.wire import EncodedRecord, encoded, headers_of
 from rose.topics import counts, tracing
 from rose.topics.admin import create_topics
 from rose.topics.catalog import REQUESTED, Partitions, Topic
@@ -35,11 +36,10 @@ SAMPLING = Sampling(temperature=1.0, max_tokens=32)
 class Blind(Writer):
     """Looks for no exporter."""
 
-    def write_encoded(
+    def write(
         self,
         topic: Topic,
-        record: Record,
-        wire: bytes,
+        record: Record | EncodedRecord[Any],
         *,
         key: str,
         partition: int | None = None,
@@ -47,8 +47,9 @@ class Blind(Writer):
         headers: Mapping[str, bytes] | None = None,
         on_delivery: Callable[[int, int], None] | None = None,
     ) -> None:
-        name, said = self._settings.topic(topic), [*headers_of(record, trajectory_id), *(headers or {}).items()]
-        self._produce(name, key.encode(), wire, partition, said, on_delivery, counts.written(topic))
+        ready = record if isinstance(record, EncodedRecord) else encoded(record)
+        name, said = self._settings.topic(topic), [*headers_of(ready.record, trajectory_id), *(headers or {}).items()]
+        self._produce(name, key.encode(), ready.wire, partition, said, on_delivery, counts.written(topic))
 
 
 def request(number: int) -> TurnRequest:

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from rose.pipeline.config.load import SHARED, section_types
-from rose.topics.catalog import CATALOG, MAX_DEAD_LETTER_BYTES, MAX_MESSAGE_BYTES, Partitions, PartitionSetting
+from rose.topics.catalog import (
+    CATALOG,
+    MAX_DEAD_LETTER_BYTES,
+    MAX_MESSAGE_BYTES,
+    Partitions,
+    PartitionSetting,
+    Retention,
+)
 
 CHART = Path(__file__).parent / "chart"
 
@@ -204,14 +211,17 @@ def values_schema() -> Schema:
 
 def topics() -> list[Schema]:
     """Every topic of the catalog, as the template of Strimzi's resources reads it."""
-    partitions = Partitions()
+    partitions, retention = Partitions(), Retention()
     return [
         {
             "name": topic.name,
             "setting": "" if topic.partition_setting is PartitionSetting.ONE else topic.partition_setting.value,
             "partitions": partitions.count_of(topic.partition_setting),
+            "retention": topic.retention_setting.value
+            if topic.retention_setting is not None and topic.is_deleted_by_broker
+            else "",
             "config": {
-                **topic.config,
+                **topic.config_with(retention),
                 "max.message.bytes": str(MAX_MESSAGE_BYTES if topic.record else MAX_DEAD_LETTER_BYTES),
             },
         }

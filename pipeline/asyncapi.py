@@ -102,7 +102,7 @@ def prompt_schema() -> Schema:
 
 
 def asyncapi(config: Config) -> Schema:
-    """Return the AsyncAPI document for the namespace, partitions and replication factor of this configuration."""
+    """Return the AsyncAPI document for this configuration: namespace, partitions, retention and replication factor."""
     kinds = definitions((*RECORDS, *WITHIN), ref=lambda name: f"#/components/schemas/{name}")
     return {
         "asyncapi": "3.1.0",
@@ -124,7 +124,7 @@ def asyncapi(config: Config) -> Schema:
 def _channel(topic: Topic, config: Config) -> Schema:
     settings = {
         name: int(value) if name in NUMBERS else value.split(",") if name == "cleanup.policy" else value
-        for name, value in expected_settings(topic).items()
+        for name, value in expected_settings(topic, config.retention).items()
     }
     address = f"{config.settings.broker.namespace}{topic.name}"
     return {

@@ -51,11 +51,11 @@ def unpack_logprobs(packed: bytes) -> "npt.NDArray[np.float32]":
     return _view(packed, F32)
 
 
-def logprob_error(logprobs: "npt.NDArray[np.floating]") -> str:
-    """Return why one of these cannot be the logprob of a drawn token; empty if each can."""
+def logprob_error(logprobs: "npt.NDArray[np.floating]") -> str | None:
+    """Return why one of these cannot be the logprob of a drawn token; None if each can."""
     possible = (logprobs >= MIN_LOGPROB) & (logprobs <= MAX_LOGPROB)
     if possible.all():
-        return ""
+        return None
     worst = float(logprobs[~possible][0])
     return f"a logprob of {worst:g} is not that of a token that was drawn, which lies from {MIN_LOGPROB:g} to 0"
 

@@ -113,10 +113,10 @@ def group_id_of(trajectory_id: str) -> str:
     return trajectory_id.rpartition(":")[0]
 
 
-def untrainable_reason(sampling: Sampling | PromptSampling) -> str:
-    """Return why the loss cannot weigh tokens that are drawn with these settings; empty if it can."""
+def sampling_error(sampling: Sampling | PromptSampling) -> str | None:
+    """Return why the loss cannot weigh tokens that are drawn with these settings; None if it can."""
     if sampling.temperature is not None and sampling.temperature < MIN_TEMPERATURE:
         return f"temperature {sampling.temperature:g} draws the likeliest token: give at least {MIN_TEMPERATURE}"
     if sampling.top_p is not None and sampling.top_p < 1:
         return f"top_p {sampling.top_p:g} cuts tokens off that the policy may draw: give 1"
-    return ""
+    return None

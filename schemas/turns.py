@@ -108,8 +108,8 @@ class TurnRequest(Record, frozen=True, kw_only=True):
         return not self.chain
 
     @property
-    def validation_error(self) -> str:
-        """Contradiction within the request; empty if there is none."""
+    def validation_error(self) -> str | None:
+        """Contradiction within the request; None if there is none."""
         appended = count(self.appended)
         if len(self.appended) % ITEM_BYTES or appended > self.context_tokens:
             return f"{len(self.appended)} bytes are appended to a context that has {self.context_tokens} tokens then"
@@ -117,7 +117,7 @@ class TurnRequest(Record, frozen=True, kw_only=True):
             return f"an anchor of {self.context_tokens} tokens carries {appended}"
         if any(later <= earlier for earlier, later in pairwise(self.chain)):
             return "its chain goes back"
-        return ""
+        return None
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -139,8 +139,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     device_seconds: DeviceSeconds = {}
 
     @property
-    def validation_error(self) -> str:
-        """Why no attempt can go on from it, or why it cannot be learned from; empty if it is valid."""
+    def validation_error(self) -> str | None:
+        """Why no attempt can go on from it, or why it cannot be learned from; None if it is valid."""
         sampled = count(self.tokens)
         if len(self.tokens) % ITEM_BYTES or not sampled:
             return f"{len(self.tokens)} bytes of tokens are no whole number of tokens above 0"
@@ -155,7 +155,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
             if span.start != at or span.end <= at or span.version < 0:
                 return f"version spans do not follow on one another at token {at}"
             at = span.end
-        return "" if at == sampled else f"version spans cover {at} of {sampled} tokens"
+        return None if at == sampled else f"version spans cover {at} of {sampled} tokens"
 
 
 class PlacementCost(msgspec.Struct, frozen=True, kw_only=True):

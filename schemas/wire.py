@@ -13,9 +13,10 @@ Keeps true
 import json
 import re
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgpack
 import msgspec
@@ -108,6 +109,19 @@ def encode(record: Record) -> bytes:
     return wire
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedRecord(Generic[R]):
+    """A record with its bytes, so that a record that was encoded to be measured or signed is not encoded again."""
+
+    record: R
+    wire: bytes
+
+
+def encoded(record: R) -> EncodedRecord[R]:
+    """The record with its bytes. Raises RecordError if a reader would refuse the bytes."""
+    return EncodedRecord(record, encode(record))
+
+
 def decode(record: type[R], wire: bytes, headers: Headers = ()) -> R:
     """Return the typed record. Raises RecordError if the bytes, their size or the schema header are wrong."""
     _check_size(record, wire)
@@ -140,8 +154,8 @@ def _decoded(record: type[R], wire: bytes) -> R:
     return decoded
 
 
-def _lone_surrogate(text: bytes) -> str:
-    """Where JSON has an escape that stands for no character; empty if it has none."""
+def _lone_surrogate(text: bytes) -> str | None:
+    """Where JSON has an escape that stands for no character; None if it has none."""
     half = next((found[1] for found in ESCAPES.finditer(text) if found[1]), b"").decode()
     return (
         half and f"it has {half} alone, half of a surrogate pair, which is no character: leave it out or write \\ufffd"

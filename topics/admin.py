@@ -9,6 +9,7 @@ Keeps true
 """
 
 import logging
+import math
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,14 +28,15 @@ from rose.topics.catalog import (
     MAX_DEAD_LETTER_BYTES,
     MAX_MESSAGE_BYTES,
     MINUTE,
-    OUTCOME_RETENTION_SECONDS,
     Partitions,
     PartitionSetting,
+    Retention,
     Topic,
 )
 from rose.topics.errors import (
     AUTHORIZATION_CODES,
-    UNAVAILABLE_CODES,
+    TRANSIENT_CODES,
+    UNKNOWN_PARTITION_CODES,
     AdvertisedElsewhere,
     AuthenticationFailed,
     BrokerUnreachable,
@@ -56,7 +58,9 @@ def durability_warnings(settings: BusSettings, *, replication_factor: int = 1) -
     metadata = metadata_of(client)
     broker = ConfigResource(ConfigResource.Type.BROKER, str(next(iter(metadata.brokers), 0)))
     refused: list[str] = []
-    sentences = list(_retention_warnings(_broker_settings(client, [broker], refused).get(broker.name, {})))
+    sentences = list(
+        _retention_warnings(_broker_settings(client, [broker], refused).get(broker.name, {}), settings.retention)
+    )
     copies = {
         name: min(len(each.replicas) for each in metadata.topics[name].partitions.values())
         for name in map(settings.topic, CATALOG)
@@ -72,9 +76,9 @@ def durability_warnings(settings: BusSettings, *, replication_factor: int = 1) -
     return sentences + [f"this client has no right to {right}, so what is said there is not known" for right in refused]
 
 
-def _retention_warnings(broker: Mapping[str, str]) -> Iterator[str]:
+def _retention_warnings(broker: Mapping[str, str], retention: Retention) -> Iterator[str]:
     kept = broker.get("offsets.retention.minutes", "")
-    needed = round(OUTCOME_RETENTION_SECONDS * 1000 / MINUTE)
+    needed = math.ceil(retention.outcomes * 1000 / MINUTE)
     if kept.isdigit() and int(kept) < needed:
         days = int(kept) * MINUTE / DAY
         yield (
@@ -138,13 +142,10 @@ LEADER_POLL_SECONDS = 0.1
 """Pause between two checks of the leaders."""
 
 _NO_LEADER_YET = (
-    KafkaError.NOT_LEADER_FOR_PARTITION,
-    KafkaError.LEADER_NOT_AVAILABLE,
-    KafkaError.UNKNOWN_TOPIC_OR_PART,
     KafkaError.UNKNOWN_LEADER_EPOCH,
     KafkaError._NOENT,
-    KafkaError._UNKNOWN_PARTITION,
-    *UNAVAILABLE_CODES,
+    *UNKNOWN_PARTITION_CODES,
+    *TRANSIENT_CODES,
 )
 """Errors shortly after the creation of a topic or partition. librdkafka does not mark them as retriable here."""
 
@@ -239,7 +240,7 @@ def create_topics(settings: BusSettings, partitions: Partitions, *, replication_
             settings.topic(topic),
             num_partitions=partitions.count_of(topic.partition_setting),
             replication_factor=replication_factor,
-            config=expected_settings(topic),
+            config=expected_settings(topic, settings.retention),
         )
         for topic in CATALOG
     ]
@@ -296,7 +297,7 @@ def find_drift(settings: BusSettings, partitions: Partitions) -> list[Drift]:
             inboxes = topic.partition_setting is PartitionSetting.SLOTS and actual < expected
             found.append(Drift(name, "partitions", expected=str(expected), actual=str(actual), creatable=inboxes))
     for topic, config in _configs(client, settings, present).items():
-        for setting, value in expected_settings(topic).items():
+        for setting, value in expected_settings(topic, settings.retention).items():
             if not _is_equal(value, config.get(setting)):
                 found.append(
                     Drift(settings.topic(topic), setting, expected=value, actual=config.get(setting, "not set"))
@@ -304,9 +305,12 @@ def find_drift(settings: BusSettings, partitions: Partitions) -> list[Drift]:
     return found
 
 
-def expected_settings(topic: Topic) -> dict[str, str]:
+def expected_settings(topic: Topic, retention: Retention) -> dict[str, str]:
     """The settings that a topic shall have on the broker, by Kafka's names."""
-    return {**topic.config, "max.message.bytes": str(MAX_MESSAGE_BYTES if topic.record else MAX_DEAD_LETTER_BYTES)}
+    return {
+        **topic.config_with(retention),
+        "max.message.bytes": str(MAX_MESSAGE_BYTES if topic.record else MAX_DEAD_LETTER_BYTES),
+    }
 
 
 def _add_partitions(client: AdminClient, name: str, count: int) -> None:
@@ -341,7 +345,9 @@ def _configs(client: AdminClient, settings: BusSettings, topics: Sequence[Topic]
         except KafkaException as error:
             right = f"DescribeConfigs on topic {resource.name}"
             raise BusError(f"describing topic {resource.name}", error.args[0], right) from error
-        configs[topic] = {key: entries[key].value for key in expected_settings(topic) if key in entries}
+        configs[topic] = {
+            key: entries[key].value for key in expected_settings(topic, settings.retention) if key in entries
+        }
     return configs
 
 

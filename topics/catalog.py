@@ -36,6 +36,7 @@ MAX_DEAD_LETTER_BYTES = MAX_MESSAGE_BYTES + 16 * 1024
 MINUTE = 60_000
 HOUR = 60 * MINUTE
 DAY = 24 * HOUR
+"""Milliseconds."""
 
 
 class PartitionSetting(Enum):
@@ -71,6 +72,57 @@ class Partitions:
         }[setting]
 
 
+class RetentionSetting(Enum):
+    """Which setting says how long the records of a topic are kept."""
+
+    PROMPTS = "prompts_retention_seconds"
+    TURNS = "turns_retention_seconds"
+    SAMPLES = "samples_retention_seconds"
+    OUTCOMES = "outcomes_retention_seconds"
+    WEIGHTS = "weights_retention_seconds"
+    DISPATCHES = "dispatches_retention_seconds"
+    HEARTBEATS = "heartbeats_retention_seconds"
+    DEAD_LETTERS = "dead_letters_retention_seconds"
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Retention of records in seconds, by family of topics, counted from the write of a record.
+
+    The broker deletes outcomes, dispatches, heartbeats and dead letters by their age alone. ROSE deletes prompts,
+    turns, samples and weights of this age that nobody needs any more.
+    """
+
+    prompts: float = 7 * DAY / 1000
+    turns: float = 7 * DAY / 1000
+    """Requests and results."""
+    samples: float = 7 * DAY / 1000
+    outcomes: float = 30 * DAY / 1000
+    """Outcomes, and with them the groups: a second prompt of a group is met by the first meanwhile."""
+    weights: float = HOUR / 1000
+    """Chunks. They are written before their manifest, so a chunk may be young and not be needed yet."""
+    dispatches: float = HOUR / 1000
+    heartbeats: float = 10 * MINUTE / 1000
+    """Heartbeats, summaries of cells, and starts of roles."""
+    dead_letters: float = 30 * DAY / 1000
+
+    def seconds_of(self, setting: RetentionSetting) -> float:
+        """Return the retention in seconds that this setting names."""
+        return {
+            RetentionSetting.PROMPTS: self.prompts,
+            RetentionSetting.TURNS: self.turns,
+            RetentionSetting.SAMPLES: self.samples,
+            RetentionSetting.OUTCOMES: self.outcomes,
+            RetentionSetting.WEIGHTS: self.weights,
+            RetentionSetting.DISPATCHES: self.dispatches,
+            RetentionSetting.HEARTBEATS: self.heartbeats,
+            RetentionSetting.DEAD_LETTERS: self.dead_letters,
+        }[setting]
+
+
+DEFAULT_RETENTION = Retention()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Topic:
     """One topic. There is one object of each topic, so identity is equality."""
@@ -82,6 +134,9 @@ class Topic:
     """Key of the records: `{field}` is the value of that field, and `[a|b]` is one of these texts or none."""
     partition_setting: PartitionSetting
     config: dict[str, str] = field(default_factory=dict)
+    """Settings on the broker, but for those that follow from a Retention."""
+    retention_setting: RetentionSetting | None = None
+    """None for a topic that is only compacted."""
     marker_keys: tuple[str, ...] = ()
     """Keys of tombstones that delete no record: their offsets have a meaning."""
 
@@ -90,12 +145,19 @@ class Topic:
         """Name of the dead letter queue."""
         return f"{self.name}.dlq"
 
+    @property
+    def is_deleted_by_broker(self) -> bool:
+        """Whether the broker deletes the records of the topic by their age alone."""
+        return self.retention_setting is not None and "retention.ms" not in self.config
 
-RETENTION_SECONDS = 7 * 24 * 3600.0
-"""Time that records which nobody needs any more are kept, to look back."""
-
-OUTCOME_RETENTION_SECONDS = 30 * 24 * 3600.0
-"""Time that outcomes are kept, and the groups with them: until then a second prompt of a group meets the first one."""
+    def config_with(self, retention: Retention) -> dict[str, str]:
+        """All settings on the broker, with this retention."""
+        if self.retention_setting is None or not self.is_deleted_by_broker:
+            return self.config
+        milliseconds = round(1000 * retention.seconds_of(self.retention_setting))
+        # A segment is deleted whole: it must close well before its records may go.
+        times = {"retention.ms": str(milliseconds), "segment.ms": str(max(MINUTE, milliseconds // 8))}
+        return {**self.config, **times}
 
 
 _BROKER_TIMESTAMPS = {"message.timestamp.type": "LogAppendTime"}
@@ -103,15 +165,8 @@ _BROKER_TIMESTAMPS = {"message.timestamp.type": "LogAppendTime"}
 (`message.timestamp.after.max.ms`), and time-based retention would delete records of a clock that is far behind."""
 
 
-def _retained(milliseconds: int) -> dict[str, str]:
-    # A segment is deleted whole: it must close well before its records may go.
-    return {
-        **_BROKER_TIMESTAMPS,
-        "cleanup.policy": "delete",
-        "retention.ms": str(milliseconds),
-        "segment.ms": str(max(MINUTE, milliseconds // 8)),
-    }
-
+_BY_AGE = {**_BROKER_TIMESTAMPS, "cleanup.policy": "delete"}
+"""Deleted by the broker, once as old as the topic's RetentionSetting says."""
 
 _UNTIL_DELETED = {
     **_BROKER_TIMESTAMPS,
@@ -135,7 +190,7 @@ _COMPACTED = {
     "min.cleanable.dirty.ratio": "0.2",
 }
 
-_DEAD_LETTER_CONFIG = {**_retained(30 * DAY), "cleanup.policy": "compact,delete"}
+_DEAD_LETTER_CONFIG = {**_BROKER_TIMESTAMPS, "cleanup.policy": "compact,delete"}
 """Settings of dead letter queues. The key is the origin, so a dead letter that was written twice is kept once."""
 
 _GRANT_KEY = f"{{worker}}[{'|'.join(source.value for source in GrantSource if source.value)}]"
@@ -144,26 +199,62 @@ _GRANT_KEY = f"{{worker}}[{'|'.join(source.value for source in GrantSource if so
 _VERSION_KEY = "{model_id}/{run}/{version}[/{file}]"
 """Key of a manifest. The file is the first one in the store, for an anchor in the store."""
 
-PROMPTS = Topic("rose.prompts.submitted.v1", Prompt, "{group_id}", PartitionSetting.HOME, _UNTIL_DELETED)
-REQUESTED = Topic("rose.turns.requested.v1", TurnRequest, "{trajectory_id}", PartitionSetting.HOME, _UNTIL_DELETED)
+PROMPTS = Topic(
+    "rose.prompts.submitted.v1", Prompt, "{group_id}", PartitionSetting.HOME, _UNTIL_DELETED, RetentionSetting.PROMPTS
+)
+REQUESTED = Topic(
+    "rose.turns.requested.v1",
+    TurnRequest,
+    "{trajectory_id}",
+    PartitionSetting.HOME,
+    _UNTIL_DELETED,
+    RetentionSetting.TURNS,
+)
 DISPATCHED = Topic(
     "rose.turns.dispatched.v1",
     TurnDispatch,
     "{trajectory_id}",
     PartitionSetting.SLOTS,
-    _retained(HOUR),
+    _BY_AGE,
+    RetentionSetting.DISPATCHES,
     marker_keys=(FENCING_KEY, "{worker}"),
 )
 """The key is the trajectory of the request. A router marks its claim of an inbox, an executor its start there."""
-COMPLETED = Topic("rose.turns.completed.v1", TurnResult, "{trajectory_id}", PartitionSetting.HOME, _UNTIL_DELETED)
-HEARTBEATS = Topic(
-    "rose.slack.heartbeats.v1", SlackHeartbeat, "{worker}", PartitionSetting.CELLS, _retained(10 * MINUTE)
+COMPLETED = Topic(
+    "rose.turns.completed.v1",
+    TurnResult,
+    "{trajectory_id}",
+    PartitionSetting.HOME,
+    _UNTIL_DELETED,
+    RetentionSetting.TURNS,
 )
-SUMMARIES = Topic("rose.cells.summaries.v1", CellSummary, "{cell}", PartitionSetting.ONE, _retained(10 * MINUTE))
+HEARTBEATS = Topic(
+    "rose.slack.heartbeats.v1",
+    SlackHeartbeat,
+    "{worker}",
+    PartitionSetting.CELLS,
+    _BY_AGE,
+    RetentionSetting.HEARTBEATS,
+)
+SUMMARIES = Topic(
+    "rose.cells.summaries.v1", CellSummary, "{cell}", PartitionSetting.ONE, _BY_AGE, RetentionSetting.HEARTBEATS
+)
 GRANTS = Topic("rose.capacity.grants.v1", CapacityGrant, _GRANT_KEY, PartitionSetting.ONE, _COMPACTED)
-SAMPLES = Topic("rose.samples.completed.v1", Sample, "{group_id}", PartitionSetting.SAMPLES, _UNTIL_DELETED)
+SAMPLES = Topic(
+    "rose.samples.completed.v1",
+    Sample,
+    "{group_id}",
+    PartitionSetting.SAMPLES,
+    _UNTIL_DELETED,
+    RetentionSetting.SAMPLES,
+)
 OUTCOMES = Topic(
-    "rose.samples.outcomes.v1", SampleOutcome, "{trajectory_id}", PartitionSetting.ONE, _retained(30 * DAY)
+    "rose.samples.outcomes.v1",
+    SampleOutcome,
+    "{trajectory_id}",
+    PartitionSetting.ONE,
+    _BY_AGE,
+    RetentionSetting.OUTCOMES,
 )
 GROUPS = Topic("rose.groups.opened.v1", Group, "{group_id}", PartitionSetting.HOME, _COMPACTED)
 PROGRESS = Topic(
@@ -172,8 +263,17 @@ PROGRESS = Topic(
 SNAPSHOTS = Topic("rose.env.snapshots.v1", EnvSnapshot, "{trajectory_id}", PartitionSetting.HOME, _COMPACTED)
 SETTLES = Topic("rose.settlements.requested.v1", SettleRequest, "{trajectory_id}", PartitionSetting.ONE, _COMPACTED)
 MANIFESTS = Topic("rose.weights.manifests.v1", WeightManifest, _VERSION_KEY, PartitionSetting.ONE, _COMPACTED)
-ROLE_STARTS = Topic("rose.roles.begun.v1", RoleBegun, "{role}", PartitionSetting.ONE, _retained(10 * MINUTE))
-CHUNKS = Topic("rose.weights.chunks.v1", WeightChunk, "{tensor}", PartitionSetting.CHUNKS, _UNTIL_DELETED)
+ROLE_STARTS = Topic(
+    "rose.roles.begun.v1", RoleBegun, "{role}", PartitionSetting.ONE, _BY_AGE, RetentionSetting.HEARTBEATS
+)
+CHUNKS = Topic(
+    "rose.weights.chunks.v1",
+    WeightChunk,
+    "{tensor}",
+    PartitionSetting.CHUNKS,
+    _UNTIL_DELETED,
+    RetentionSetting.WEIGHTS,
+)
 
 RECORD_TOPICS: tuple[Topic, ...] = (
     PROMPTS,
@@ -195,7 +295,14 @@ RECORD_TOPICS: tuple[Topic, ...] = (
 )
 
 DEAD_LETTERS: tuple[Topic, ...] = tuple(
-    Topic(topic.dead_letters, None, "{topic}/{partition}/{offset}", PartitionSetting.ONE, _DEAD_LETTER_CONFIG)
+    Topic(
+        topic.dead_letters,
+        None,
+        "{topic}/{partition}/{offset}",
+        PartitionSetting.ONE,
+        _DEAD_LETTER_CONFIG,
+        RetentionSetting.DEAD_LETTERS,
+    )
     for topic in RECORD_TOPICS
 )
 """Dead letter queues; the key of a dead letter is its origin, which its headers name too."""

@@ -87,6 +87,25 @@ PERMANENT_CODES = (
 )
 """Errors that do not end by themselves."""
 
+REJECTED_RECORD_CODES = (
+    KafkaError.MSG_SIZE_TOO_LARGE,
+    KafkaError.RECORD_LIST_TOO_LARGE,
+    KafkaError.INVALID_RECORD,
+    KafkaError.POLICY_VIOLATION,
+)
+"""Errors for a record that the broker would refuse again."""
+
+FENCED_CODES = (
+    KafkaError._FENCED,
+    KafkaError.INVALID_PRODUCER_EPOCH,
+    KafkaError.PRODUCER_FENCED,
+    KafkaError.FENCED_INSTANCE_ID,
+)
+"""Errors of a client whose place a newer instance has taken."""
+
+UNKNOWN_PARTITION_CODES = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
+"""Errors of client and broker for a topic or partition that does not exist."""
+
 UNAVAILABLE_CODES = (
     KafkaError._TIMED_OUT,
     KafkaError._TRANSPORT,
@@ -97,6 +116,22 @@ UNAVAILABLE_CODES = (
 """Errors of a broker that does not answer. librdkafka reconnects by itself, but does not always mark these errors as
 retriable. `_DESTROY_BROKER` is its error for a broker that is no longer in the metadata of the other brokers.
 """
+
+TRANSIENT_CODES = (
+    KafkaError.NOT_COORDINATOR,
+    KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.OFFSET_NOT_AVAILABLE,
+    *UNAVAILABLE_CODES,
+)
+"""Errors in the first seconds of a group, and while a coordinator or a leader moves to another broker."""
+
+
+def is_transient(error: KafkaError) -> bool:
+    """Whether the error ends by itself, so that the call can be repeated. librdkafka marks only some as retriable."""
+    return error.retriable() or error.code() in TRANSIENT_CODES
 
 
 class BusError(RoseError):
@@ -121,12 +156,7 @@ class BusError(RoseError):
         self.code = error.code()
         self.is_permanent = error.code() in PERMANENT_CODES
         self.outcome_unknown = error.code() == KafkaError._TIMED_OUT
-        self.is_fenced = error.code() in (
-            KafkaError._FENCED,
-            KafkaError.INVALID_PRODUCER_EPOCH,
-            KafkaError.PRODUCER_FENCED,
-            KafkaError.FENCED_INSTANCE_ID,
-        )
+        self.is_fenced = error.code() in FENCED_CODES
 
 
 def is_permanent(error: Exception) -> bool:

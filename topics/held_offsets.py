@@ -34,7 +34,7 @@ def committed_offsets(reader: Reader, writer: Writer, places: Sequence[Place]) -
     try:
         return reader.committed(places, seconds=HELD_BACK_SECONDS)
     except BusError as error:
-        if error.code != KafkaError._TIMED_OUT:
+        if not error.outcome_unknown:
             raise
     reader.commit_metadata(places)  # raises if the coordinator is away: it answers this also during a transaction
     structlog.get_logger("bus").warning("offsets_held_back", reason="a transaction counts as open at the group")
@@ -42,7 +42,7 @@ def committed_offsets(reader: Reader, writer: Writer, places: Sequence[Place]) -
     try:
         return reader.committed(places)
     except BusError as error:
-        if error.code != KafkaError._TIMED_OUT:
+        if not error.outcome_unknown:
             raise
         action = "reading committed offsets, which another's transaction holds back (kafka-transactions.sh tells whose)"
         raise BusError(action, KafkaError(KafkaError._TIMED_OUT)) from error

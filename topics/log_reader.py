@@ -16,8 +16,8 @@ from typing import Any
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
 
 from rose.topics.catalog import LOG_GROUP, Topic
-from rose.topics.errors import UNAVAILABLE_CODES, BusError
-from rose.topics.queries import UNKNOWN_PARTITION_CODES, missing_error, noop, watermarks_of
+from rose.topics.errors import UNKNOWN_PARTITION_CODES, BusError, is_transient
+from rose.topics.queries import missing_error, noop, watermarks_of
 from rose.topics.reader import Reader
 from rose.topics.records import EndOfPartition, Envelope, InvalidMessage, Place, RawMessage, raw_of
 from rose.topics.settings import BusSettings, new_client
@@ -84,7 +84,7 @@ def read_messages(
                     remaining.discard(place)
                 elif error.code() in UNKNOWN_PARTITION_CODES:
                     raise missing_error(consumer, *place)
-                elif not error.retriable() and error.code() not in UNAVAILABLE_CODES:
+                elif not is_transient(error):
                     action = "the log" if message.topic() is None else place[0]
                     rights = f"Read on topic {place[0]}", f"Describe on group {settings.name(LOG_GROUP)}"
                     raise BusError(f"reading {action}", error, *rights)

@@ -14,23 +14,9 @@ from typing import TypeVar
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, ClusterMetadata, ListOffsetsResultInfo
 
-from rose.topics.errors import UNAVAILABLE_CODES, BusError, PartitionMissing, TopicMissing
-
-UNKNOWN_PARTITION_CODES = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
-"""Errors of client and broker for a topic or partition that does not exist."""
+from rose.topics.errors import UNKNOWN_PARTITION_CODES, BusError, PartitionMissing, TopicMissing, is_transient
 
 Answer = TypeVar("Answer")
-
-TRANSIENT_CODES = (
-    KafkaError.NOT_COORDINATOR,
-    KafkaError.COORDINATOR_NOT_AVAILABLE,
-    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
-    KafkaError.NOT_LEADER_FOR_PARTITION,
-    KafkaError.LEADER_NOT_AVAILABLE,
-    KafkaError.OFFSET_NOT_AVAILABLE,
-    *UNAVAILABLE_CODES,
-)
-"""Errors in the first seconds of a group, and while a coordinator or a leader moves to another broker."""
 
 RETRY_SECONDS = 0.1
 """Pause between two attempts."""
@@ -84,9 +70,9 @@ def watermarks_of(consumer: Consumer, partition: TopicPartition, on_wait: Callab
         raise missing_error(consumer, partition.topic, partition.partition)
 
     name = partition.topic
-    right, moves = f"Describe on topic {name}", (*TRANSIENT_CODES, *UNKNOWN_PARTITION_CODES)
+    right = f"Describe on topic {name}"
     return retry_query(
-        f"reading the ends of {name}", query, WATERMARKS_SECONDS, right, transient=moves, on_wait=on_wait
+        f"reading the ends of {name}", query, WATERMARKS_SECONDS, right, may_be_unknown=True, on_wait=on_wait
     )
 
 
@@ -183,12 +169,13 @@ def retry_query(
     query: Callable[[float], Answer],
     seconds: float,
     *rights: str,
-    transient: Sequence[int] = TRANSIENT_CODES,
+    may_be_unknown: bool = False,
     on_wait: Callable[[], None] = noop,
 ) -> Answer:
-    """The result of `query`, which is repeated while it raises KafkaException with one of the `transient` codes.
+    """The result of `query`, which is repeated while it raises KafkaException with a transient error.
 
     `query` takes the seconds that it may last; `seconds` bounds all attempts. `rights`: rights that the error names.
+    `may_be_unknown`: whether the query is also repeated while the broker does not know its topic or partition.
     `on_wait` is called between two attempts; an exception of `on_wait` ends them. Raises BusError.
     """
     deadline = time.monotonic() + seconds
@@ -197,8 +184,10 @@ def retry_query(
         try:
             return query(max(left_seconds, RETRY_SECONDS))  # a negative timeout would wait forever
         except KafkaException as error:
-            if error.args[0].code() not in transient or left_seconds < RETRY_SECONDS:
-                raise BusError(action, error.args[0], *rights) from error
+            cause: KafkaError = error.args[0]
+            repeats = is_transient(cause) or (may_be_unknown and cause.code() in UNKNOWN_PARTITION_CODES)
+            if not repeats or left_seconds < RETRY_SECONDS:
+                raise BusError(action, cause, *rights) from error
         # Outside of any exception handler: an exception that the client raises in a handler is never freed, nor are its
         # frames.
         on_wait()

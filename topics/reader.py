@@ -30,12 +30,11 @@ from rose.schemas.record import Record
 from rose.schemas.wire import decode
 from rose.topics import counts
 from rose.topics.catalog import LOG_GROUP, Topic
-from rose.topics.errors import AUTHORIZATION_CODES, UNAVAILABLE_CODES, BusError
+from rose.topics.errors import AUTHORIZATION_CODES, UNKNOWN_PARTITION_CODES, BusError, is_transient
 from rose.topics.local_broker.idle_consumer import IdleConsumer
 from rose.topics.queries import (
     COORDINATOR_SECONDS,
     EARLIEST,
-    UNKNOWN_PARTITION_CODES,
     WATERMARKS_ATTEMPT_SECONDS,
     WATERMARKS_SECONDS,
     all_watermarks_of,
@@ -378,7 +377,7 @@ class Reader:
                 return EndOfPartition(self._topics[name], message.partition(), message.offset())
             if error.code() in UNKNOWN_PARTITION_CODES:
                 raise missing_error(self._consumer, name or "?", message.partition())
-            if error.retriable() or error.code() in UNAVAILABLE_CODES:
+            if is_transient(error):
                 return None  # librdkafka reconnects by itself
             raise BusError(f"reading {name or 'the log'}", error, f"Read on topic {name}", self.right_to_group)
         topic, raw = self._topics[name], raw_of(message)

@@ -12,7 +12,6 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from rose.topics.admin import ADMIN_SECONDS, connect
-from rose.topics.catalog import RETENTION_SECONDS
 from rose.topics.errors import BusError
 from rose.topics.reader import Reader
 from rose.topics.records import Place
@@ -44,10 +43,8 @@ def lowest_committed(
     return lowest
 
 
-def delete_before(
-    settings: BusSettings, needed: Mapping[Place, int], *, keep_seconds: float = RETENTION_SECONDS, client_id: str
-) -> dict[Place, int]:
-    """Delete the records that are before the needed offset of their partition and older than `keep_seconds`.
+def delete_before(settings: BusSettings, needed: Mapping[Place, int], *, client_id: str) -> dict[Place, int]:
+    """Delete the records that are before the needed offset of their partition and older than their topic's retention.
 
     `needed`: the first offset that is still needed, by partition. Returns the new first offset of each partition from
     which records were deleted. Raises BrokerUnreachable, TopicMissing or BusError.
@@ -56,7 +53,9 @@ def delete_before(
     admin = connect(settings)
     now = min([time.time(), *_latest_timestamps(admin, settings, places)])
     with closing(Reader(settings, client_id)) as reader:
-        aged = reader.offsets_at(places, now - keep_seconds)
+        aged: dict[Place, int] = {}
+        for seconds, kept in _by_retention(settings, places).items():
+            aged |= reader.offsets_at(kept, now - seconds)
         begins = {place: low for place, (low, _) in reader.all_watermarks(places).items()}
     before = {place: min(offset, aged[place]) for place, offset in needed.items()}
     before = {place: offset for place, offset in before.items() if offset > begins[place]}
@@ -69,6 +68,16 @@ def delete_before(
                 right = f"Delete on topic {partition.topic}"
                 raise BusError("deleting what nobody needs any more", error.args[0], right) from error
     return before
+
+
+def _by_retention(settings: BusSettings, places: Sequence[Place]) -> dict[float, list[Place]]:
+    """The places whose records are kept for the same number of seconds."""
+    found: dict[float, list[Place]] = {}
+    for place in places:
+        setting = place[0].retention_setting
+        assert setting is not None, f"{place[0].name} is compacted"
+        found.setdefault(settings.retention.seconds_of(setting), []).append(place)
+    return found
 
 
 def _latest_timestamps(admin: AdminClient, settings: BusSettings, places: Sequence[Place]) -> list[float]:

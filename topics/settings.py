@@ -18,7 +18,7 @@ import structlog
 from confluent_kafka import KafkaError, KafkaException
 
 from rose.schemas.errors import UsageError
-from rose.topics.catalog import MAX_DEAD_LETTER_BYTES, MAX_MESSAGE_BYTES, Topic
+from rose.topics.catalog import DEFAULT_RETENTION, MAX_DEAD_LETTER_BYTES, MAX_MESSAGE_BYTES, Retention, Topic
 
 PREFIX = "rose."
 """Prefix of every topic, consumer group and transactional id, after the namespace, so one prefix serves an ACL."""
@@ -62,6 +62,8 @@ class BusSettings:
     embedded: bool = False
     """Whether the broker is the embedded one. It answers an empty fetch at once, so readers pause between fetches. It
     never evicts a member of a group, so members have static names, and a restarted member takes its former place."""
+    retention: Retention = DEFAULT_RETENTION
+    """How long records are kept."""
 
     @property
     def authenticated(self) -> bool:

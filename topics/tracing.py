@@ -72,8 +72,8 @@ class TraceSpan:
     begins: float
     ends: float
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
-    failure: str = ""
-    """Reason of the failure; empty if the span has not failed."""
+    failure: str | None = None
+    """Reason of the failure; None if the span has not failed."""
 
 
 def spans_of_written(record: Record, topic: str, now: float) -> Iterator[TraceSpan]:
@@ -184,7 +184,7 @@ def _execution_span(result: TurnResult, now: float) -> TraceSpan:
         begins=begins,
         ends=ends,
         attributes=attributes,
-        failure=result.reason if result.outcome is TurnOutcome.FAILED else "",
+        failure=result.reason if result.outcome is TurnOutcome.FAILED else None,
     )
 
 
@@ -212,7 +212,7 @@ def _trajectory_span(sample: Sample, now: float) -> TraceSpan:
         begins=min(begins, now),
         ends=now,
         attributes=attributes,
-        failure=sample.failure,
+        failure=sample.failure or None,
     )
 
 
@@ -285,7 +285,7 @@ class Exporter:
                 attributes=hop.attributes,
                 links=links,
                 kind=self._trace.SpanKind[hop.kind.value],
-                status=self._trace.Status(code, hop.failure or None),
+                status=self._trace.Status(code, hop.failure),
                 start_time=int(hop.begins * NANOSECONDS),
                 end_time=int(hop.ends * NANOSECONDS),
                 instrumentation_scope=self._scope,

@@ -19,6 +19,7 @@ Example:
     reader.reach_coordinator(place)))
 """
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,7 +30,8 @@ import structlog
 from confluent_kafka import KafkaError, KafkaException
 
 from rose.schemas.errors import RoseError
-from rose.topics.errors import BusError
+from rose.topics.backoff import Backoff
+from rose.topics.errors import BusError, is_transient
 from rose.topics.health import HEALTH
 from rose.topics.queries import noop
 from rose.topics.settings import TRANSACTION_MILLISECONDS
@@ -152,15 +154,7 @@ RETRY_SECONDS = 0.2
 """Pause before a refused call is repeated, and before the first repetition of a transaction."""
 
 MAX_RETRY_SECONDS = 5.0
-"""Longest pause before a transaction is repeated. Each pause is twice the pause before."""
-
-PERMANENT_REJECTIONS = (
-    KafkaError.MSG_SIZE_TOO_LARGE,
-    KafkaError.RECORD_LIST_TOO_LARGE,
-    KafkaError.INVALID_RECORD,
-    KafkaError.POLICY_VIOLATION,
-)
-"""Errors for a record that the broker would refuse again."""
+"""Longest pause before a transaction is repeated."""
 
 
 def in_time_slices(call: Callable[[float], object]) -> Callable[[float], bool]:
@@ -176,10 +170,8 @@ def in_time_slices(call: Callable[[float], object]) -> Callable[[float], bool]:
         try:
             call(seconds)
         except KafkaException as error:
-            error_code: KafkaError = error.args[0]
-            may_continue = error_code.retriable() or error_code.code() == KafkaError._TIMED_OUT
             now = time.monotonic()
-            if not may_continue or now > deadline:
+            if not is_transient(error.args[0]) or now > deadline:
                 raise
             time.sleep(
                 max(0.0, started_at + seconds - now)
@@ -201,8 +193,8 @@ def retry_until_accepted(call: Callable[[float], object]) -> None:
         try:
             call(deadline - time.monotonic())
         except KafkaException as error:
-            has_warned: KafkaError = error.args[0]
-            if not has_warned.retriable() or time.monotonic() + RETRY_SECONDS >= deadline:
+            refused: KafkaError = error.args[0]  # after a timeout, which is transient too, the call may have been done
+            if not refused.retriable() or time.monotonic() + RETRY_SECONDS >= deadline:
                 raise
         else:
             return
@@ -214,15 +206,16 @@ def retry_until_committed(transaction: Callable[[], None], was_aborted: Callable
 
     Raises BusError: the last failure, if it may be on the log or TRANSACTION_SECONDS are over.
     """
-    deadline, pause = time.monotonic() + TRANSACTION_SECONDS, RETRY_SECONDS
+    deadline = time.monotonic() + TRANSACTION_SECONDS
+    backoff = Backoff(RETRY_SECONDS, MAX_RETRY_SECONDS, reset_seconds=math.inf)
     while True:
         try:
             transaction()
         except BusError as error:
-            if time.monotonic() + pause > deadline or not was_aborted(error):
+            pause = backoff.failed(time.monotonic())
+            if backoff.until > deadline or not was_aborted(error):
                 raise
             structlog.get_logger("bus").warning("transaction_retried", reason=str(error), retry_seconds=pause)
         else:
             return
         time.sleep(pause)  # until leaders and coordinators have settled, which the broker does not report
-        pause = min(2 * pause, MAX_RETRY_SECONDS)

@@ -24,19 +24,18 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
 
 from rose.schemas.record import Record
-from rose.schemas.wire import encode, headers_of
+from rose.schemas.wire import EncodedRecord, encoded, headers_of
 from rose.topics import counts, tracing
 from rose.topics.admin import connect
 from rose.topics.catalog import PROMPTS, Topic
 from rose.topics.dead_letter_headers import to_dead_letter
-from rose.topics.errors import BusError
+from rose.topics.errors import REJECTED_RECORD_CODES, BusError
 from rose.topics.queries import noop, partition_count
 from rose.topics.reader import Reader
 from rose.topics.records import Envelope, InvalidMessage, Place, RawMessage
 from rose.topics.settings import BusSettings, new_client
 from rose.topics.transactions import (
     HUNG_CALL_LEAVING_SECONDS,
-    PERMANENT_REJECTIONS,
     CallWatchdog,
     HungCall,
     in_time_slices,
@@ -111,7 +110,7 @@ class Writer:
     def write(
         self,
         topic: Topic,
-        record: Record,
+        record: Record | EncodedRecord[Any],
         *,
         key: str,
         partition: int | None = None,
@@ -121,40 +120,16 @@ class Writer:
     ) -> None:
         """Write a record. `on_delivery(partition, offset)` is called from `poll` or `flush` once it is stored.
 
-        `partition`: the client's partitioner chooses it if None. `headers` are written in addition to the record's own.
-        Raises RecordError if readers would refuse the record, or BusError.
+        The bytes of an EncodedRecord are written as they are. `partition`: the client's partitioner chooses it if None.
+        `headers` are written in addition to the record's own. Raises RecordError if readers would refuse the record, or
+        BusError.
         """
-        self.write_encoded(
-            topic,
-            record,
-            encode(record),
-            key=key,
-            partition=partition,
-            trajectory_id=trajectory_id,
-            headers=headers,
-            on_delivery=on_delivery,
-        )
-
-    def write_encoded(
-        self,
-        topic: Topic,
-        record: Record,
-        value: bytes,
-        *,
-        key: str,
-        partition: int | None = None,
-        trajectory_id: str | None = None,
-        headers: Mapping[str, bytes] | None = None,
-        on_delivery: Callable[[int, int], None] | None = None,
-    ) -> None:
-        """`write` a record that is encoded already, so exactly the bytes that were signed or measured are sent."""
-        name, message_headers = (
-            self._settings.topic(topic),
-            [*headers_of(record, trajectory_id), *(headers or {}).items()],
-        )
+        ready = record if isinstance(record, EncodedRecord) else encoded(record)
+        name = self._settings.topic(topic)
+        message_headers = [*headers_of(ready.record, trajectory_id), *(headers or {}).items()]
         if tracing.exporter is not None and trajectory_id is not None:
-            tracing.exporter.on_written(record, name)
-        self._produce(name, key.encode(), value, partition, message_headers, on_delivery, counts.written(topic))
+            tracing.exporter.on_written(ready.record, name)
+        self._produce(name, key.encode(), ready.wire, partition, message_headers, on_delivery, counts.written(topic))
 
     def tombstone(
         self, topic: Topic, *, key: str, partition: int, on_delivery: Callable[[int, int], None] | None = None
@@ -247,7 +222,7 @@ class Writer:
 
     def _was_aborted(self, error: BusError) -> bool:
         """Abort the transaction that failed with this error; return whether it is certainly not on the log."""
-        if error.is_fenced or error.is_permanent or error.code in PERMANENT_REJECTIONS or error.outcome_unknown:
+        if error.is_fenced or error.is_permanent or error.code in REJECTED_RECORD_CODES or error.outcome_unknown:
             return False  # with an unknown outcome, a call of the transaction may still be running
         if self._settings.embedded or not self._still_needed():
             return False

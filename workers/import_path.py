@@ -29,10 +29,10 @@ class Registry:
     error: type[UsageError]
     """Raised for a name that leads to no usable class."""
 
-    def load(self, name: str, factory_error: Callable[[object], str]) -> Any:
+    def load(self, name: str, factory_error: Callable[[object], str | None]) -> Any:
         """Import the class, or other callable, that `name` leads to.
 
-        `factory_error` returns why the imported object cannot be used, or an empty string.
+        `factory_error` returns why the imported object cannot be used; None if it can.
 
         Raises the registry's `error`.
         """
@@ -61,8 +61,8 @@ class Registry:
         return f"use {', '.join(self.built_in)}, or package.module:Class of your own"
 
 
-def class_error(factory: object, *, methods: Sequence[str], arguments: int, unbound: str) -> str:
-    """Return why `factory` makes no object with these methods; an empty string if nothing speaks against it.
+def class_error(factory: object, *, methods: Sequence[str], arguments: int, unbound: str) -> str | None:
+    """Return why `factory` makes no object with these methods; None if it does.
 
     `arguments`: number of positional arguments that `factory` will be given. `unbound`: the sentence for a factory that
     does not take them, with `{error}` in place of Python's message.
@@ -78,20 +78,20 @@ def class_error(factory: object, *, methods: Sequence[str], arguments: int, unbo
         return "is a coroutine function: it must return the object at once"
     if error := binding_error(factory, arguments):
         return unbound.format(error=error)
-    return ""
+    return None
 
 
-def binding_error(function: Callable[..., Any], arguments: int) -> str:
-    """Return Python's message if `function` does not take this number of positional arguments, else an empty string."""
+def binding_error(function: Callable[..., Any], arguments: int) -> str | None:
+    """Return Python's message if `function` does not take this number of positional arguments, else None."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a function of native code has none
-        return ""
+        return None
     try:
         signature.bind(*[None] * arguments)
     except TypeError as error:
         return str(error)
-    return ""
+    return None
 
 
 def with_import_paths(paths: Iterable[Path]) -> list[str]:
@@ -100,15 +100,15 @@ def with_import_paths(paths: Iterable[Path]) -> list[str]:
     return [*(path for path in own if path not in sys.path), *sys.path]
 
 
-def _name_taken(*names: str) -> str:
-    """What to do about a user's module whose name another module had before; empty where there is none."""
+def _name_taken(*names: str) -> str | None:
+    """What to do about a user's module whose name another module had before; None if there is none."""
     for name in names:
         top = name.partition(".")[0]
         loaded = getattr(sys.modules.get(top), "__spec__", None)
         users = PathFinder.find_spec(top) if top else None
         if loaded and users and users.origin and loaded.origin and not _same(loaded.origin, users.origin):
             return f"{top} is taken by a module that Python or ROSE has loaded already: call {users.origin} otherwise"
-    return ""
+    return None
 
 
 def _same(file: str, other: str) -> bool:

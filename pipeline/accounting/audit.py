@@ -25,7 +25,6 @@ from rose.schemas.wire import decode
 from rose.topics.catalog import (
     DEAD_LETTER_SOURCES,
     GROUPS,
-    OUTCOME_RETENTION_SECONDS,
     OUTCOMES,
     PROGRESS,
     PROMPTS,
@@ -93,7 +92,7 @@ def _read(settings: BusSettings) -> LogAudit:
         ledger.on_dead_prompt(place)
     with closing(Reader(settings, CLIENT)) as reader:
         outcomes_from = reader.watermarks((OUTCOMES, 0))[0]
-    forgotten_before = time.time() - OUTCOME_RETENTION_SECONDS
+    forgotten_before = time.time() - settings.retention.outcomes
     counts = {topic: count for topic in DEAD_LETTER_SOURCES if (count := letters.count(topic))}
     audit = ledger.audit(outcomes_from=outcomes_from, forgotten_before=forgotten_before)
     return LogAudit(audit, oldest[0] if oldest else None, counts)

@@ -24,7 +24,7 @@ from rose.pipeline.process.terminal import print_line
 from rose.pipeline.replay.search import find_group
 from rose.schemas.errors import RecordError, UsageError
 from rose.schemas.partitioning import home_partition
-from rose.schemas.prompts import Prompt, untrainable_reason
+from rose.schemas.prompts import Prompt, sampling_error
 from rose.schemas.record import Record
 from rose.schemas.wire import SCHEMA_HEADER, decode, reject_duplicate_keys
 from rose.topics.acl import OPERATOR, VIEW, connect_as
@@ -156,7 +156,7 @@ def _check_prompt(settings: BusSettings, config: Config, prompt: Prompt) -> None
             f"group {prompt.group_id} would be refused again: the workers of this configuration run "
             f"{', '.join(config.environments)}, not {prompt.environment}"
         )
-    if reason := untrainable_reason(prompt.sampling):
+    if reason := sampling_error(prompt.sampling):
         raise DeadLetterRefused(f"group {prompt.group_id} would be refused again: {reason}")
     if find_group(settings, prompt.group_id).opened:
         raise DeadLetterRefused(

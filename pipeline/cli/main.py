@@ -6,12 +6,14 @@ Keeps true
   traceback.
 """
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from rose.pipeline.cli.command_groups import dlq, topics
 from rose.pipeline.config.field_docs import keep_docstring
 from rose.pipeline.config.options import Common, with_common
 from rose.pipeline.process.terminal import (
@@ -25,9 +27,6 @@ from rose.pipeline.process.terminal import (
 from rose.schemas.errors import RoseError, UsageError
 from rose.schemas.setting_bounds import MAX_FINISH_SECONDS
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as in shells."""
-
 MOST_NUMBER = 65_535
 """Largest number of a process of one kind."""
 
@@ -40,8 +39,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-dlq = typer.Typer(help="List dead letters, show one, send one back.", no_args_is_help=True)
-topics = typer.Typer(help="Create, describe and check the topics; print contracts and ACLs.", no_args_is_help=True)
 app.add_typer(topics, name="topics", rich_help_panel=LOOKING)
 app.add_typer(dlq, name="dlq", rich_help_panel=LOOKING)
 
@@ -60,6 +57,15 @@ def begin() -> None:
     dump_stacks_on_crash()
 
 
+def _check_text(text: str) -> str:
+    """Return the text. Raises UsageError for bytes that are not UTF-8, which Python decodes to surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError("--reason is not UTF-8 text: give it in UTF-8") from None
+    return text
+
+
 Worker = Annotated[
     str | None, typer.Option("--name", metavar="NAME", help="Unique name of the worker; default: the host's name.")
 ]
@@ -68,9 +74,8 @@ Without = Annotated[
     Path | None,
     typer.Option("--without", metavar="METRICS.jsonl", help="Leave out the groups that a run's metrics.jsonl names."),
 ]
-Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason, for people.")]
+Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason, for people.", callback=_check_text)]
 WorkerName = Annotated[str, typer.Argument(metavar="WORKER", help="Name of the worker, as in `rose status`.")]
-Place = Annotated[str, typer.Argument(metavar="PLACE", help="TOPIC/PARTITION/OFFSET, as in `rose dlq list`.")]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of tasks, sampling and training.")]
 
 
@@ -409,120 +414,6 @@ def show_config(common: Common) -> None:
     sys.stdout.write(without_secrets(resolved_toml(load(common), explained=True)))
 
 
-@dlq.command("list")
-@with_common
-def dlq_list(
-    common: Common,
-    topic: Annotated[
-        str | None, typer.Option("--topic", metavar="TOPIC", help="Only dead letters of this topic.")
-    ] = None,
-) -> None:
-    """List the dead letters, one a line: position, time, reason and key."""
-    from rose.pipeline.cli.dead_letters import list_dead_letters
-
-    list_dead_letters(common, topic)
-
-
-@dlq.command("show")
-@with_common
-def dlq_show(common: Common, place: Place) -> None:
-    """Show one dead letter with its headers and its content."""
-    from rose.pipeline.cli.dead_letters import show_dead_letter
-
-    show_dead_letter(common, place)
-
-
-@dlq.command("retry")
-@with_common
-def dlq_retry(
-    common: Common,
-    place: Place,
-    edit: Annotated[
-        Path | None, typer.Option("--edit", metavar="FILE", help="Send the content of this file instead.")
-    ] = None,
-    field: Annotated[
-        list[str] | None, typer.Option("--field", metavar="FIELD=VALUE", help="Set a field of the record. Repeatable.")
-    ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Send it even if it was sent back before.")] = False,
-) -> None:
-    """Send a dead letter back to its topic, corrected or unchanged."""
-    from rose.pipeline.cli.dead_letters import retry_dead_letter
-
-    retry_dead_letter(common, place, edit, field, again=again)
-
-
-@topics.command("create")
-@with_common
-def topics_create(common: Common) -> None:
-    """Create missing topics, and add missing inboxes."""
-    from rose.pipeline.cli.topics import create_catalog
-
-    create_catalog(common)
-
-
-@topics.command("describe")
-@with_common
-def topics_describe(common: Common) -> None:
-    """Show the topics as they are on the broker."""
-    from rose.pipeline.cli.topics import describe_catalog
-
-    describe_catalog(common)
-
-
-@topics.command("check")
-@with_common
-def topics_check(common: Common) -> None:
-    """Compare the broker with the catalog. Exit status 1 if they differ."""
-    from rose.pipeline.cli.topics import check_catalog
-
-    check_catalog(common)
-
-
-@topics.command("asyncapi")
-@with_common
-def topics_asyncapi(common: Common) -> None:
-    """Print the AsyncAPI document of all topics and records, for this namespace and these partitions."""
-    from rose.pipeline.asyncapi import print_asyncapi
-
-    print_asyncapi(common)
-
-
-@topics.command("prompt-schema")
-@keep_docstring
-def topics_prompt_schema() -> None:
-    """Print the JSON Schema of a prompt in JSON."""
-    from rose.pipeline.asyncapi import print_prompt_schema
-
-    print_prompt_schema()
-
-
-@topics.command("acl")
-@with_common
-def topics_acl(
-    common: Common,
-    role: Annotated[
-        str,
-        typer.Option(
-            "--role",
-            metavar="ROLE",
-            help="environment, router, control, executor (also lenders), trainer, producer, view, operator or admin.",
-        ),
-    ],
-    principal: Annotated[
-        str | None,
-        typer.Option("--principal", metavar="TYPE:NAME", help="Principal of the ACLs; default: User:rose-ROLE."),
-    ] = None,
-    strimzi: Annotated[
-        str | None,
-        typer.Option("--strimzi", metavar="CLUSTER", help="Print a KafkaUser of this Strimzi cluster instead."),
-    ] = None,
-) -> None:
-    """Print the ACLs that a role needs, as options of kafka-acls.sh. Needs no broker."""
-    from rose.pipeline.cli.topics import print_acls
-
-    print_acls(common, role, principal, strimzi)
-
-
 def main() -> None:
     """Run the command; this is the console script."""
     repair_streams()
@@ -540,7 +431,7 @@ def main() -> None:
         print_error(escape_control_chars(str(refused)))
         sys.exit(refused.exit_status)
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(128 + signal.SIGINT)  # as in shells
 
 
 if __name__ == "__main__":

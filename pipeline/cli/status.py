@@ -75,7 +75,7 @@ def show_status(common: Common, *, as_json: bool, waits: WaitNotice | None = Non
         raise RunUnhealthy(f"unwell: {unwell[0]}{more}")
 
 
-def unknown_parts(*, answered: bool, caught_up: bool, broker_error: str) -> Iterator[Finding]:
+def unknown_parts(*, answered: bool, caught_up: bool, broker_error: str | None) -> Iterator[Finding]:
     """Yield a finding for each part of the state that could not be read."""
     if not answered:
         why = f" ({broker_error})" if broker_error else ""
@@ -110,8 +110,8 @@ def _look(watch: RunFollower, waits: WaitNotice) -> None:
         watch.poll(READ_SECONDS)
 
 
-def _missing_facts(watch: RunFollower, looked: float) -> str:
-    """Return what the look still waits for; empty if it has seen enough."""
+def _missing_facts(watch: RunFollower, looked: float) -> str | None:
+    """Return what the look still waits for; None if it has seen enough."""
     if not watch.caught_up:
         return "reads the log to its end"
     if looked < LOOK_SECONDS and not watch.run_state.heard_from_all:
@@ -121,7 +121,7 @@ def _missing_facts(watch: RunFollower, looked: float) -> str:
     left = STALLED_SECONDS + READ_SECONDS - min(looked, watch.known_seconds)
     if left > 0 and _unhealthy(watch.facts()) != _unhealthy(watch.facts(later=left)):
         return f"looks on for {STALLED_SECONDS:g} s in all: something that could move does not"
-    return ""
+    return None
 
 
 def _unhealthy(facts: Facts) -> list[str]:

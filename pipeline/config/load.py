@@ -41,7 +41,7 @@ from rose.pipeline.routing.config import RouterConfig
 from rose.schemas.errors import UsageError
 from rose.schemas.prompts import ENVIRONMENT_CHARACTERS
 from rose.schemas.wire import reject_duplicate_keys
-from rose.topics.catalog import Partitions
+from rose.topics.catalog import Partitions, Retention
 from rose.topics.settings import PREFIX as NAMES
 from rose.topics.settings import BusSettings, check_required_settings, parse_properties
 from rose.workers.environments.config import EnvironmentConfig
@@ -173,6 +173,13 @@ class Config:
         )
 
     @property
+    def retention(self) -> Retention:
+        """How long the records of each topic are kept."""
+        topics = self.settings.topics
+        families = (each.name for each in dataclasses.fields(Retention))
+        return Retention(**{family: getattr(topics, f"{family}_retention_seconds") for family in families})
+
+    @property
     def environments(self) -> tuple[str, ...]:
         """Environment names that a prompt may use: built-in environments and those of the configuration."""
         return (*BUILT_IN, *self.settings.environment.environments)
@@ -201,7 +208,9 @@ class Config:
         broker = self.settings.broker
         if not broker.bootstrap_server:
             raise UsageError("no broker is named: give --bootstrap-server HOST:PORT, or --run NAME for that of a run")
-        return BusSettings(broker.bootstrap_server, broker.namespace, broker.properties, broker.embedded)
+        return BusSettings(
+            broker.bootstrap_server, broker.namespace, broker.properties, broker.embedded, self.retention
+        )
 
 
 def load(common: Common, *, resolved: bool = False) -> Config:

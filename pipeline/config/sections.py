@@ -6,7 +6,9 @@ from typing import Any
 
 from rose.schemas.errors import UsageError
 from rose.schemas.limits import MAX_GROUP_SIZE, MAX_TURNS
-from rose.schemas.setting_bounds import check_bounds, is_http_server
+from rose.schemas.setting_bounds import YEAR_SECONDS, check_bounds, is_http_server
+from rose.topics.catalog import DEFAULT_RETENTION
+from rose.topics.health import RESTART_WINDOW_SECONDS
 
 WARM_START = Path(__file__).parents[2] / "workers" / "models" / "calculator"
 """The small policy that comes with ROSE, pre-trained on noisy demonstrations of the calculator task."""
@@ -18,6 +20,21 @@ MOST_PARTITIONS = 65_536
 
 MOST_COPIES = 32_767
 """Maximum replication factor in Kafka's protocol."""
+
+MIN_RETENTION_SECONDS = 60.0
+MAX_RETENTION_SECONDS = 100 * YEAR_SECONDS
+
+MIN_OUTCOME_RETENTION_SECONDS = 3600.0
+"""A group whose outcomes are deleted counts as settled, so outcomes must outlast the training of their group."""
+
+MIN_WEIGHTS_RETENTION_SECONDS = 3600.0
+"""Chunks are written before their manifest; the largest anchor takes less time than this over any usable uplink."""
+
+MIN_DISPATCH_RETENTION_SECONDS = 600.0
+"""An executor that was paused, and a router that starts again, still find the turns that are under way."""
+
+MIN_HEARTBEAT_RETENTION_SECONDS = 2 * RESTART_WINDOW_SECONDS
+"""`rose status` counts the starts of roles in RESTART_WINDOW_SECONDS; the broker deletes whole segments."""
 
 MOST_PROCESSES = 4_096
 """Maximum number of processes of one kind on one machine."""
@@ -52,7 +69,7 @@ class BrokerSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicsSection:
-    """Partitions and replication of the topics."""
+    """Partitions, replication and retention of the topics."""
 
     home_partitions: int = 8
     """Partitions of prompts, requests, results and snapshots; at least one for each environment worker."""
@@ -68,6 +85,22 @@ class TopicsSection:
     routers are spares. Use one cell for each few hundred executors."""
     replication_factor: int = 1
     """Copies of every partition; use 3 on a cluster that must survive the loss of a broker."""
+    prompts_retention_seconds: float = DEFAULT_RETENTION.prompts
+    """Prompts of this age are deleted once their group is opened or refused."""
+    turns_retention_seconds: float = DEFAULT_RETENTION.turns
+    """Turn requests and results of this age are deleted once no live trajectory needs them."""
+    samples_retention_seconds: float = DEFAULT_RETENTION.samples
+    """Samples of this age are deleted once every trainer has settled them."""
+    outcomes_retention_seconds: float = DEFAULT_RETENTION.outcomes
+    """Outcomes, and the records of settled groups, are deleted at this age (`retention.ms`)."""
+    weights_retention_seconds: float = DEFAULT_RETENTION.weights
+    """Weight chunks of this age are deleted once no version on the log needs them."""
+    dispatches_retention_seconds: float = DEFAULT_RETENTION.dispatches
+    """Dispatched turns are deleted at this age (`retention.ms`)."""
+    heartbeats_retention_seconds: float = DEFAULT_RETENTION.heartbeats
+    """Heartbeats, summaries of cells and starts of roles are deleted at this age (`retention.ms`)."""
+    dead_letters_retention_seconds: float = DEFAULT_RETENTION.dead_letters
+    """Dead letters are deleted at this age (`retention.ms`)."""
 
     def __post_init__(self) -> None:
         check_bounds(
@@ -79,8 +112,33 @@ class TopicsSection:
                 "chunk_partitions": (1, MOST_PARTITIONS),
                 "cells": (1, MOST_PARTITIONS),
                 "replication_factor": (1, MOST_COPIES),
+                "prompts_retention_seconds": (MIN_RETENTION_SECONDS, MAX_RETENTION_SECONDS),
+                "turns_retention_seconds": (MIN_RETENTION_SECONDS, MAX_RETENTION_SECONDS),
+                "samples_retention_seconds": (MIN_RETENTION_SECONDS, MAX_RETENTION_SECONDS),
+                "outcomes_retention_seconds": (MIN_OUTCOME_RETENTION_SECONDS, MAX_RETENTION_SECONDS),
+                "weights_retention_seconds": (MIN_WEIGHTS_RETENTION_SECONDS, MAX_RETENTION_SECONDS),
+                "dispatches_retention_seconds": (MIN_DISPATCH_RETENTION_SECONDS, MAX_RETENTION_SECONDS),
+                "heartbeats_retention_seconds": (MIN_HEARTBEAT_RETENTION_SECONDS, MAX_RETENTION_SECONDS),
+                "dead_letters_retention_seconds": (MIN_RETENTION_SECONDS, MAX_RETENTION_SECONDS),
             },
         )
+        reasons = {
+            "outcomes": "a trainer or environment worker that starts again would take what is settled for unsettled",
+            "dead_letters": "a role that starts again would refuse the same message a second time",
+        }
+        for later, earlier in (
+            ("outcomes", "prompts"),
+            ("outcomes", "samples"),
+            ("dead_letters", "prompts"),
+            ("dead_letters", "turns"),
+            ("dead_letters", "samples"),
+        ):
+            kept, needed = (getattr(self, f"{family}_retention_seconds") for family in (later, earlier))
+            if kept < needed:
+                raise ValueError(
+                    f"{later}_retention_seconds ({kept:.12g}) must not be less than {earlier}_retention_seconds "
+                    f"({needed:.12g}): {reasons[later]}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ Example, margin 2 s
 import math
 from collections import Counter
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rose.pipeline.control.config import ControlConfig
@@ -51,6 +51,7 @@ from rose.pipeline.control.rebalancing import FORGET_SECONDS, CellCrew, Rebalanc
 from rose.schemas.cells import CellSummary, ExecutorLine
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import ExecutorState
+from rose.topics.backoff import Backoff
 
 GRACE_SECONDS = 2.0
 """How much later than here a lease may end at its lender, because a grant takes time to arrive."""
@@ -58,8 +59,7 @@ GRACE_SECONDS = 2.0
 HOLD_SECONDS = 60.0
 """How long a lender stays parked after its first failure. Each further failure doubles the time."""
 
-MAX_FAILURES = 6
-"""Failures after which the hold time does not grow any more."""
+LONGEST_HOLD_SECONDS = 32 * HOLD_SECONDS
 
 USER_REQUESTS_WEIGHT = 0.1
 """Weight of the newest summary in a worker's mean number of user requests."""
@@ -102,10 +102,10 @@ class Lender:
     """Since when a worker that shall lend is closed and holds no turns in every summary."""
     idle_since: float | None = None
     """Since when a worker that lends is not needed."""
-    failures: int = 0
-    """Failures in a row. A wake after which the worker opens resets them."""
-    parked_until: float = 0.0
-    """Time before which it is not woken after a failure."""
+    backoff: Backoff = field(
+        default_factory=lambda: Backoff(HOLD_SECONDS, LONGEST_HOLD_SECONDS, reset_seconds=math.inf)
+    )
+    """Failures to lend. It is not woken before the wait ends. A wake after which the worker opens counts as success."""
     user_requests: float = 0.0
     """Running mean of the requests of its own users, running and waiting."""
 
@@ -130,11 +130,6 @@ class Lender:
             self.closed_since = None
         elif self.closed_since is None or after_gap:
             self.closed_since = now
-
-    def give_up(self, now: float) -> None:
-        """Count a failure and set `parked_until`. Parks nothing by itself."""
-        self.failures = min(self.failures + 1, MAX_FAILURES)
-        self.parked_until = now + HOLD_SECONDS * 2 ** (self.failures - 1)
 
     def decide(self, lends: bool, reason: str, now: float) -> None:
         """Set whether the worker shall lend, and reset what was measured under the previous decision."""
@@ -306,7 +301,8 @@ class ElasticityCore:
             self.estimates.wake.add(line.worker, now - lender.woken_at)
         if line.open and lender.guest_built_at is not None:
             self.estimates.catch_up.add(line.worker, now - lender.guest_built_at)
-            lender.woken_at, lender.failures = None, 0
+            lender.woken_at = None
+            lender.backoff.succeeded()
 
     def _forget(self, now: float) -> None:
         gone = [name for name, lender in self.lenders.items() if now - lender.heard_at >= FORGET_SECONDS]
@@ -328,7 +324,7 @@ class ElasticityCore:
         elif lender.lends and lender.absent_since is not None:
             patience = max(MIN_PATIENCE_SECONDS, 4 * self._opening_delay(name, lender, lender.absent_since))
             if now - lender.absent_since >= patience:
-                lender.give_up(now)
+                lender.backoff.failed(now)
                 cause = "has taken no turns for" if lender.woken_at is None else "did not come in"
                 self._park(lender, f"it {cause} {patience:.0f} s; it is {lender.line.state.value}", now)
 
@@ -407,7 +403,7 @@ class ElasticityCore:
         forecast, woken = CompletionForecast(shares.values()), list[Lender]()
         finish_without = finish_seconds(shares.values(), turns)
         for name, lender in sorted(self._lenders_of(number, now), key=lambda each: (each[1].user_requests, each[0])):
-            rested = now - lender.since >= self.config.dwell_seconds and now >= lender.parked_until
+            rested = now - lender.since >= self.config.dwell_seconds and now >= lender.backoff.until
             if lender.lends or not rested or lender.line.serving_waiting:
                 continue
             share = WorkShare(self._opening_delay(name, lender, now), self.estimates.turns_per_second(name))
@@ -464,7 +460,7 @@ class ElasticityCore:
         lender = self.lenders.get(line.worker) if line.serving and line.by_grant else None
         if lender is None or lender.lends:
             return line.open and line.worker in shares
-        may_be_woken = may_wake and now >= lender.parked_until and not line.serving_waiting
+        may_be_woken = may_wake and now >= lender.backoff.until and not line.serving_waiting
         return lender.lends is False and may_be_woken and self.is_managed(line.worker, now)
 
     def _lenders_of(self, number: int, now: float) -> Iterable[tuple[str, Lender]]:

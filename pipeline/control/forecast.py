@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
+from rose.pipeline.running_mean import RunningMean
 from rose.schemas.cells import ExecutorLine
 
 WEIGHT = 0.2
@@ -109,19 +110,6 @@ class RemainingCapacity:
         return (IDLE, line.held_turns) if share is None else (share, line.load_seconds * share.rate)
 
 
-@dataclass(slots=True)
-class RunningMean:
-    """A running mean that begins with an assumed value, which the first measurement replaces."""
-
-    value: float
-    count: int = 0
-
-    def add(self, value: float) -> None:
-        """Add a value; newer values weigh more."""
-        self.count += 1
-        self.value += max(WEIGHT, 1.0 / self.count) * (value - self.value)
-
-
 class Rates(NamedTuple):
     """Speed of a worker."""
 
@@ -149,24 +137,24 @@ class DelayEstimate:
     def add(self, worker: str, seconds: float) -> None:
         """Add a delay of a worker, in seconds."""
         self.fleet.add(seconds)
-        self.workers.setdefault(worker, RunningMean(seconds)).add(seconds)
+        self.workers.setdefault(worker, RunningMean(seconds, WEIGHT)).add(seconds)
 
 
 class WorkerEstimates:
     """Online estimates of the delays and rates of workers, and of the length of waiting turns."""
 
     def __init__(self) -> None:
-        self.wake = DelayEstimate(RunningMean(15.0))
+        self.wake = DelayEstimate(RunningMean(15.0, WEIGHT))
         """Seconds from the wake until the lender has a guest."""
-        self.catch_up = DelayEstimate(RunningMean(5.0))
+        self.catch_up = DelayEstimate(RunningMean(5.0, WEIGHT))
         """Seconds from then until the guest has the weights and may be sent turns."""
         self._rates: dict[str, tuple[bool, Rates]] = {}
         """Whether a worker serves, and its rates when it was last open; by worker."""
         self._fleet_rates: Rates | None = None
         """Cached result of `_typical_rates`; None after a change."""
-        self._prefill_tokens = RunningMean(1000.0)
+        self._prefill_tokens = RunningMean(1000.0, WEIGHT)
         """Prefill tokens of a waiting turn."""
-        self._new_tokens = RunningMean(100.0)
+        self._new_tokens = RunningMean(100.0, WEIGHT)
         """Expected new tokens of a waiting turn."""
 
     def on_open(self, line: ExecutorLine) -> None:

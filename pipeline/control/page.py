@@ -88,7 +88,7 @@ def _lender(core: ElasticityCore, name: str, lender: Lender, now: float) -> Stat
         "load_seconds": round(line.load_seconds, 1),
         "lag_versions": line.lag_versions,
         "users": round(lender.user_requests, 2),
-        "failures": lender.failures,
+        "failures": lender.backoff.failures,
     }
 
 

@@ -248,12 +248,14 @@ class Rebalancer:
                 return worker.unread_move
         return None
 
-    def _return_reason(self, name: str, worker: TrackedWorker, crews: Mapping[int, CellCrew], now: float) -> str:
-        """The reason why a worker on its way has to stay; empty if it may go on."""
+    def _return_reason(self, name: str, worker: TrackedWorker, crews: Mapping[int, CellCrew], now: float) -> str | None:
+        """The reason why a worker on its way has to stay; None if it may go on."""
         crew = crews.get(worker.cell)
         if crew is not None and name in crew.movable and crew.movable[name].open and not crew.can_do_without(name):
             return f"cell {worker.cell} has work and nobody else by now"
-        return f"it has not gone for {MAX_MOVE_SECONDS:.0f} s" if now - worker.target_since >= MAX_MOVE_SECONDS else ""
+        if now - worker.target_since >= MAX_MOVE_SECONDS:
+            return f"it has not gone for {MAX_MOVE_SECONDS:.0f} s"
+        return None
 
     def _needed_move(self, number: int, crews: Mapping[int, CellCrew], now: float) -> Move | None:
         """The worthwhile move to a cell, from the cell that needs the worker least; None if there is none."""

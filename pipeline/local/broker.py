@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,7 +109,8 @@ def kafka_home(config: Config) -> Path | None:
 
 
 def _settings(config: Config, broker: "Broker") -> BusSettings:
-    return broker.settings(config.settings.broker.namespace, config.settings.broker.properties)
+    settings = broker.settings(config.settings.broker.namespace, config.settings.broker.properties)
+    return replace(settings, retention=config.retention)
 
 
 def _is_own(config: Config) -> bool:

@@ -20,7 +20,7 @@ import msgspec
 from rose.schemas.errors import RecordError, UsageError
 from rose.schemas.partitioning import home_partition
 from rose.schemas.progress import Group, GroupState
-from rose.schemas.prompts import Prompt, untrainable_reason
+from rose.schemas.prompts import Prompt, sampling_error
 from rose.schemas.wire import encode, parse_prompt_json
 from rose.topics.catalog import GROUPS, PROMPTS
 from rose.topics.dead_letters import dead_lettered_places
@@ -121,7 +121,7 @@ def read_prompts(path: Path, environments: Collection[str], *, without: Path | N
         content = path.read_bytes()
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
-    if foreign := _not_jsonl(content):
+    if foreign := _format_error(content):
         raise UsageError(f"{path} {foreign}; nothing was sent")
     lines = content.splitlines()
     prompts: dict[str, Prompt] = {}
@@ -139,7 +139,7 @@ def read_prompts(path: Path, environments: Collection[str], *, without: Path | N
                     f"unknown environment {prompt.environment!r}: the workers run {', '.join(environments)}; "
                     "name your own in environment.environments"
                 )
-            if reason := untrainable_reason(prompt.sampling):
+            if reason := sampling_error(prompt.sampling):
                 raise UsageError(reason)
         except (UsageError, RecordError) as error:
             bad.append((number, str(error)))
@@ -254,8 +254,8 @@ def _digest(prompt: Prompt) -> str:
     return hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
-def _not_jsonl(content: bytes) -> str:
-    """Return what kind of file this is and how to convert it; empty if it may be JSON lines in UTF-8."""
+def _format_error(content: bytes) -> str | None:
+    """Return what kind of file this is and how to convert it; None if it may be JSON lines in UTF-8."""
     for magic, (name, tool) in PACKED.items():
         if content.startswith(magic):
             return f"is packed by {name}: unpack it first ({tool})"
@@ -263,7 +263,7 @@ def _not_jsonl(content: bytes) -> str:
         return "is text in UTF-16 or UTF-32: save it in UTF-8 (iconv -f UTF-16 -t UTF-8)"
     if content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         return "is a JSON array: write its prompts one a line, without commas between them (jq -c '.[]')"
-    return ""
+    return None
 
 
 def _prompt(line: bytes) -> Prompt:

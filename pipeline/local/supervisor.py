@@ -7,6 +7,7 @@ Keeps true
 - When the supervisor ends, its processes end: the kernel kills them if the supervisor cannot.
 """
 
+import math
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from time import monotonic
 
 from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
 from rose.schemas.errors import RoseError, UsageError
+from rose.topics.backoff import Backoff
 
 QUICK_SECONDS = 120.0
 """A crash is quick if the process ran for less. An engine takes ten seconds to start, a minute on a busy machine."""
@@ -36,25 +38,9 @@ class RoleFailed(RoseError):
     """A role cannot be kept running."""
 
 
-@dataclass(frozen=True, slots=True)
-class RestartPolicy:
-    """When a crashed process may start again. Pure.
-
-    Example: crashes after 3 s, 2 s, 130 s -> pauses of 0.5 s, 1 s, 0.5 s.
-    """
-
-    quick_crashes: int = 0
-
-    def on_crash(self, ran_seconds: float) -> "RestartPolicy":
-        """Return the policy after a crash of a process that ran for `ran_seconds`."""
-        return RestartPolicy(self.quick_crashes + 1 if ran_seconds < QUICK_SECONDS else 1)
-
-    @property
-    def pause_seconds(self) -> float | None:
-        """Pause until the restart; None: do not restart."""
-        if self.quick_crashes >= MOST_QUICK_CRASHES:
-            return None
-        return FIRST_PAUSE_SECONDS * 2.0 ** max(0, self.quick_crashes - 1)
+def restart_backoff() -> Backoff:
+    """The pauses before the restarts of a role: crashes after 3 s, 2 s, 130 s -> pauses of 0.5 s, 1 s, 0.5 s."""
+    return Backoff(FIRST_PAUSE_SECONDS, math.inf, reset_seconds=QUICK_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +68,8 @@ class _Supervised:
         self.role = role
         self.log = log
         self.process: ForkedProcess | None = None
-        self.restarts = RestartPolicy()
+        self.restarts = restart_backoff()
         self.started_at = 0.0
-        self.start_at = 0.0
         self._log_size_before: tuple[int, int] | None = None
 
     def start(self, fork_server: ForkServer, now: float) -> None:
@@ -138,7 +123,7 @@ class Supervisor:
         happened = []
         for each in self._supervised:
             if each.process is None:
-                if monotonic() >= each.start_at:
+                if monotonic() >= each.restarts.until:
                     each.start(self._fork_server, monotonic())
                     happened.append(f"{each.role.name} starts again")
             elif (status := each.process.poll()) is not None:
@@ -170,10 +155,8 @@ class Supervisor:
 
     def _on_crash(self, each: _Supervised, status: int) -> str:
         ended = f"was killed by signal {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        each.restarts = each.restarts.on_crash(monotonic() - each.started_at)
-        pause = each.restarts.pause_seconds
-        if status == UsageError.exit_status or pause is None:
-            often = "" if status == UsageError.exit_status else f", {each.restarts.quick_crashes} times in a row"
+        pause = each.restarts.failed(monotonic())
+        if status == UsageError.exit_status or each.restarts.failures >= MOST_QUICK_CRASHES:
+            often = "" if status == UsageError.exit_status else f", {each.restarts.failures} times in a row"
             raise RoleFailed(f"{each.role.name} {ended}{often}; the end of {each.log}:\n{each.last_lines()}")
-        each.start_at = monotonic() + pause
         return f"{each.role.name} {ended} and starts again in {pause:.1f} s; it said: {each.last_line()}"

@@ -165,8 +165,8 @@ class BrokerProbe:
         """The committed offset of each home's results at that time."""
         self._stamped: dict[Place, tuple[int, float]] = {}
         """The committed offset with the timestamp of the result there, for homes whose offset has not moved."""
-        self.last_error = ""
-        """Error of the last probe; empty if it succeeded."""
+        self.last_error: str | None = None
+        """Error of the last probe; None if it succeeded."""
 
     def probe(self) -> BrokerSnapshot | None:
         """Query everything once; None if the broker does not answer."""
@@ -189,7 +189,7 @@ class BrokerProbe:
             waiting = _count(unread) if few else lag_at
             results = {home: count for (topic, home), count in behind.items() if topic is COMPLETED and count}
             stamps = self._results_stamps(committed[ENVIRONMENT_GROUP], results)
-            self.last_error = ""
+            self.last_error = None
             return BrokerSnapshot(
                 at=monotonic(),
                 ends=ends,
@@ -330,8 +330,8 @@ class BrokerProbeThread:
         self._thread.start()
 
     @property
-    def last_error(self) -> str:
-        """Error of the last probe; empty if it succeeded."""
+    def last_error(self) -> str | None:
+        """Error of the last probe; None if it succeeded."""
         return self._probe.last_error
 
     def close(self) -> None:

@@ -110,8 +110,8 @@ class RunFollower:
         return self._looked_at - self._backlog.began if self._applied_snapshot is not None else 0.0
 
     @property
-    def broker_error(self) -> str:
-        """Error of the broker's last answer; empty if it succeeded."""
+    def broker_error(self) -> str | None:
+        """Error of the broker's last answer; None if it succeeded."""
         return self._probe.last_error
 
     @property

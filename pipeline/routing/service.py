@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from threading import Event
 
 import structlog
-from confluent_kafka import KafkaError
 
 from rose.pipeline.routing.cell_session import CellSession, RouterContext
 from rose.pipeline.routing.config import RouterConfig
@@ -25,6 +24,7 @@ from rose.topics.errors import BusError, TopicMissing
 from rose.topics.health import HEALTH
 from rose.topics.reader import Reader
 from rose.topics.records import Item
+from rose.topics.retry import RetryPolicy
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 
@@ -54,9 +54,6 @@ OWNERSHIP_WAIT_SECONDS = 0.2
 RETRY_SECONDS = 1.0
 """Pause after a transient error of the broker."""
 
-MISSING_TOPIC_SECONDS = 30.0
-"""How long a topic that was there may be missing before that is an error."""
-
 
 class RouterService:
     """One router process: serves the cells that it owns, or waits for one."""
@@ -76,8 +73,7 @@ class RouterService:
         """The served cells, as text for the health report."""
         self._positions_current = True
         """Whether the reader reads the positions of exactly these sessions, so that no record is skipped."""
-        self._last_success_at: float | None = None
-        """Monotonic time of the last complete round."""
+        self._retry_policy = RetryPolicy(RETRY_SECONDS, RETRY_SECONDS)
 
     @property
     def cells(self) -> int:
@@ -91,11 +87,11 @@ class RouterService:
                 try:
                     self.run_once()
                 except (BusError, TopicMissing) as error:
-                    self._raise_unless_transient(error)
+                    wait = self._retry_policy.on_error(error, time.monotonic())
                     self._log.warning("restarting", reason=str(error))
                     HEALTH.report_restart(f"trouble with the broker: {error}")
                     self._discard_sessions()
-                    stop.wait(RETRY_SECONDS)
+                    stop.wait(wait)
                     self._membership.rejoin()
             self._flush_and_commit()
         finally:
@@ -110,7 +106,7 @@ class RouterService:
             if self.sessions:
                 self._serve_once()
                 HEALTH.report(self._served_cells)
-                self._last_success_at = time.monotonic()
+                self._retry_policy.on_success()
             else:
                 HEALTH.report("waits for a cell, to serve it when no other router does")
         except OwnershipLost as loss:
@@ -180,14 +176,6 @@ class RouterService:
         if self._context is not None:
             self._context.close()
             self._context = None
-
-    def _raise_unless_transient(self, error: BusError | TopicMissing) -> None:
-        """Raise the error if it is permanent. A topic may be missing for a time while its leaders move."""
-        if isinstance(error, TopicMissing):
-            if self._last_success_at is None or time.monotonic() - self._last_success_at > MISSING_TOPIC_SECONDS:
-                raise error
-        elif error.is_permanent or error.code == KafkaError.FENCED_INSTANCE_ID:  # another router has the same name
-            raise error
 
 
 def _cells(ownerships: Iterable[CellOwnership]) -> str:

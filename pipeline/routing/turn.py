@@ -9,6 +9,7 @@ Keeps true
 
 import msgspec
 
+from rose.pipeline.running_mean import RunningMean
 from rose.schemas.arrays import count
 from rose.schemas.turns import Part, TurnKey, TurnRequest
 
@@ -26,27 +27,21 @@ class OutputLengths:
     """Running means, by turn number, of the fraction of `max_tokens` that turns of one environment generate."""
 
     def __init__(self) -> None:
-        self._fractions = [1.0] * TRACKED_TURNS
-        self._seen = [0] * TRACKED_TURNS
-        self._begins = 1.0
+        self._fractions = [RunningMean(1.0, LENGTH_WEIGHT) for _ in range(TRACKED_TURNS)]
+        self._newest = 1.0
         """Fraction that is expected of a turn number without a result: the mean of the newest result's turn number; 1
         before the first result."""
 
     def record(self, turn: int, tokens: int, max_tokens: int) -> None:
         """Add a result: turn number `turn` generated `tokens` tokens."""
-        if turn >= TRACKED_TURNS:
-            turn = TRACKED_TURNS - 1
-        seen = self._seen[turn] = self._seen[turn] + 1
-        fraction = self._fractions[turn]
-        weight = LENGTH_WEIGHT if seen * LENGTH_WEIGHT > 1.0 else 1.0 / seen
-        fraction += weight * ((tokens / max_tokens if tokens < max_tokens else 1.0) - fraction)
-        self._fractions[turn] = self._begins = fraction
+        fraction = self._fractions[turn if turn < TRACKED_TURNS else -1]
+        fraction.add(tokens / max_tokens if tokens < max_tokens else 1.0)
+        self._newest = fraction.value
 
     def expected(self, turn: int, max_tokens: int) -> float:
         """Expected tokens of a turn, between 1 and `max_tokens`."""
-        if turn >= TRACKED_TURNS:
-            turn = TRACKED_TURNS - 1
-        tokens = max_tokens * (self._fractions[turn] if self._seen[turn] else self._begins)
+        fraction = self._fractions[turn if turn < TRACKED_TURNS else -1]
+        tokens = max_tokens * (fraction.value if fraction.count else self._newest)
         return tokens if tokens > 1.0 else 1.0
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from deploy.generate import CHART, generated
 from rose.pipeline.cli.main import app
-from rose.topics.catalog import CATALOG
+from rose.topics.admin import expected_settings
+from rose.topics.catalog import CATALOG, Retention
 from tests.deploy.chart_fixtures import (
     GOLDEN,
     RELEASE,
@@ -192,6 +193,18 @@ def test_strimzi_has_every_topic_of_the_catalog_under_its_name() -> None:
     assert partitions["Team_A.rose.prompts.submitted.v1"] == 12
     assert partitions["Team_A.rose.turns.dispatched.v1"] == 32
     assert partitions["Team_A.rose.samples.outcomes.v1"] == 1
+
+
+@pytest.mark.long
+def test_strimzi_topics_have_the_retention_of_the_values() -> None:
+    kept = Retention(outcomes=4_000_000.0, heartbeats=300.0)
+    values = values_of("strimzi") | {
+        "config": {"topics": {"outcomes_retention_seconds": 4_000_000, "heartbeats_retention_seconds": 300}}
+    }
+    found = {each["spec"]["topicName"]: each for each in resources(rendered(values)) if each["kind"] == "KafkaTopic"}
+    for topic in CATALOG:
+        name = f"{values['kafka'].get('namespace', '')}{topic.name}"
+        assert found[name]["spec"]["config"] == expected_settings(topic, kept), topic.name
 
 
 def merged(into: Any, patch: Any) -> Any:

@@ -5,6 +5,7 @@ import random
 import shutil
 import subprocess
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from confluent_kafka import Producer
 from rose.schemas.errors import RecordError
 from rose.schemas.prompts import Prompt
 from rose.schemas.wire import encode
-from rose.topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS
+from rose.topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS, Retention
 from rose.topics.dead_letter_headers import MAX_REASON_CHARACTERS, MAX_VALUE_BYTES
 from rose.topics.dead_letters import dead_lettered_places, read_dead_letters
 from rose.topics.errors import TopicMissing
@@ -256,13 +257,12 @@ def test_what_is_needed_or_young_is_not_deleted(settings: BusSettings) -> None:
     def kept() -> list[int]:
         return [envelope.offset for envelope in read_to_end(settings, {(PROMPTS, 0): 0})]
 
-    assert delete_before(settings, {(PROMPTS, 0): 4, (PROMPTS, 1): 0}, keep_seconds=3600.0, client_id="test") == {}
+    assert delete_before(settings, {(PROMPTS, 0): 4, (PROMPTS, 1): 0}, client_id="test") == {}
     assert kept() == [0, 1, 2, 3, 4]
-    assert delete_before(settings, {(PROMPTS, 0): 3}, keep_seconds=-3600.0, client_id="test") == {(PROMPTS, 0): 3}
+    at_once = replace(settings, retention=Retention(prompts=-3600.0))
+    assert delete_before(at_once, {(PROMPTS, 0): 3}, client_id="test") == {(PROMPTS, 0): 3}
     assert kept() == [3, 4]
-    assert delete_before(settings, {(PROMPTS, 0): 2}, keep_seconds=-3600.0, client_id="test") == {}, (
-        "it never goes back"
-    )
+    assert delete_before(at_once, {(PROMPTS, 0): 2}, client_id="test") == {}, "it never goes back"
 
 
 def test_reading_back_tells_what_is_spoiled_and_lets_its_caller_live(settings: BusSettings) -> None:

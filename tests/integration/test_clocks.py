@@ -3,6 +3,7 @@ time.
 """
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from confluent_kafka.admin import NewTopic
 from rose.schemas.wire import encode
 from rose.topics import retention
 from rose.topics.admin import connect, create_topics, expected_settings, find_drift
-from rose.topics.catalog import CATALOG, PROMPTS, SAMPLES
+from rose.topics.catalog import CATALOG, PROMPTS, SAMPLES, Retention
 from rose.topics.settings import BusSettings
 from tests.golden.examples import PROMPT
 from tests.support.brokers import AnyBroker
@@ -52,7 +53,9 @@ def test_whoever_deletes_what_is_old_deletes_nothing_young_though_its_clock_is_a
     put(settings, [encode(PROMPT)] * 3)
     monkeypatch.setattr(retention, "time", SimpleNamespace(time=lambda: time.time() + 400 * DAY_SECONDS))
     assert retention.delete_before(settings, {place: 3}, client_id="test") == {}
-    assert retention.delete_before(settings, {place: 2}, keep_seconds=-1.0, client_id="test") == {place: 2}
+    assert retention.delete_before(
+        replace(settings, retention=Retention(prompts=-1.0)), {place: 2}, client_id="test"
+    ) == {place: 2}
 
 
 def test_a_topic_that_is_stamped_by_its_writers_differs_from_the_catalog(broker: AnyBroker, namespace: str) -> None:
@@ -71,7 +74,11 @@ def test_a_topic_that_is_stamped_by_its_writers_differs_from_the_catalog(broker:
 
 def _make_stamped_by_writers(settings: BusSettings) -> None:
     """As 0.2.0 made it."""
-    config = {name: value for name, value in expected_settings(SAMPLES).items() if name != "message.timestamp.type"}
+    config = {
+        name: value
+        for name, value in expected_settings(SAMPLES, settings.retention).items()
+        if name != "message.timestamp.type"
+    }
     topic = NewTopic(settings.topic(SAMPLES), num_partitions=1, replication_factor=1, config=config)
     admin = connect(settings)  # to be held while it is asked
     for made in admin.create_topics([topic]).values():

@@ -3,7 +3,7 @@
 import pytest
 
 from rose.topics.admin import _replica_warnings, _retention_warnings, create_topics, durability_warnings
-from rose.topics.catalog import CATALOG, Partitions
+from rose.topics.catalog import CATALOG, DEFAULT_RETENTION, Partitions
 from tests.support.brokers import KAFKA, AnyBroker
 
 
@@ -33,7 +33,7 @@ def test_missing_copies_are_told_once_for_all_topics_alike(broker: AnyBroker, na
 def test_a_broker_that_forgets_offsets_or_ends_transactions_too_soon_is_told(
     broker: dict[str, str], words: list[str]
 ) -> None:
-    told = "\n".join(_retention_warnings(broker))
+    told = "\n".join(_retention_warnings(broker, DEFAULT_RETENTION))
     assert bool(told) == bool(words)
     assert all(word in told for word in words)
 

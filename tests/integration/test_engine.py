@@ -135,7 +135,7 @@ def test_on_policy_the_trainer_weighs_what_the_engine_drew_at_one(rig: Rig, temp
             one.add(done[str(number)], sampling, observed=contexts_of(rng, 3))
     for each in drawn:
         made = each.sample()
-        assert sample_error(made, vocabulary=VOCABULARY, context_tokens=MAX_MODEL_LEN) == ""
+        assert sample_error(made, vocabulary=VOCABULARY, context_tokens=MAX_MODEL_LEN) is None
         weighed = TrainingSample.of(made)
         with torch.no_grad():
             row = torch.tensor([weighed.tokens])

@@ -118,7 +118,7 @@ def test_versions_of_all_parts_are_told_and_a_new_one_finds_no_prefix(rigs: list
     for rig in rigs:
         rig.swap()
     whole, finished = go_on(rigs[0], begun)
-    assert whole.begun is not None and whole.begun.validation_error == ""
+    assert whole.begun is not None and whole.begun.validation_error is None
     assert [(span.start, span.end, span.version) for span in whole.begun.spans] == [
         (0, 12, version),
         (12, MOST_TOKENS, version + 1),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from rose.schemas.prompts import Sampling
 from rose.schemas.samples import Sample
 from rose.schemas.wire import encode
 from rose.topics.admin import connect
-from rose.topics.catalog import COMPLETED, ENVIRONMENT_GROUP, PROMPTS, REQUESTED, Topic
+from rose.topics.catalog import COMPLETED, ENVIRONMENT_GROUP, PROMPTS, REQUESTED, Retention, Topic
 from rose.topics.dead_letters import read_dead_letters
 from rose.topics.reader import Reader
 from rose.topics.settings import BusSettings
@@ -270,7 +271,7 @@ def test_recovery_reads_what_is_live_and_nothing_is_deleted_that_it_needs(
         recovered(settings, home, meanwhile=abandon)
     held = before.homes[home]
     requests, results = held.needed(before.request_ends[home])
-    sweeper = LogCleaner(settings, "test", keep_seconds=-3600.0)
+    sweeper = LogCleaner(replace(settings, retention=Retention(prompts=-3600.0, turns=-3600.0)), "test")
     needed = {(REQUESTED, home): requests, (COMPLETED, home): results, (PROMPTS, home): before.begins[PROMPTS, home]}
     sweeper.sweep(needed)
     sweeper.join()

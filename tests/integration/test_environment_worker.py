@@ -4,6 +4,7 @@ import itertools
 import random
 import threading
 import time
+from collections import Counter
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -11,25 +12,28 @@ import msgspec
 import pytest
 from confluent_kafka import OFFSET_BEGINNING
 
+from rose.schemas import wire
 from rose.schemas.arrays import pack_tokens, unpack_tokens
 from rose.schemas.errors import UsageError
 from rose.schemas.partitioning import home_partition
-from rose.schemas.progress import GroupState
+from rose.schemas.progress import EnvSnapshot, Group, GroupState, TrajectoryProgress
 from rose.schemas.prompts import Prompt, PromptSampling
+from rose.schemas.record import Record
 from rose.schemas.samples import Sample
 from rose.schemas.turns import Refusal, TurnOutcome, TurnRequest, TurnResult
+from rose.schemas.wire import encode
 from rose.topics.catalog import COMPLETED, ENVIRONMENT_GROUP, ENVIRONMENT_TRANSACTIONAL_PREFIX, PROMPTS
 from rose.topics.errors import BrokerUnreachable, BusError
 from rose.topics.log_reader import await_transactions, read_to_end
 from rose.topics.reader import Reader
-from rose.topics.records import InvalidMessage, RawMessage
+from rose.topics.records import Envelope, InvalidMessage, RawMessage
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 from rose.workers.environments import metrics
 from rose.workers.environments.config import EnvironmentConfig
-from rose.workers.environments.home import Home
+from rose.workers.environments.home import Home, ResetResult
 from rose.workers.environments.main import run_environment_worker
-from rose.workers.environments.outbox import Outbox
+from rose.workers.environments.outbox import PendingTransition, fence
 from tests.support.brokers import EMBEDDED, AnyBroker, any_broker, kafka_first
 from tests.support.environment_worker_fixtures import (
     GROUPS,
@@ -52,7 +56,7 @@ from tests.support.scripted_executors import (
     results_of,
     worker_process,
 )
-from tests.support.trajectory_fixtures import RULES
+from tests.support.trajectory_fixtures import RULES, live, result_of, stepped
 
 MOODY = '''
 import asyncio
@@ -129,11 +133,10 @@ def test_a_writer_that_is_fenced_is_made_anew_and_nothing_is_lost(
 def test_what_is_aborted_and_decided_again_is_counted_once(executors: ScriptedExecutors) -> None:
     settings, refused = executors.settings, "rose_environment_prompts_refused_total"
     with closing(Reader(settings, "w0", group=ENVIRONMENT_GROUP)) as reader:
-        outbox = Outbox(settings, "w0", reader, rules=RULES, clock=time.time)
         begun = metrics.ENVIRONMENT.get_sample_value(refused)
         assert begun is not None
         for fenced in (True, False):
-            outbox.fence()
+            outbox = fence(settings, "w0", reader, rules=RULES, clock=time.time)
             outbox.on_recovered({(PROMPTS, 0): 0, (COMPLETED, 0): 0}, {0: 0})
             home = Home(0, homes=PARTITIONS.home)
             home.on_prompt(InvalidMessage(PROMPTS, 0, 0, RawMessage(None, b"none", ()), "it is none"))
@@ -146,6 +149,34 @@ def test_what_is_aborted_and_decided_again_is_counted_once(executors: ScriptedEx
             else:
                 outbox.commit({0: home}, [])
         assert metrics.ENVIRONMENT.get_sample_value(refused) == begun + 1
+
+
+def test_a_record_that_is_written_was_encoded_once(
+    executors: ScriptedExecutors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, encoded = executors.settings, Counter[type[Record]]()
+
+    def count_encode(record: Record) -> bytes:
+        encoded[type(record)] += 1
+        return encode(record)
+
+    monkeypatch.setattr(wire, "encode", count_encode)
+    with closing(Reader(settings, "w0", group=ENVIRONMENT_GROUP)) as reader:
+        outbox = fence(settings, "w0", reader, rules=RULES, clock=time.time)
+        outbox.on_recovered({(PROMPTS, 0): 0, (COMPLETED, 0): 0}, {0: 0})
+        home, prompt = Home(0, homes=1), prompt_of(0)
+        home.on_prompt(Envelope(prompt, PROMPTS, 0, 0, prompt.group_id, 0.0, RawMessage(None, encode(prompt))))
+        decision = home.decide(has_room=True, outcomes_from=0)
+        assert decision is not None
+        begun = ResetResult(pack_tokens([5, 6]), b"start")
+        decision.awaited, decision.reset_results = 0, dict.fromkeys(range(SIZE), begun)
+        outbox.commit({0: home}, [])
+        assert encoded == {Group: 1, EnvSnapshot: SIZE, TurnRequest: SIZE, TrajectoryProgress: SIZE}
+        encoded.clear()
+        trajectory = next(iter(home.trajectories.values()))
+        written = live(trajectory, result_of(trajectory), stepped(done=True))
+        outbox.commit({0: home}, [PendingTransition(home, trajectory.trajectory_id, written, None)])
+        assert encoded == {Sample: 1}
 
 
 @kafka_first

@@ -58,6 +58,7 @@ from rose.topics.catalog import (
     SUMMARIES,
     TRAINER_PREFIX,
     Partitions,
+    Retention,
     Topic,
 )
 from rose.topics.dead_letters import read_dead_letters, resend
@@ -122,6 +123,8 @@ page_port = 0
 [serving]
 environment = {{ {", ".join(f'{name} = "{value}"' for name, value in SERVING.items())} }}
 """
+
+NOTHING_KEPT = Retention(prompts=0.0, turns=0.0, samples=0.0, weights=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -276,11 +279,11 @@ def do_what_is_seldom(users: Users) -> None:
         letter = next(each for each in read_dead_letters(operator, topic) if each.partition >= 0)
         resend(operator, letter, letter.raw, partition=letter.partition)
     environment, trainer = users.settings(ENVIRONMENT), users.settings(TRAINER)
-    sweeper = LogCleaner(environment, "environment-0", keep_seconds=0.0)
+    sweeper = LogCleaner(replace(environment, retention=NOTHING_KEPT), "environment-0")
     sweeper.sweep(ends(environment, PROMPTS, REQUESTED, COMPLETED))
     sweeper.join()
     lowest_committed(trainer, TRAINER_PREFIX, [(SAMPLES, 0)], client_id="trainer")
-    delete_before(trainer, ends(trainer, SAMPLES, CHUNKS), keep_seconds=0.0, client_id="trainer")
+    delete_before(replace(trainer, retention=NOTHING_KEPT), ends(trainer, SAMPLES, CHUNKS), client_id="trainer")
     for settings, topics in ((environment, (PROMPTS, REQUESTED, COMPLETED)), (trainer, (SAMPLES, CHUNKS))):
         with closing(Reader(settings, "test")) as reader:
             for place in ends(settings, *topics):

@@ -11,7 +11,7 @@ from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
 from rose.workers.lender.vllm import attach, compatibility
 from rose.workers.lender.vllm.attach import register_lender
-from rose.workers.lender.vllm.compatibility import LONE_CORE_NAME, guest_refusal
+from rose.workers.lender.vllm.compatibility import LONE_CORE_NAME, guest_error
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
@@ -52,7 +52,7 @@ def test_servers_that_no_guest_was_tried_in_are_refused_in_a_sentence() -> None:
     core: Any = object.__new__(EngineCoreProc)
     core.vllm_config = config
     core.scheduler = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=["one"]))
-    assert guest_refusal(core) == ""
+    assert guest_error(core) is None
     for place, name, value, said in [
         (current_process(), "name", "EngineCore_DP0", "data parallelism"),
         (current_process(), "name", "another of vLLM's names", "data parallelism"),
@@ -68,11 +68,11 @@ def test_servers_that_no_guest_was_tried_in_are_refused_in_a_sentence() -> None:
     ]:
         usual = getattr(place, name)
         setattr(place, name, value)
-        assert said in guest_refusal(core)
+        assert said in str(guest_error(core))
         setattr(place, name, usual)
     several: Any = object.__new__(DPEngineCoreProc)
     several.__dict__ |= vars(core)
-    assert "data parallelism" in guest_refusal(several)
+    assert "data parallelism" in str(guest_error(several))
 
 
 @pytest.mark.parametrize("kind", [EngineCoreProc, DPEngineCoreProc])
@@ -96,7 +96,7 @@ def test_every_engine_core_begins_with_a_look_for_its_server(
 
 def test_nothing_that_the_lender_touches_has_moved() -> None:
     """Fails where another vLLM is installed: read there what has become of it, mend the lender, then the table."""
-    assert compatibility.unsupported_version() == compatibility.missing_internals() == ""
+    assert compatibility.version_error() is compatibility.internals_error() is None
 
 
 @pytest.mark.parametrize("part", compatibility.REQUIRED_INTERNALS, ids=lambda part: f"{part.module}.{part.name}")
@@ -105,12 +105,12 @@ def test_a_part_of_vllm_that_moved_is_named(
 ) -> None:
     gone = replace(part, name=part.name + "_gone")
     monkeypatch.setattr(compatibility, "REQUIRED_INTERNALS", (gone,))
-    assert part.name in compatibility.missing_internals()
+    assert part.name in str(compatibility.internals_error())
     if part.digest:
         monkeypatch.setattr(compatibility, "REQUIRED_INTERNALS", (replace(part, digest="another"),))
-        assert "has another" in compatibility.missing_internals()
+        assert "has another" in str(compatibility.internals_error())
 
 
 def test_another_minor_version_of_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compatibility, "__version_tuple__", (0, 33, 0))
-    assert "0.33" in compatibility.unsupported_version()
+    assert "0.33" in str(compatibility.version_error())

@@ -1,12 +1,13 @@
 """Topics that have just come or gone on a real broker: not all of its nodes have heard of it, and nobody is misled."""
 
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from confluent_kafka import Consumer, TopicPartition
 
-from rose.topics.admin import connect, create_topics
-from rose.topics.catalog import PROMPTS
+from rose.topics.admin import connect, create_topics, find_drift
+from rose.topics.catalog import OUTCOMES, PROMPTS, Retention
 from rose.topics.queries import watermarks_of
 from rose.topics.writer import Writer
 from tests.golden.examples import PROMPT
@@ -26,6 +27,19 @@ def test_a_topic_that_comes_while_it_is_asked_for_is_not_called_missing(broker: 
 
     with closing(Late(settings.consumer("test", "test"))) as consumer:
         assert watermarks_of(consumer, TopicPartition(settings.topic(PROMPTS), 0)) == (0, 0)
+
+
+def test_a_broker_whose_topics_have_another_retention_than_the_settings_drifts(
+    broker: AnyBroker, namespace: str
+) -> None:
+    settings = replace(broker.settings(namespace), retention=Retention(outcomes=4 * 3600.0))
+    with_topics(settings)
+    assert find_drift(settings, PARTITIONS) == []
+    found = find_drift(broker.settings(namespace), PARTITIONS)
+    assert {(each.topic, each.subject, each.expected, each.actual) for each in found} == {
+        (settings.topic(OUTCOMES), "retention.ms", "2592000000", "14400000"),
+        (settings.topic(OUTCOMES), "segment.ms", "324000000", "1800000"),
+    }
 
 
 def test_a_topic_that_was_deleted_is_there_when_it_was_created_anew(broker: AnyBroker, namespace: str) -> None:

@@ -13,7 +13,7 @@ from rose.schemas.role_starts import RoleBegun
 from rose.topics import role_announcements as tells
 from rose.topics.acl import VIEW
 from rose.topics.admin import connect, create_topics, expected_settings
-from rose.topics.catalog import DISPATCHED, ROLE_STARTS
+from rose.topics.catalog import DISPATCHED, ROLE_STARTS, Retention
 from rose.topics.dead_letters import read_dead_letter_infos
 from rose.topics.errors import TopicMissing
 from rose.topics.health import RESTART_LIMIT, Health
@@ -105,7 +105,7 @@ def test_a_log_without_the_topic_is_looked_at_like_any_other(broker: AnyBroker, 
 def refusing(broker: AnyBroker, namespace: str) -> Iterator[BusSettings]:
     """A broker that takes no dispatch."""
     settings = broker.settings(namespace)
-    config = {**expected_settings(DISPATCHED), "max.message.bytes": "200"}
+    config = {**expected_settings(DISPATCHED, Retention()), "max.message.bytes": "200"}
     topic = NewTopic(settings.topic(DISPATCHED), num_partitions=PARTITIONS.slots, replication_factor=1, config=config)
     admin = connect(settings)  # to be held while it is asked
     for made in admin.create_topics([topic]).values():

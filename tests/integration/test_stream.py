@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from functools import partial
+from dataclasses import replace
 from threading import Event
 
 import msgspec
@@ -13,12 +13,11 @@ from rose.pipeline.accounting.audit import audit_log
 from rose.schemas.partitioning import home_partition
 from rose.schemas.progress import Group, GroupState
 from rose.topics.admin import connect, create_topics
-from rose.topics.catalog import GROUPS, SAMPLES, Partitions
+from rose.topics.catalog import GROUPS, SAMPLES, Partitions, Retention
 from rose.topics.dead_letters import read_dead_letters
 from rose.topics.errors import BusError
 from rose.topics.reader import Reader
 from rose.topics.records import RawMessage
-from rose.topics.retention import delete_before
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 from rose.workers.trainer.stream import SampleStream, StreamStopped, WrongLog
@@ -312,14 +311,11 @@ def test_a_log_that_ends_before_the_place_to_read_from_is_refused(broker: AnyBro
         SampleStream(settings, "policy").close()
 
 
-def test_samples_are_deleted_when_they_are_settled_and_old(
-    broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = broker.settings(namespace)
+def test_samples_are_deleted_when_they_are_settled_and_old(broker: AnyBroker, namespace: str) -> None:
+    settings = replace(broker.settings(namespace), retention=Retention(samples=0.0))
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1))
     waits, done = make_samples(groups=[0]), make_samples(groups=[1, 2])
     write_samples(settings, [*done[:4], waits[0], *done[4:]])
-    monkeypatch.setattr("rose.workers.trainer.stream.delete_before", partial(delete_before, keep_seconds=0.0))
     with SampleStream(settings, "policy") as stream:
         stream.settle(outcomes_of(stream.take(2)))
     with stopped_after(2, settings, "policy") as stream:
@@ -332,9 +328,7 @@ def test_samples_are_deleted_when_they_are_settled_and_old(
     assert on_log(settings) == everyone(range(3))
 
 
-def test_samples_that_another_models_trainer_has_not_settled_stay(
-    settings: BusSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_that_another_models_trainer_has_not_settled_stay(settings: BusSettings) -> None:
     """However long it stands still."""
     theirs = [msgspec.structs.replace(one, model_id="other") for one in make_samples(groups=[1])]
     with SampleStream(settings, "other") as stream:
@@ -342,7 +336,7 @@ def test_samples_that_another_models_trainer_has_not_settled_stay(
     write_samples(settings, [*theirs, *make_samples(groups=[0])])
     with SampleStream(settings, "policy") as stream:
         stream.settle(outcomes_of(stream.take(1)))
-    monkeypatch.setattr("rose.workers.trainer.stream.delete_before", partial(delete_before, keep_seconds=0.0))
+    settings = replace(settings, retention=Retention(samples=0.0))
     for _ in range(2):
         with stopped_after(2, settings, "policy") as stream:
             stream.take(1)

@@ -9,6 +9,7 @@ import pytest
 
 from rose.schemas.record import Record
 from rose.schemas.weights import WeightChunk, WeightManifest
+from rose.schemas.wire import EncodedRecord
 from rose.topics.admin import create_topics
 from rose.topics.catalog import Partitions, Topic
 from rose.topics.settings import BusSettings
@@ -117,7 +118,7 @@ class CountingWriter(Writer):
     on_their_way = 0
     most = 0
 
-    def write(self, topic: Topic, record: Record, **options: Any) -> None:
+    def write(self, topic: Topic, record: Record | EncodedRecord[Any], **options: Any) -> None:
         assert isinstance(record, WeightChunk)
         size, tell = len(record.payload), options.pop("on_delivery")
 

@@ -2,7 +2,9 @@
 
 from rose.schemas.arrays import pack_logprobs, pack_tokens
 from rose.schemas.prompts import Prompt, Sampling
-from rose.schemas.turns import Refusal, TurnOutcome, TurnResult, TurnTimes, VersionSpan
+from rose.schemas.samples import Sample
+from rose.schemas.turns import Refusal, TurnOutcome, TurnRequest, TurnResult, TurnTimes, VersionSpan
+from rose.schemas.wire import decode
 from rose.workers.environments.trajectory import Trajectory, TrajectoryRules, begin, with_full_sampling
 from rose.workers.environments.transitions import OutgoingRecords, StepResult, advance
 
@@ -69,3 +71,15 @@ def live(
     trajectory: Trajectory, result: TurnResult, step: StepResult, *, rules: TrajectoryRules = RULES
 ) -> OutgoingRecords:
     return advance(trajectory, result, step, offset=0, rules=rules, applied_at=3.0, now=4.0)
+
+
+def request_of(written: OutgoingRecords) -> TurnRequest:
+    """The request that was written, as its readers decode it."""
+    assert written.request is not None
+    return decode(TurnRequest, written.request.wire)
+
+
+def sample_of(written: OutgoingRecords) -> Sample:
+    """The sample that was written, as its readers decode it."""
+    assert written.sample is not None
+    return decode(Sample, written.sample.wire)

@@ -8,7 +8,18 @@ import pytest
 from rose.schemas.grants import CapacityGrant, GrantSource, grant_key
 from rose.schemas.turns import TurnDispatch, TurnRequest
 from rose.schemas.weights import WeightManifest
-from rose.topics.catalog import DEAD_LETTERS, GRANTS, MANIFESTS, RECORD_TOPICS, Topic
+from rose.topics.catalog import (
+    CATALOG,
+    DEAD_LETTERS,
+    DEFAULT_RETENTION,
+    GRANTS,
+    MANIFESTS,
+    OUTCOMES,
+    RECORD_TOPICS,
+    SAMPLES,
+    Retention,
+    Topic,
+)
 from rose.topics.dead_letter_headers import HEADER_PREFIX, ORIGIN
 from rose.workers.weights.manifests import manifest_key
 from tests.golden.contract import keys_of
@@ -43,3 +54,19 @@ def test_a_manifest_has_a_key_with_the_file_of_its_anchor_and_one_without() -> N
     for files, form in (((), plain), (("anchor-a", "anchor-b"), filed)):
         key = manifest_key(msgspec.structs.replace(manifest, files=files))
         assert key == form.format(**said, file="anchor-a")
+
+
+@pytest.mark.parametrize("topic", CATALOG, ids=lambda topic: topic.name)
+def test_a_topic_is_compacted_or_has_a_retention(topic: Topic) -> None:
+    config = topic.config_with(DEFAULT_RETENTION)
+    assert ("retention.ms" in config) == (topic.retention_setting is not None) == ("delete" in config["cleanup.policy"])
+    assert topic.is_deleted_by_broker == (config.get("retention.ms", "-1") != "-1")
+
+
+def test_a_retention_changes_only_topics_that_the_broker_deletes_by_age() -> None:
+    shorter = Retention(outcomes=4 * 3600.0, samples=3600.0)
+    changed = {topic for topic in CATALOG if topic.config_with(shorter) != topic.config_with(DEFAULT_RETENTION)}
+    assert changed == {OUTCOMES}, "ROSE deletes samples itself"
+    assert OUTCOMES.config_with(shorter)["retention.ms"] == "14400000"
+    assert OUTCOMES.config_with(shorter)["segment.ms"] == "1800000", "a segment closes before its records may go"
+    assert SAMPLES.config_with(shorter)["retention.ms"] == "-1"

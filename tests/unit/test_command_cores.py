@@ -23,7 +23,7 @@ from rose.pipeline.config.sections import TasksSection
 from rose.pipeline.local.demo import training_prompts
 from rose.pipeline.local.run import lending_server_roles, roles_of
 from rose.pipeline.local.submit import BadPrompts, read_prompts
-from rose.pipeline.local.supervisor import MOST_QUICK_CRASHES, QUICK_SECONDS, RestartPolicy
+from rose.pipeline.local.supervisor import QUICK_SECONDS, restart_backoff
 from rose.pipeline.monitor.run_state import RunState
 from rose.pipeline.routing.liveness import FORGET_SECONDS
 from rose.schemas.errors import UsageError
@@ -199,20 +199,13 @@ def test_no_training_task_is_a_held_out_one(seed: int, groups: int) -> None:
     assert len({prompt.group_id for prompt in prompts}) == groups
 
 
-@given(st.lists(st.floats(0, 1000), max_size=40))
-def test_only_quick_crashes_in_a_row_end_a_run(runs: list[float]) -> None:
-    restarts = RestartPolicy()
-    for position, seconds in enumerate(runs):
-        restarts = restarts.on_crash(seconds)
-        row = 1
-        while row <= position and runs[position - row + 1] < QUICK_SECONDS:
-            row += 1
-        if seconds >= QUICK_SECONDS:
-            row = 1
-        assert (restarts.pause_seconds is None) == (row >= MOST_QUICK_CRASHES)
-        if restarts.pause_seconds is None:
-            return
-        assert restarts.pause_seconds == 0.5 * 2 ** (row - 1)
+@given(st.lists(st.integers(0, 1000), max_size=40))
+def test_only_quick_crashes_in_a_row_end_a_run(runs: list[int]) -> None:
+    restarts, now, row = restart_backoff(), 0.0, 0
+    for seconds in runs:
+        now = restarts.until + seconds
+        row = row + 1 if row and seconds < QUICK_SECONDS else 1
+        assert (restarts.failed(now), restarts.failures) == (0.5 * 2 ** (row - 1), row)
 
 
 def beat(**changes: object) -> SlackHeartbeat:

@@ -279,6 +279,17 @@ def test_fields_that_roles_share_follow_the_section_they_come_from(tmp_path: Pat
     ("toml", "words"),
     [
         ("[router]\nmax_atempts = 3\n", ["rose.toml", "router.max_atempts", "did you mean max_attempts"]),
+        ("[topics]\nsamples_retention_seconds = 59\n", ["topics", "samples_retention_seconds (59.0) must be from 60"]),
+        ("[topics]\nweights_retention_seconds = 60\n", ["weights_retention_seconds (60.0) must be from 3600"]),
+        ("[topics]\ndispatches_retention_seconds = 60\n", ["dispatches_retention_seconds (60.0) must be from 600"]),
+        (
+            "[topics]\nsamples_retention_seconds = 5e6\n",
+            ["outcomes_retention_seconds (2592000) must not be less than samples_retention_seconds (5000000)", "again"],
+        ),
+        (
+            "[topics]\ndead_letters_retention_seconds = 3600\n",
+            ["dead_letters_retention_seconds (3600) must not be less than prompts_retention_seconds (604800)", "again"],
+        ),
         ("[ruter]\nmax_attempts = 3\n", ["rose.toml", "no section ruter", "did you mean router"]),
         ("max_attempts = 3\n", ["rose.toml", "max_attempts", "no section"]),
         ('[router]\nmax_attempts = "three"\n', ["rose.toml", "router.max_attempts", "integer", "'three'"]),

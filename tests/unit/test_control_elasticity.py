@@ -157,7 +157,7 @@ def test_a_worker_that_came_and_closes_for_long_is_given_up_as_one_that_did_not_
     world.seconds(850, waiting=500)
     assert world.lending == {"b"}
     assert any("it has taken no turns for 60 s; it is paused" in grant.reason for grant in world.log)
-    assert world.control.lenders["a"].failures == 1
+    assert world.control.lenders["a"].backoff.failures == 1
 
 
 def test_who_closes_for_a_moment_or_runs_turns_or_is_not_heard_meanwhile_keeps_its_place() -> None:

@@ -1,7 +1,7 @@
 """A home's inputs: prompts are decided in order and once, and no offset is committed before its consequences are."""
 
 import time
-from typing import cast
+from unittest.mock import create_autospec
 
 import pytest
 from hypothesis import given, settings
@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from rose.schemas.partitioning import home_partition
 from rose.schemas.progress import GroupState, SettleRequest
 from rose.schemas.prompts import Prompt, trajectory_id
-from rose.topics.catalog import MAX_MESSAGE_BYTES, PROMPTS
+from rose.topics.catalog import COMPLETED, MAX_MESSAGE_BYTES, PROMPTS
 from rose.topics.reader import Reader
 from rose.topics.records import Envelope, InvalidMessage, RawMessage
-from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 from rose.workers.environments.home import OLD_BATCH, DecisionKind, Home, OffsetTracker, PromptDecision
 from rose.workers.environments.outbox import AGAIN_SECONDS, Outbox, group_record
 from rose.workers.environments.recovery import Recovery
-from rose.workers.environments.trajectory import TrajectoryRules, begin
+from rose.workers.environments.trajectory import begin
+from tests.support.trajectory_fixtures import RULES
 
 HOMES = 4
 HERE = [f"g{number}" for number in range(40) if home_partition(f"g{number}", HOMES) == 1]
@@ -282,10 +283,30 @@ def test_groups_are_forgotten_when_they_are_old_but_for_the_last_one(state: Grou
     for offset, name in enumerate(HERE[:3]):
         here.on_group(group_record(prompt_of(name), state, offset=offset, outcomes_from=0, now=float(offset)))
     here.on_group(group_record(prompt_of(HERE[3]), GroupState.OPEN, offset=3, outcomes_from=0, now=0.0))
+    here.on_log_time(1000.0)
     assert here.take_expired(101.5, 100.0) == HERE[:2]
     assert here.take_expired(1000.0, 100.0) == HERE[2:3]
     here.on_group(group_record(prompt_of(HERE[3]), state, offset=3, outcomes_from=0, now=0.0))
     assert here.take_expired(1000.0, 100.0) == [], "it says where prompts begin when offsets are gone"
+
+
+def test_a_group_is_forgotten_only_when_it_is_old_by_the_log_too() -> None:
+    """A worker whose clock is a year ahead forgets nothing that is young."""
+    here, ahead = home(), 1e6 + 3e7
+    here.on_log_time(1e6)
+    for offset, name in enumerate(HERE[:2]):
+        here.on_group(group_record(prompt_of(name), GroupState.SETTLED, offset=offset, outcomes_from=0, now=1e6))
+    assert here.take_expired(ahead, 100.0) == []
+    here.on_log_time(1e6 + 200.0)
+    assert here.take_expired(ahead, 100.0) == HERE[:1]
+
+
+def test_a_group_that_settles_under_a_clock_that_is_behind_is_as_old_as_the_log_says() -> None:
+    here = home()
+    here.on_log_time(1e6)
+    here.on_group(group_record(prompt_of(HERE[0]), GroupState.OPEN, offset=0, outcomes_from=0, now=1e6))
+    assert here.settle_expired(5) == [HERE[0]]
+    assert [group.changed_at for group in here.take_settled(0.0)] == [1e6]
 
 
 def test_old_groups_are_forgotten_as_fast_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,12 +316,18 @@ def test_old_groups_are_forgotten_as_fast_as_they_come(monkeypatch: pytest.Monke
         here.on_group(
             group_record(prompt_of(f"g{offset}"), GroupState.SETTLED, offset=offset, outcomes_from=0, now=0.0)
         )
-    nothing = cast("TrajectoryRules", None), cast("Reader", None)
-    outbox = Outbox(BusSettings("nowhere:1"), "w", nothing[1], rules=nothing[0], clock=lambda: 1e9)
+    here.on_log_time(1e9)
+    writer = create_autospec(Writer, instance=True)
+    outbox = Outbox(
+        writer, create_autospec(Reader, instance=True), rules=RULES, clock=lambda: 1e9, group_retention_seconds=1e6
+    )
+    outbox.on_recovered({(PROMPTS, 1): 10, (COMPLETED, 1): 20}, {1: 0})
     monkeypatch.setattr(time, "monotonic", lambda: now)
     forgotten = []
     for _ in range(6):
-        forgotten.append(sum(len(old) for old in outbox._old_groups([here]).values()))
+        writer.tombstone.reset_mock()
+        outbox.commit({1: here}, [])
+        forgotten.append(writer.tombstone.call_count)
         now += AGAIN_SECONDS
     assert forgotten == [OLD_BATCH, OLD_BATCH, OLD_BATCH, 1, 0, 0]
 

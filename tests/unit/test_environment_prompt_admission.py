@@ -16,7 +16,7 @@ from rose.schemas.prompts import Prompt, PromptSampling, Sampling
 from rose.schemas.samples import Sample
 from rose.schemas.wire import decode, encode
 from rose.workers.environments.outbox import group_record
-from rose.workers.environments.prompt_admission import refusal_reason
+from rose.workers.environments.prompt_admission import admission_error
 from rose.workers.environments.trajectory import with_full_sampling
 from rose.workers.environments.transitions import fail_at_opening
 from tests.support.trajectory_fixtures import RULES, prompt_of
@@ -41,17 +41,17 @@ def read(prompt: dict[str, Any]) -> Prompt | None:
         return None
 
 
-def assert_decided(prompt: Prompt) -> str:
+def assert_decided(prompt: Prompt) -> str | None:
     """Refused, or all that must be written of it can be."""
-    refusal = refusal_reason(prompt, RULES, known)
+    refusal = admission_error(prompt, RULES, known)
     whole = with_full_sampling(prompt, RULES.sampling)
     if not refusal:
         group = group_record(whole, GroupState.OPEN, offset=2**40, outcomes_from=2**40, now=1e9)
         assert decode(Group, encode(group)) == group
     refused = group_record(whole, GroupState.REFUSED, offset=2**40, outcomes_from=0, now=1e9)
     assert decode(Group, encode(refused)) == refused
-    sample = fail_at_opening(whole, prompt.group_size - 1, "no container", RULES, 1e9)
-    assert decode(Sample, encode(sample)) == sample
+    sample = fail_at_opening(whole, prompt.group_size - 1, "no container", RULES, 1e9).sample
+    assert sample is not None and decode(Sample, sample.wire) == sample.record
     return refusal
 
 
@@ -93,7 +93,7 @@ def test_no_prompt_that_travels_is_too_large_for_the_record_of_its_group() -> No
     prompt = prompt_of(group_id="g" * MAX_GROUP_ID_CHARACTERS, seed=2**63 - 1, arguments={"text": ""})
     prompt = msgspec.structs.replace(prompt, arguments={"text": "x" * (Prompt.MAX_BYTES - len(encode(prompt)) - 4)})
     assert len(encode(prompt)) == Prompt.MAX_BYTES
-    assert not refusal_reason(prompt, wide, known)
+    assert not admission_error(prompt, wide, known)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_no_prompt_that_travels_is_too_large_for_the_record_of_its_group() -> No
     ],
 )
 def test_the_reason_is_said(fields: dict[str, Any], reason: str) -> None:
-    assert re.search(reason, assert_decided(prompt_of(**fields)))
+    assert re.search(reason, str(assert_decided(prompt_of(**fields))))
 
 
 def test_a_worker_that_samples_greedily_by_default_opens_nothing_that_says_no_sampling() -> None:
     greedy = replace(RULES, sampling=Sampling(temperature=0))
-    assert "temperature" in refusal_reason(prompt_of(), greedy, known)
+    assert "temperature" in str(admission_error(prompt_of(), greedy, known))

@@ -66,7 +66,7 @@ def test_it_goes_at_once_while_it_holds_nothing_and_is_here_until_its_mark_is_st
     assert not stay.advance(1, held_turns=0) and (stay.cell, stay.incarnation) == (0, before)
     [(slot, _)] = bus.coming
     bus.flush()
-    assert stay.advance(1, held_turns=0) and (stay.cell, stay.inbox, stay.leaving_for) == (1, (DISPATCHED, slot), "")
+    assert stay.advance(1, held_turns=0) and (stay.cell, stay.inbox, stay.leaving_for) == (1, (DISPATCHED, slot), None)
     assert slot % 2 == 1 and bus.reads == {(DISPATCHED, slot): 12}
     assert stay.incarnation >> INCARNATION_RANDOM_BITS == 11 and not stay.advance(1, held_turns=0)
 
@@ -101,7 +101,7 @@ def test_a_cell_that_there_is_not_changes_nothing() -> None:
     bus = Bus()
     stay = bus.stay(told=2)
     stay.on_version_change(7)
-    assert not stay.advance(7, held_turns=0) and (stay.cell, stay.leaving_for, bus.coming) == (0, "", [])
+    assert not stay.advance(7, held_turns=0) and (stay.cell, stay.leaving_for, bus.coming) == (0, None, [])
 
 
 @given(NAMES, st.none() | st.integers(0, 9), st.integers(1, 40), st.integers(1, 9))

@@ -45,7 +45,7 @@ def test_with_leave_it_lends_and_what_closes_it_says_why() -> None:
     ):
         gate = IntakeGate(lambda: leave, lends=True)  # noqa: B023
         gate.update(tick, busy=True)
-        assert why in gate.reason and gate.evicts_running is bool(why) is bool(gate.reason)
+        assert why in (gate.reason or "") and gate.evicts_running is bool(why) is bool(gate.reason)
 
 
 @given(st.lists(st.tuples(st.sampled_from([TICK, PARKED, HELD]), st.booleans(), st.booleans(), st.booleans())))

@@ -198,6 +198,10 @@ def index_names(*files: str) -> Callable[[Path], object]:
         (index_names("../model/model.safetensors"), "lacks ../model/model.safetensors"),
         (index_names(), "names no file"),
         (lambda f: (f / INDEX).write_text("[1]"), "does not say in which file"),
+        (
+            lambda f: (f / INDEX).write_text(json.dumps({"metadata": None, "weight_map": {"a": WHOLE}})),
+            "the `metadata` of .* is no JSON object",
+        ),
         (lambda f: (f / INDEX).write_text('{"weight_map": {"a": 1}}'), "lacks 1"),
         (lambda f: rewrite(f, lambda t: t.update({"a": torch.zeros(1, dtype=torch.float8_e4m3fn)})), "F8_E4M3"),
         (

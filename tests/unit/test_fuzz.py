@@ -42,7 +42,7 @@ from rose.topics.local_broker.process import free_ports
 from rose.topics.records import Envelope, InvalidMessage
 from rose.workers.environments.home import DecisionKind, Home
 from rose.workers.environments.outbox import group_record
-from rose.workers.environments.prompt_admission import refusal_reason
+from rose.workers.environments.prompt_admission import admission_error
 from rose.workers.environments.trajectory import ResultVerdict, begin, result_error, with_full_sampling
 from rose.workers.environments.transitions import advance, fail_trajectory
 from rose.workers.executor.contexts import ContextCache
@@ -165,7 +165,7 @@ class House:
         self.home.on_prompt(item)
         decision = self.home.decide(has_room=True, outcomes_from=0)
         assert decision is not None
-        if decision.kind is DecisionKind.OPEN and not refusal_reason(decision.opens, RULES, self.check):
+        if decision.kind is DecisionKind.OPEN and not admission_error(decision.opens, RULES, self.check):
             prompt = with_full_sampling(decision.opens, RULES.sampling)
             encode(group_record(prompt, GroupState.OPEN, offset=0, outcomes_from=0, now=1.0))
         self.home.decisions.clear()
@@ -185,12 +185,12 @@ class House:
             step = stepped(done=self.now % 2 < 1)
             written = advance(life, result, step, offset=0, rules=RULES, applied_at=1.0, now=2.0)
         elif verdict is ResultVerdict.APPLY:
-            written = fail_trajectory(life, problem, RULES, 2.0)
+            written = fail_trajectory(life, str(problem), RULES, 2.0)
         else:
             return
         for record in (written.request, written.snapshot, written.sample):
             if record is not None:
-                encode(record)
+                assert encode(record.record) == record.wire
 
     def dispatch(self, dispatch: TurnDispatch) -> None:
         if dispatch_error(dispatch, homes=8):

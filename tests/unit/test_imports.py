@@ -146,6 +146,7 @@ def test_vllm_is_imported_in_two_packages() -> None:
 @pytest.mark.parametrize(
     "module",
     [
+        "rose.pipeline.cli.__main__",
         "rose.pipeline.cli.main",
         "rose.pipeline.config.load",
         "rose.pipeline.routing.service",

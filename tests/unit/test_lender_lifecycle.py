@@ -2,11 +2,11 @@
 
 import copy
 
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rose.workers.lender.backoff import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, RESET_SECONDS, Backoff
+from rose.topics.backoff import FIRST_SECONDS, LONGEST_SECONDS, RESET_SECONDS
 from rose.workers.lender.lifecycle import Action, GuestLifecycle, GuestState
 
 
@@ -48,7 +48,7 @@ class Lives(RuleBasedStateMachine):
     @rule()
     def a_fault(self) -> None:
         wait = self.life.on_fault(self.now)
-        assert FIRST_WAIT_SECONDS <= wait <= LONGEST_WAIT_SECONDS
+        assert FIRST_SECONDS <= wait <= LONGEST_SECONDS
         self.doing, self.waits_until = None, self.now + wait
         self.follow()
 
@@ -69,7 +69,7 @@ class Lives(RuleBasedStateMachine):
             if doing is not None:
                 (life.on_built if doing is Action.BUILD else life.on_freed)()
             if life.state is GuestState.DROPPED:
-                now += LONGEST_WAIT_SECONDS
+                now += LONGEST_SECONDS
             act = life.next_action(True, now)
             doing = None if act is Action.NONE else act
         assert life.state is GuestState.LENDING
@@ -77,19 +77,6 @@ class Lives(RuleBasedStateMachine):
 
 Lives.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
 TestLives = Lives.TestCase
-
-
-@given(st.lists(st.floats(0.0, 3 * RESET_SECONDS), max_size=40))
-def test_waits_double_up_to_the_longest_and_who_went_well_begins_anew(wells: list[float]) -> None:
-    """How long each try goes well."""
-    again, now, before = Backoff(), 0.0, 0.0
-    for well in wells:
-        now = max(now, again.until) + well
-        went_well = now - again.until >= RESET_SECONDS  # not what was drawn: a sum of times is rounded
-        wait = again.failed(now)
-        first = not before or went_well
-        assert wait == (FIRST_WAIT_SECONDS if first else min(2 * before, LONGEST_WAIT_SECONDS))
-        before = wait
 
 
 def test_a_guest_that_was_stopped_while_it_was_built_never_lends() -> None:

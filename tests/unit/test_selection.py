@@ -200,8 +200,7 @@ def shifted(turns: tuple[SampleTurn, ...], by: int) -> tuple[SampleTurn, ...]:
 )
 def test_what_cannot_be_learned_from_says_why(change: dict[str, object], reason: str) -> None:
     flaw = sample_error(msgspec.structs.replace(sample(), **change), vocabulary=50, context_tokens=6)
-    assert reason in flaw
-    assert bool(flaw) == bool(reason)
+    assert reason in flaw if flaw else not reason
 
 
 @pytest.mark.parametrize(

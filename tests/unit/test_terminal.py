@@ -135,6 +135,32 @@ def test_a_grant_that_cannot_be_made_names_its_option() -> None:
     assert done.returncode == 2 and b"--kv-bytes" in done.stderr and b"$" not in done.stderr
 
 
+@pytest.mark.parametrize("command", ["settle g:0", "drain w", "grant w --no-lend"])
+def test_a_reason_that_is_no_text_is_refused_in_a_sentence(command: str) -> None:
+    done = ran(f"{command} --reason $(printf '\\377')", LC_ALL="C.UTF-8")
+    assert (done.returncode, done.stderr.count(b"\n")) == (2, 1), done.stderr
+    assert b"--reason is not UTF-8 text" in done.stderr
+
+
+AT_THE_FIRST_IMPORT = """
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "rose.pipeline.cli.main":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+from rose.pipeline.cli.__main__ import main
+main()
+"""
+
+
+def test_a_command_that_is_interrupted_while_it_starts_says_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_THE_FIRST_IMPORT], cwd=ROOT, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
 INHERITS = """
 import os, subprocess, sys
 from rose.pipeline.process.terminal import repair_streams

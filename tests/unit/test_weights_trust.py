@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rose.schemas.errors import UsageError
 from rose.schemas.record import Record
 from rose.schemas.weights import SIGNATURE_HEADER, WeightChunk, WeightManifest
-from rose.schemas.wire import decode, encode, headers_of
+from rose.schemas.wire import EncodedRecord, decode, encode, headers_of
 from rose.topics.catalog import MANIFESTS
 from rose.topics.records import Envelope, RawMessage
 from rose.workers.weights.manifests import SignedManifest, manifest_key, sign_manifest
@@ -27,12 +27,12 @@ def as_read(
     written: SignedManifest, *, wire: bytes | None = None, signature: bytes | None = None, offset: int = 0
 ) -> Envelope:
     """As a reader hands it out; with other bytes or another signature than were written."""
-    wire = written.wire if wire is None else wire
-    headers = tuple(headers_of(written.manifest)) + tuple(written.headers.items())
+    wire = written.encoded.wire if wire is None else wire
+    headers = tuple(headers_of(written.encoded.record)) + tuple(written.headers.items())
     if signature is not None:
         headers = (*headers, (SIGNATURE_HEADER, signature))
     record = decode(WeightManifest, wire, headers)
-    key = manifest_key(written.manifest)
+    key = manifest_key(written.encoded.record)
     return Envelope(record, MANIFESTS, 0, offset, key, 0.0, RawMessage(key.encode(), wire, headers))
 
 
@@ -80,15 +80,15 @@ def test_what_is_of_another_model_or_no_manifest_is_nobodys_concern() -> None:
 
 def test_a_field_that_is_added_later_breaks_no_signature() -> None:
     """A newer trainer signs what it writes; an older receiver ignores the field and checks the bytes."""
-    fields = msgspec.msgpack.decode(SIGNED.wire)
+    fields = msgspec.msgpack.decode(SIGNED.encoded.wire)
     wire = msgspec.msgpack.encode({**fields, "field_from_the_future": [1, 2]})
-    newer = SignedManifest(SIGNED.manifest, wire, {SIGNATURE_HEADER: KEY.sign(wire)})
+    newer = SignedManifest(EncodedRecord(SIGNED.encoded.record, wire), {SIGNATURE_HEADER: KEY.sign(wire)})
     assert TRUST.verified(as_read(newer)) == manifest(7)
 
 
-@given(st.integers(0, 8 * len(SIGNED.wire) - 1))
+@given(st.integers(0, 8 * len(SIGNED.encoded.wire) - 1))
 def test_a_manifest_with_one_other_bit_is_refused(bit: int) -> None:
-    wire = bytearray(SIGNED.wire)
+    wire = bytearray(SIGNED.encoded.wire)
     wire[bit // 8] ^= 1 << bit % 8
     # Whatever it decodes to, if it does: the signature is over the bytes.
     raw = RawMessage(b"", bytes(wire), tuple(SIGNED.headers.items()))

@@ -7,6 +7,8 @@ Keeps true
 - A group id opens once. A later prompt with the same id is refused, and a prompt of another home is forwarded there.
 - The offset to commit is that of the oldest input whose consequences are not on the log.
 - A group is unsettled from its opening until each of its trajectories has an outcome.
+- A group is forgotten only once it is old by the worker's clock and by the log's time, so a clock that is wrong forgets
+  no group too early.
 
 Example:
     prompts a (offset 0), b (1), a again (2)    opened in turn; the third is refused
@@ -158,6 +160,8 @@ class Home:
         self._dead_lettered = dead_lettered
         self._waiting: deque[Envelope | InvalidMessage] = deque()
         self._prompts_next = 0
+        self._log_time = 0.0
+        """Newest timestamp of the records that were read, unix seconds; brokers set them."""
 
     def begin(self, *, prompts_from: int, results_from: int) -> None:
         """Set the offsets from which the inputs are read."""
@@ -185,6 +189,10 @@ class Home:
     def waits(self) -> bool:
         """Whether a prompt waits to be decided."""
         return bool(self._waiting)
+
+    def on_log_time(self, timestamp_seconds: float) -> None:
+        """A record with this timestamp was read, of this home or of a topic that all homes read."""
+        self._log_time = max(self._log_time, timestamp_seconds)
 
     def on_prompt(self, message: Envelope | InvalidMessage) -> None:
         """A message of the prompt partition was read."""
@@ -324,6 +332,10 @@ class Home:
         self.settled += gone
         return gone
 
+    def changed_at(self, now: float) -> float:
+        """The time of a change that is written `now`, by the worker's clock: never before what the log says."""
+        return max(now, self._log_time)
+
     def take_settled(self, now: float) -> list[Group]:
         """Remove and return the records of groups that have settled."""
         records = [
@@ -333,7 +345,7 @@ class Home:
                 state=GroupState.SETTLED,
                 offset=self.groups[group_id].offset,
                 decided_to=self.groups[group_id].decided_to,
-                changed_at=now,
+                changed_at=self.changed_at(now),
             )
             for group_id in self.settled
         ]
@@ -345,8 +357,8 @@ class Home:
     def take_expired(self, now: float, age_seconds: float) -> list[str]:
         """Remove and return some groups that ended more than `age_seconds` ago.
 
-        The group with the largest `decided_to` is kept, since it says where to read prompts if the committed offsets
-        are gone.
+        Both the worker's clock `now` and the log's time must say so. The group with the largest `decided_to` is kept,
+        since it says where to read prompts if the committed offsets are gone.
         """
         last = max(((known.decided_to, known.offset) for known in self.groups.values()), default=(0, 0))
         old = [
@@ -354,7 +366,7 @@ class Home:
             for group_id, known in self.groups.items()
             if known.state is not GroupState.OPEN
             and (known.decided_to, known.offset) < last
-            and known.changed_at + age_seconds < now
+            and known.changed_at + age_seconds < min(now, self._log_time)
             and group_id not in self.open_groups
         ][:OLD_BATCH]
         for group_id in old:

@@ -123,13 +123,13 @@ class Runner(Protocol):
         ...
 
     @property
-    def load_error(self) -> str:
-        """Why there is no such environment; empty unless the runner ended for that reason."""
+    def load_error(self) -> str | None:
+        """Why there is no such environment; None unless the runner ended for that reason."""
         ...
 
     @property
-    def exit_reason(self) -> str:
-        """How the runner ended by itself; empty while it runs."""
+    def exit_reason(self) -> str | None:
+        """How the runner ended by itself; None while it runs."""
         ...
 
     def start(self, jobs: list[Job]) -> None:

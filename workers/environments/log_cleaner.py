@@ -1,6 +1,6 @@
 """Deletes records that a worker's homes do not need, on a thread.
 
-Keeps true: only records before the given offsets and older than the given age are deleted. A failure is a warning.
+Keeps true: only records before the given offsets and older than their retention are deleted. A failure is a warning.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,6 @@ from threading import Thread
 import structlog
 
 from rose.schemas.errors import RoseError
-from rose.topics.catalog import RETENTION_SECONDS
 from rose.topics.records import Place
 from rose.topics.retention import delete_before
 from rose.topics.settings import BusSettings
@@ -26,11 +25,9 @@ log = structlog.get_logger()
 class LogCleaner:
     """Runs one sweep at a time on its own thread."""
 
-    def __init__(self, settings: BusSettings, name: str, *, keep_seconds: float = RETENTION_SECONDS) -> None:
-        """`keep_seconds`: younger records are kept."""
+    def __init__(self, settings: BusSettings, name: str) -> None:
         self._settings = settings
         self._name = name
-        self._keep_seconds = keep_seconds
         self._next_at: float | None = None
         self._soon = False
         self._thread: Thread | None = None
@@ -60,9 +57,7 @@ class LogCleaner:
 
     def _delete(self, needed: dict[Place, int]) -> None:
         try:
-            deleted = delete_before(
-                self._settings, needed, keep_seconds=self._keep_seconds, client_id=f"rose-{self._name}-sweeper"
-            )
+            deleted = delete_before(self._settings, needed, client_id=f"rose-{self._name}-sweeper")
         except RoseError as error:
             log.warning("records_not_deleted", worker=self._name, reason=str(error))
             return

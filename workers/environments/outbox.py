@@ -20,12 +20,10 @@ from prometheus_client import Counter
 
 from rose.schemas.progress import Group, GroupState
 from rose.schemas.prompts import Prompt, trajectory_id
-from rose.schemas.samples import Ending
 from rose.topics.catalog import (
     COMPLETED,
     ENVIRONMENT_TRANSACTIONAL_PREFIX,
     GROUPS,
-    OUTCOME_RETENTION_SECONDS,
     PROGRESS,
     PROMPTS,
     REQUESTED,
@@ -84,33 +82,34 @@ def group_record(
 
 
 class Outbox:
-    """Commits what is ready. After a BusError nothing of it counts: call `fence`, and decide again from the log."""
+    """Commits what is ready. After a BusError nothing of it counts: fence anew, and decide again from the log."""
 
     def __init__(
         self,
-        settings: BusSettings,
-        name: str,
+        writer: Writer,
         reader: Reader,
         *,
         rules: TrajectoryRules,
         clock: Callable[[], float],
-        still_needed: Callable[[], bool] = lambda: True,
-        on_wait: Callable[[], None] = noop,
+        group_retention_seconds: float,
     ) -> None:
-        """`reader`: the group member whose offsets are committed. `still_needed`, `on_wait`: see Writer."""
-        self._settings = settings
-        self._name = name
+        """Create the outbox of a writer.
+
+        `writer` has fenced earlier writers of its name. `reader` is the group member whose offsets are committed.
+        Groups that ended more than `group_retention_seconds` ago are forgotten.
+        """
+        self._writer = writer
         self._reader = reader
         self._rules = rules
         self._clock = clock
-        self._still_needed = still_needed
-        self._on_wait = on_wait
-        self._writer: Writer | None = None
+        self._group_retention_seconds = group_retention_seconds
         self._committed: dict[Place, int] = {}
         self._committed_at = 0.0
         self._sweep_at = 0.0
         self._request_next: dict[int, int] = {}
         """Lower bound of the offset of the next request, by home."""
+        self.has_failed = False
+        """Whether the writer is closed after an error of the broker, so that this outbox cannot be used any more."""
         self.began_at = 0.0
         """Monotonic seconds at the beginning of the last transaction."""
         self._asking: list[Trajectory] = []
@@ -119,25 +118,13 @@ class Outbox:
         """Increments of counters, applied once the transaction is committed; an aborted transaction is decided
         again."""
 
-    def fence(self) -> None:
-        """Make a writer if there is none, which ends transactions of earlier writers of this name. Raises BusError."""
-        if self._writer is None:
-            self._writer = Writer(
-                self._settings,
-                f"rose-{self._name}",
-                transactional_id=f"{ENVIRONMENT_TRANSACTIONAL_PREFIX}{self._name}",
-                still_needed=self._still_needed,
-                on_wait=self._on_wait,
-            )
-
     def offsets(self, places: Sequence[Place]) -> dict[Place, int | None]:
-        """The committed offsets of the consumer group; call after `fence`. Raises BusError."""
-        assert self._writer is not None
+        """The committed offsets of the consumer group. Raises BusError."""
         try:
             return committed_offsets(self._reader, self._writer, places)
         except BusError as error:
             failure = error
-        self._discard_writer()
+        self._fail()
         raise failure
 
     def on_recovered(self, offsets: Mapping[Place, int], request_ends: Mapping[int, int]) -> None:
@@ -176,7 +163,6 @@ class Outbox:
         touched |= old.keys()
         if not touched:
             return []
-        assert self._writer is not None
         self.began_at = time.monotonic()
         self._counted.clear()
         self._asking.clear()
@@ -194,7 +180,7 @@ class Outbox:
         except (BusError, TopicMissing) as error:
             failure = error
         if failure is not None:
-            self._discard_writer()
+            self._fail()
             raise failure
         self._committed.update(offsets)
         self._committed_at = time.monotonic()
@@ -206,11 +192,10 @@ class Outbox:
             trajectory.committed_at = now
         return ended + [item.trajectory_id for item in ready if item.records.sample is not None]
 
-    def _discard_writer(self) -> None:
-        """Close and discard the writer. Never call this while an exception is handled, see `topics/transactions.py`."""
-        assert self._writer is not None
+    def _fail(self) -> None:
+        """Close the writer. Never call this while an exception is handled, see `topics/transactions.py`."""
         self._writer.close()
-        self._writer = None
+        self.has_failed = True
 
     def _offsets(self, homes: Iterable[Home]) -> dict[Place, int]:
         offsets: dict[Place, int] = {}
@@ -221,7 +206,6 @@ class Outbox:
 
     def _put_decision(self, home: Home, decision: PromptDecision) -> list[str]:
         """Write a decision; returns the trajectories whose environments are not needed any more."""
-        assert self._writer is not None
         if decision.kind is DecisionKind.OPEN:
             return self._open(home, decision)
         found, prompt = decision.message, decision.prompt
@@ -256,8 +240,7 @@ class Outbox:
                     home.trajectories[own_id] = trajectory
             else:
                 log.warning("environment_failed", trajectory=own_id, reason=begun)
-                sample = fail_at_opening(prompt, index, begun, self._rules, now)
-                written = OutgoingRecords(sample=sample, ending=Ending.FAILED)
+                written = fail_at_opening(prompt, index, begun, self._rules, now)
             if written.sample is not None:
                 ended.append(own_id)
             self._write(home, own_id, written, home.trajectories.get(own_id))
@@ -267,14 +250,13 @@ class Outbox:
     def _write_group(
         self, home: Home, prompt: Prompt, state: GroupState, *, offset: int, outcomes_from: int = 0
     ) -> None:
-        assert self._writer is not None
         group = group_record(
             prompt,
             state,
             offset=offset,
             decided_to=home.prompts_low_water,
             outcomes_from=outcomes_from,
-            now=self._clock(),
+            now=home.changed_at(self._clock()),
         )
         self._writer.write(GROUPS, group, key=group.group_id, partition=home.partition)
         home.on_group(group)
@@ -283,7 +265,7 @@ class Outbox:
         """The groups that can be forgotten, by home; seldom any."""
         if time.monotonic() < self._sweep_at:
             return {}
-        found = {home.partition: home.take_expired(self._clock(), OUTCOME_RETENTION_SECONDS) for home in homes}
+        found = {home.partition: home.take_expired(self._clock(), self._group_retention_seconds) for home in homes}
         more = any(len(old) >= OLD_BATCH for old in found.values())
         self._sweep_at = time.monotonic() + (AGAIN_SECONDS if more else SWEEP_SECONDS)
         return {partition: old for partition, old in found.items() if old}
@@ -294,7 +276,6 @@ class Outbox:
         These are dead letters of undecodable results, tombstones of orphaned trajectories and old groups, and settled
         groups.
         """
-        assert self._writer is not None
         for found, reason in home.undecodable_results:
             self._writer.dead_letter(found, reason)
             home.results.on_done(found.offset)
@@ -323,10 +304,9 @@ class Outbox:
         self, home: Home, own_id: str, written: OutgoingRecords, trajectory: Trajectory | None, *, opened: bool = False
     ) -> None:
         """Write the records of one trajectory. `opened`: earlier transactions have written records of it."""
-        assert self._writer is not None
         partition = home.partition
         if written.snapshot is not None:
-            self._counted.append((metrics.SNAPSHOT_BYTES, len(written.snapshot.state)))
+            self._counted.append((metrics.SNAPSHOT_BYTES, len(written.snapshot.record.state)))
             self._writer.write(SNAPSHOTS, written.snapshot, key=own_id, partition=partition, trajectory_id=own_id)
         if written.request is not None and trajectory is not None:
             # One writer's records are in the order of writing, so this request is at or after this offset.
@@ -343,9 +323,10 @@ class Outbox:
                 on_delivery=self._on_request_stored(trajectory),
             )
             self._writer.write(PROGRESS, trajectory.progress(), key=own_id, partition=partition, trajectory_id=own_id)
-        if written.sample is not None and written.ending is not None:
-            self._counted.append((metrics.ENDED.labels(written.ending.value), 1))
-            self._writer.write(SAMPLES, written.sample, key=written.sample.group_id, trajectory_id=own_id)
+        if written.sample is not None:
+            sample = written.sample.record
+            self._counted.append((metrics.ENDED.labels(sample.ended.value), 1))
+            self._writer.write(SAMPLES, written.sample, key=sample.group_id, trajectory_id=own_id)
             if opened:
                 self._writer.tombstone(PROGRESS, key=own_id, partition=partition)
                 self._writer.tombstone(SNAPSHOTS, key=own_id, partition=partition)
@@ -359,3 +340,27 @@ class Outbox:
                 self._request_next[partition] = max(self._request_next[partition], offset + 1)
 
         return stored
+
+
+def fence(
+    settings: BusSettings,
+    name: str,
+    reader: Reader,
+    *,
+    rules: TrajectoryRules,
+    clock: Callable[[], float],
+    still_needed: Callable[[], bool] = lambda: True,
+    on_wait: Callable[[], None] = noop,
+) -> Outbox:
+    """End the transactions of earlier writers of this name, and return an outbox whose transactions follow them.
+
+    `still_needed`, `on_wait`: see Writer. Raises BusError.
+    """
+    writer = Writer(
+        settings,
+        f"rose-{name}",
+        transactional_id=f"{ENVIRONMENT_TRANSACTIONAL_PREFIX}{name}",
+        still_needed=still_needed,
+        on_wait=on_wait,
+    )
+    return Outbox(writer, reader, rules=rules, clock=clock, group_retention_seconds=settings.retention.outcomes)

@@ -51,8 +51,8 @@ class ProcessRunner:
         `answer` is called on a thread of its own.
         """
         self.ready = False
-        self.exit_reason = ""
-        self.load_error = ""
+        self.exit_reason: str | None = None
+        self.load_error: str | None = None
         """Why there is no such environment, if the process could not create one."""
         self._told = ""
         """The reason for its end that the process reported."""

@@ -7,14 +7,14 @@ environment.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rose.schemas.errors import UsageError
+from rose.schemas.errors import RecordError, UsageError
 from rose.schemas.progress import GroupState
-from rose.schemas.prompts import Prompt, trajectory_id, untrainable_reason
+from rose.schemas.prompts import Prompt, sampling_error, trajectory_id
+from rose.schemas.wire import encode
 from rose.workers.environments.home import Home, PromptDecision
 from rose.workers.environments.jobs import ResetJob
 from rose.workers.environments.outbox import group_record
 from rose.workers.environments.trajectory import TrajectoryRules, with_full_sampling
-from rose.workers.environments.transitions import encoding_error
 
 FURTHEST = 2**53
 """The offset with the longest encoding."""
@@ -29,22 +29,23 @@ class PendingReset:
     index: int
 
 
-def refusal_reason(prompt: Prompt, rules: TrajectoryRules, check_environment: Callable[[str], object]) -> str:
-    """Why the prompt cannot be opened; empty if it can.
+def admission_error(prompt: Prompt, rules: TrajectoryRules, check_environment: Callable[[str], object]) -> str | None:
+    """Why the prompt cannot be opened; None if it can.
 
     `check_environment` raises UsageError for an unknown environment.
     """
     whole = with_full_sampling(prompt, rules.sampling)
-    if reason := untrainable_reason(whole.sampling):
+    if reason := sampling_error(whole.sampling):
         return reason
-    try:
-        check_environment(prompt.environment)
-    except UsageError as error:
-        return str(error)
     furthest = group_record(
         whole, GroupState.OPEN, offset=FURTHEST, decided_to=FURTHEST, outcomes_from=FURTHEST, now=0.0
     )
-    return encoding_error(furthest)
+    try:
+        check_environment(prompt.environment)
+        encode(furthest)
+    except (UsageError, RecordError) as error:
+        return str(error)
+    return None
 
 
 def reset_jobs(home: Home, decision: PromptDecision, *, generation: int) -> list[ResetJob]:

@@ -32,14 +32,14 @@ def load_environment(name: str) -> Callable[[], Environment]:
     return ENVIRONMENTS.load(name, _factory_error)  # type: ignore[no-any-return]
 
 
-def _factory_error(factory: object) -> str:
-    """Why nothing like this makes an environment; empty when it may."""
+def _factory_error(factory: object) -> str | None:
+    """Why nothing like this makes an environment; None if it may."""
     unbound = "cannot be made without arguments ({error}): what a task needs comes to `reset`"
     if wrong := class_error(factory, methods=METHODS, arguments=0, unbound=unbound):
         return wrong
     if isinstance(factory, type) and (plain := [name for name in METHODS if _is_plain(getattr(factory, name))]):
         return f"has {', '.join(plain)} that nobody can await: write `async def {plain[0]}(...)`, without `yield`"
-    return ""
+    return None
 
 
 def _is_plain(method: object) -> bool:

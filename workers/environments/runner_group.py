@@ -16,6 +16,7 @@ Keeps true
                                               longer than `timeout_seconds` by then fails
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from rose.schemas.errors import describe_error
+from rose.topics.backoff import Backoff
 from rose.workers.environments import metrics
 from rose.workers.environments.jobs import EnvironmentFailure, Job, JobResult, Runner, RunnerLimits
 from rose.workers.environments.thread_runner import CLOSE_SECONDS
@@ -99,7 +101,7 @@ class RunnerSlot:
     heartbeats: int = 0
     silent_seconds: float = 0.0
     silent_looks: int = 0
-    exit_reason: str = ""
+    exit_reason: str | None = None
     """How the runner had ended by the last check; all of its answers have been taken since."""
     began_at: float = field(default_factory=lambda: time.monotonic())
 
@@ -156,10 +158,10 @@ class RunnerGroup:
         """Runners that were asked to end, with the time."""
         self._delayed: list[InFlight] = []
         """Jobs to be started once a runner can be made again."""
-        self._try_at = 0.0
+        self._backoff = Backoff(TRY_SECONDS, LONGEST_TRY_SECONDS, reset_seconds=math.inf)
+        """Pauses between attempts to start a runner."""
         self._why = ""
         """Why a runner did not start, since the last check."""
-        self._pause = TRY_SECONDS
 
     @property
     def in_flight(self) -> int:
@@ -189,7 +191,7 @@ class RunnerGroup:
         for number, these in chosen.items():
             if number >= 0:
                 self._begin(self.slots[number], these)
-            elif time.monotonic() < self._try_at:
+            elif time.monotonic() < self._backoff.until:
                 self._delayed += these
             else:
                 try:
@@ -211,7 +213,7 @@ class RunnerGroup:
         if place is None or place.jobs.pop(id(job), None) is None:
             return False
         place.warm = True
-        self._pause = TRY_SECONDS
+        self._backoff.succeeded()
         if not place.jobs:
             place.isolated = place.quarantined
             if place.quarantined:
@@ -330,7 +332,7 @@ class RunnerGroup:
         self._kill_slot(place)
         waiting = list(place.jobs.values())
         at = culprit and culprit.job.trajectory_id
-        how = place.runner.load_error or place.exit_reason.strip()
+        how = place.runner.load_error or (place.exit_reason or "").strip()
         self._log.error(
             "environment_runner_ended", kind=place.kind, trajectory=at, jobs_in_flight=len(waiting), reason=how
         )
@@ -343,7 +345,7 @@ class RunnerGroup:
             return []
         by_nobody = known and culprit is None  # in code of what was answered before, as when it closes
         if place.isolated and len(waiting) == 1 and not by_nobody:
-            return self._on_lone_exit(waiting[0], f"its {place.kind}{place.exit_reason}")
+            return self._on_lone_exit(waiting[0], f"its {place.kind}{place.exit_reason or ''}")
         if culprit is not None:
             self.quarantine.append([culprit])
         others = [each for each in waiting if each is not culprit]
@@ -366,10 +368,10 @@ class RunnerGroup:
         self.quarantine += [part for part in (waiting[:half], waiting[half:]) if part]
 
     def _try_again(self) -> None:
-        if self._delayed and time.monotonic() >= self._try_at:
+        if self._delayed and time.monotonic() >= self._backoff.until:
             late, self._delayed = self._delayed, []
             self.start(late)
-        while self.quarantine and time.monotonic() >= self._try_at:
+        while self.quarantine and time.monotonic() >= self._backoff.until:
             if sum(place.quarantined for place in self.slots.values()) >= max(1, self._most - 1):
                 return
             try:
@@ -399,9 +401,8 @@ class RunnerGroup:
 
     def _on_start_failure(self, error: str, waiting: Sequence[InFlight]) -> None:
         """Start the waiting jobs later, when there may be processes, threads, memory or files again."""
-        self._try_at = time.monotonic() + self._pause
+        pause = self._backoff.failed(time.monotonic())
         self._why = error
         for each in waiting:
             each.waits_since = each.waits_since or time.monotonic()
-        self._log.error("environment_runner_not_started", reason=error, retry_seconds=self._pause)
-        self._pause = min(2 * self._pause, LONGEST_TRY_SECONDS)
+        self._log.error("environment_runner_not_started", reason=error, retry_seconds=pause)

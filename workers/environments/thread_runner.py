@@ -120,7 +120,9 @@ class ThreadRunner:
         """
         self.heartbeats = 0
         """Counter that grows while nothing blocks the loop."""
-        self.ready, self.exit_reason, self.load_error = True, "", ""
+        self.ready = True
+        self.exit_reason: str | None = None
+        self.load_error: str | None = None
         self._format = turn_format
         self._create = create
         self._answer = answer

@@ -209,8 +209,8 @@ def begin(prompt: Prompt, index: int, *, home: int, observation: bytes, state: b
     return trajectory
 
 
-def result_error(result: TurnResult, context_tokens: int) -> str:
-    """Why a COMPLETED result cannot be applied to a context of `context_tokens` tokens; empty if it can."""
+def result_error(result: TurnResult, context_tokens: int) -> str | None:
+    """Why a COMPLETED result cannot be applied to a context of `context_tokens` tokens; None if it can."""
     sampled = count(result.tokens)
     if result.worker is None:
         return "no worker is named"

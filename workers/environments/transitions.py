@@ -17,10 +17,9 @@ from rose.schemas.errors import RecordError
 from rose.schemas.limits import MAX_INFO_BYTES, MAX_REWARD
 from rose.schemas.progress import Applied, EnvSnapshot
 from rose.schemas.prompts import Prompt, trajectory_id
-from rose.schemas.record import Record
 from rose.schemas.samples import Ending, Sample
 from rose.schemas.turns import TurnRequest, TurnResult
-from rose.schemas.wire import encode
+from rose.schemas.wire import EncodedRecord, encoded
 from rose.workers.environments.trajectory import Trajectory, TrajectoryRules, digest_of
 
 FAILURE_CHARACTERS = 1_000
@@ -49,11 +48,9 @@ class OutgoingRecords:
     Either a request, with a snapshot if the state has changed, or the sample that ends the trajectory.
     """
 
-    request: TurnRequest | None = None
-    snapshot: EnvSnapshot | None = None
-    sample: Sample | None = None
-    ending: Ending | None = None
-    """Set with `sample`."""
+    request: EncodedRecord[TurnRequest] | None = None
+    snapshot: EncodedRecord[EnvSnapshot] | None = None
+    sample: EncodedRecord[Sample] | None = None
 
 
 def first_request(trajectory: Trajectory, rules: TrajectoryRules, now: float) -> OutgoingRecords:
@@ -136,27 +133,18 @@ def fail_at_result(
 
 def fail_trajectory(trajectory: Trajectory, failure: str, rules: TrajectoryRules, now: float) -> OutgoingRecords:
     """End the trajectory with an infrastructure failure: a sample with the tokens so far and no reward."""
-    sample = _sample(trajectory, rules, now, Ending.FAILED, failure=failure)
-    if encoding_error(sample):
-        sample = fail_at_opening(trajectory.prompt, trajectory.index, failure, rules, now)
-    return OutgoingRecords(sample=sample, ending=Ending.FAILED)
+    try:
+        return OutgoingRecords(sample=encoded(_sample(trajectory, rules, now, Ending.FAILED, failure=failure)))
+    except RecordError:
+        return fail_at_opening(trajectory.prompt, trajectory.index, failure, rules, now)
 
 
-def fail_at_opening(prompt: Prompt, index: int, failure: str, rules: TrajectoryRules, now: float) -> Sample:
+def fail_at_opening(prompt: Prompt, index: int, failure: str, rules: TrajectoryRules, now: float) -> OutgoingRecords:
     """The sample of a trajectory that failed before it had any tokens, or whose tokens cannot be encoded."""
     nothing = Trajectory(
         trajectory_id=trajectory_id(prompt.group_id, index), index=index, prompt=prompt, home=0, state=b"", digest=b""
     )
-    return _sample(nothing, rules, now, Ending.FAILED, failure=failure)
-
-
-def encoding_error(record: Record) -> str:
-    """Why readers would refuse this record; empty if they would not."""
-    try:
-        encode(record)
-    except RecordError as error:
-        return str(error)
-    return ""
+    return OutgoingRecords(sample=encoded(_sample(nothing, rules, now, Ending.FAILED, failure=failure)))
 
 
 def _next_turn(trajectory: Trajectory, rules: TrajectoryRules, now: float, *, changed: bool) -> OutgoingRecords:
@@ -173,16 +161,17 @@ def _next_turn(trajectory: Trajectory, rules: TrajectoryRules, now: float, *, ch
         requested_at=now,
         patience_seconds=rules.turn_patience_seconds,
     )
-    snapshot = None
-    if changed:
-        snapshot = EnvSnapshot(trajectory_id=trajectory.trajectory_id, digest=trajectory.digest, state=trajectory.state)
-    for record, what in (
-        (request, "the turn cannot be asked for"),
-        (snapshot, "the environment's state cannot be saved"),
-    ):
-        if record is not None and (problem := encoding_error(record)):
-            return fail_trajectory(trajectory, f"{what}: {problem}", rules, now)
-    return OutgoingRecords(request=request, snapshot=snapshot)
+    try:
+        ready = encoded(request)
+    except RecordError as error:
+        return fail_trajectory(trajectory, f"the turn cannot be asked for: {error}", rules, now)
+    if not changed:
+        return OutgoingRecords(request=ready)
+    snapshot = EnvSnapshot(trajectory_id=trajectory.trajectory_id, digest=trajectory.digest, state=trajectory.state)
+    try:
+        return OutgoingRecords(request=ready, snapshot=encoded(snapshot))
+    except RecordError as error:
+        return fail_trajectory(trajectory, f"the environment's state cannot be saved: {error}", rules, now)
 
 
 def _ending(trajectory: Trajectory, result: TurnResult, stepped: StepResult, rules: TrajectoryRules) -> Ending | None:
@@ -206,14 +195,19 @@ def _ended(
         success=None if stepped.success is None else stepped.success and stepped.done,
         info=stepped.info,
     )
-    if problem := encoding_error(sample) or _too_much(stepped.info):
-        return fail_trajectory(trajectory, f"the sample cannot be written: {problem}", rules, now)
-    return OutgoingRecords(sample=sample, ending=ending)
+    try:
+        ready = encoded(sample)
+        _check_info_size(stepped.info)
+    except RecordError as error:
+        return fail_trajectory(trajectory, f"the sample cannot be written: {error}", rules, now)
+    return OutgoingRecords(sample=ready)
 
 
-def _too_much(info: dict[str, Any]) -> str:
+def _check_info_size(info: dict[str, Any]) -> None:
+    """Raises RecordError."""
     size = len(msgspec.msgpack.encode(info))
-    return f"the environment's info has {size} bytes, {MAX_INFO_BYTES} are allowed" if size > MAX_INFO_BYTES else ""
+    if size > MAX_INFO_BYTES:
+        raise RecordError(f"the environment's info has {size} bytes, {MAX_INFO_BYTES} are allowed")
 
 
 def _sample(

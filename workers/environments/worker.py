@@ -18,7 +18,7 @@ import structlog
 
 from rose.schemas.arrays import count
 from rose.schemas.progress import SettleRequest
-from rose.schemas.samples import Ending, SampleOutcome
+from rose.schemas.samples import SampleOutcome
 from rose.schemas.turns import TurnResult
 from rose.topics import tracing
 from rose.topics.catalog import COMPLETED, ENVIRONMENT_GROUP, OUTCOMES, PROMPTS, SETTLES
@@ -33,14 +33,13 @@ from rose.workers.environments.home import DecisionKind, Home, ResetResult
 from rose.workers.environments.jobs import EnvironmentFailure, Job, JobResult, ResetRefused, StepJob
 from rose.workers.environments.log_cleaner import LogCleaner
 from rose.workers.environments.membership import Membership, RecoveryAbandoned
-from rose.workers.environments.outbox import Outbox, PendingTransition
-from rose.workers.environments.prompt_admission import PendingReset, refusal_reason, reset_jobs
+from rose.workers.environments.outbox import Outbox, PendingTransition, fence
+from rose.workers.environments.prompt_admission import PendingReset, admission_error, reset_jobs
 from rose.workers.environments.recovery import outcomes_from, recover_homes
 from rose.workers.environments.recovery_policy import RECOVERABLE, RecoveryPolicy
 from rose.workers.environments.runner_pool import RunnerPool
 from rose.workers.environments.trajectory import ResultVerdict, Trajectory, TrajectoryRules, result_error
 from rose.workers.environments.transitions import (
-    OutgoingRecords,
     advance,
     fail_at_opening,
     fail_at_result,
@@ -100,15 +99,8 @@ class EnvironmentWorker:
         self._clock = clock
         self._member = Membership(settings, name, ENVIRONMENT_GROUP, on_wait=self._on_wait)
         self._outcomes = Reader(settings, f"rose-{name}-outcomes", group=ENVIRONMENT_GROUP, on_wait=self._on_wait)
-        self._outbox = Outbox(
-            settings,
-            name,
-            self._member.reader,
-            rules=rules,
-            clock=clock,
-            still_needed=lambda: not self._stop.is_set(),
-            on_wait=self._keep_membership,
-        )
+        self._outbox: Outbox | None = None
+        """None before the first recovery."""
         self._recovery_policy = RecoveryPolicy(name)
         self._log_cleaner = LogCleaner(settings, name)
         self._stop = threading.Event()
@@ -135,7 +127,8 @@ class EnvironmentWorker:
                     HEALTH.report(f"owns homes {self._member.homes}" if self._homes else "waits for homes")
                 except RECOVERABLE as error:
                     self._member.rebalanced = True
-                    wait = self._recovery_policy.on_error(error, time.monotonic(), self._outbox.began_at)
+                    began_at = 0.0 if self._outbox is None else self._outbox.began_at
+                    wait = self._recovery_policy.on_error(error, time.monotonic(), began_at)
                     log.warning("restarting", worker=self._name, reason=str(error), retry_seconds=wait)
                     HEALTH.report_restart(f"trouble with the broker: {error}")
                     stop.wait(wait)
@@ -170,11 +163,11 @@ class EnvironmentWorker:
         self._homes, self._jobs, self._ready, self._early = {}, [], [], []
         began = time.monotonic()
         self._member.pause()
-        self._outbox.fence()  # also without homes: an open transaction of this name blocks its readers
+        outbox = self._fence()  # also without homes: an open transaction of this name blocks its readers
         records = 0
         if self._member.homes:
             try:
-                records = self._recover_homes()
+                records = self._recover_homes(outbox)
             except RecoveryAbandoned:
                 self._member.rebalanced, self._homes = True, {}
                 return
@@ -192,7 +185,21 @@ class EnvironmentWorker:
             seconds=round(time.monotonic() - began, 3),
         )
 
-    def _recover_homes(self) -> int:
+    def _fence(self) -> Outbox:
+        """The outbox; a new one if there is none whose writer works. Raises BusError."""
+        if self._outbox is None or self._outbox.has_failed:
+            self._outbox = fence(
+                self._settings,
+                self._name,
+                self._member.reader,
+                rules=self._rules,
+                clock=self._clock,
+                still_needed=lambda: not self._stop.is_set(),
+                on_wait=self._keep_membership,
+            )
+        return self._outbox
+
+    def _recover_homes(self, outbox: Outbox) -> int:
         """Build the homes from the log; returns the number of records read. Raises RecoveryAbandoned."""
         reader = self._member.reader
         taken = recover_homes(
@@ -201,18 +208,17 @@ class EnvironmentWorker:
             self._member.homes,
             homes=reader.partition_count(PROMPTS),
             rules=self._rules,
-            offsets=self._outbox.offsets,
+            offsets=outbox.offsets,
             on_wait=self._on_wait,
         )
         self._homes = taken.homes
         for home, lost in taken.broken:
             log.error("trajectory_broken", trajectory=lost.trajectory_id, reason=lost.reason)
-            sample = fail_at_opening(lost.prompt, lost.index, lost.reason, self._rules, self._clock())
-            written = OutgoingRecords(sample=sample, ending=Ending.FAILED)
+            written = fail_at_opening(lost.prompt, lost.index, lost.reason, self._rules, self._clock())
             self._ready.append(PendingTransition(home, lost.trajectory_id, written, None))
         self._recall_outcomes()
         reader.assign(taken.begins)
-        self._outbox.on_recovered(taken.begins, taken.request_ends)
+        outbox.on_recovered(taken.begins, taken.request_ends)
         self._log_cleaner.request_soon()
         self._paused = False
         return taken.newest + taken.fetched
@@ -232,9 +238,10 @@ class EnvironmentWorker:
             self._on_settle_items(read_to_end(self._settings, begins, client_id="rose-recovery", on_wait=self._on_wait))
         self._outcomes_next = end
         self._outcomes.assign({place: end, asked: asked_end})
+        outcomes_kept = f"outcomes are kept for {self._settings.retention.outcomes / 86_400:g} days"
         for home in self._homes.values():
             for group_id in home.settle_expired(low):
-                log.warning("outcomes_expired", group=group_id, reason="outcomes are kept for 30 days")
+                log.warning("outcomes_expired", group=group_id, reason=outcomes_kept)
 
     def _keep_membership(self) -> None:
         """Poll the consumer group, so that a rebalance does not wait for this worker.
@@ -254,6 +261,8 @@ class EnvironmentWorker:
         if isinstance(item, EndOfPartition):
             return
         home = self._homes[item.partition]
+        if isinstance(item, Envelope):
+            home.on_log_time(item.timestamp_seconds)
         if item.topic is PROMPTS:
             home.on_prompt(item)
         elif isinstance(item, Envelope) and isinstance(item.record, TurnResult):
@@ -316,6 +325,7 @@ class EnvironmentWorker:
             self._outcomes_next = item.offset + 1
             if isinstance(item, Envelope) and isinstance(item.record, SampleOutcome):
                 for home in self._homes.values():
+                    home.on_log_time(item.timestamp_seconds)
                     home.on_outcome(item.record.group_id, item.record.trajectory_id, item.offset)
 
     def _end_settled_by_hand(self) -> None:
@@ -336,7 +346,7 @@ class EnvironmentWorker:
             if decision is None:
                 continue
             if decision.kind is DecisionKind.OPEN:
-                if reason := refusal_reason(decision.opens, self._rules, self._check_environment):
+                if reason := admission_error(decision.opens, self._rules, self._check_environment):
                     decision.awaited = 0
                     home.refuse(decision, reason)
                 else:
@@ -400,13 +410,15 @@ class EnvironmentWorker:
 
         If the commit fails, everything is decided again from the log.
         """
+        if self._outbox is None:
+            return
         ready, self._ready = self._ready, []
         ended = self._outbox.commit(self._homes, ready)
         if ended:
             self._runners.release(ended)
 
     def _sweep(self) -> None:
-        if self._homes and self._log_cleaner.is_due(time.monotonic()):
+        if self._outbox is not None and self._homes and self._log_cleaner.is_due(time.monotonic()):
             self._log_cleaner.sweep(self._outbox.needed(self._homes))
 
     def _unsettled(self) -> int:

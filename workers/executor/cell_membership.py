@@ -74,9 +74,9 @@ class CellMembership:
         self._enter_cell()
 
     @property
-    def leaving_for(self) -> str:
-        """Pause reason that names the next cell; empty while the executor stays."""
-        return "" if self._next_cell is None else f"{MOVING_REASON} {self._next_cell}"
+    def leaving_for(self) -> str | None:
+        """Pause reason that names the next cell; None while the executor stays."""
+        return None if self._next_cell is None else f"{MOVING_REASON} {self._next_cell}"
 
     def on_version_change(self, target_cell: int | None) -> None:
         """Start to leave for the target cell: the engine has changed to another policy version."""

@@ -28,8 +28,8 @@ from rose.workers.executor.ipc.messages import NO_LIMIT, EngineStatus, Resume, S
 class Permission:
     """Whether an executor may take turns at this moment, and how much a lender may lend."""
 
-    denied_reason: str = ""
-    """Why the executor may take no turns; empty if it may."""
+    denied_reason: str | None = None
+    """Why the executor may take no turns; None if it may."""
     may_finish: bool = False
     """Whether running turns may finish although no new turns may be taken."""
     kv_bytes: int = 0
@@ -56,8 +56,8 @@ class IntakeGate:
     def __init__(self, permission: PermissionSource, *, lends: bool) -> None:
         self.lends = lends
         """Whether the engine is a guest, which can be suspended and resumed."""
-        self.reason = ""
-        """Why no turn is accepted; empty if turns are accepted."""
+        self.reason: str | None = None
+        """Why no turn is accepted; None if turns are accepted."""
         self.finishing = False
         """Whether running turns go on although no turn is accepted."""
         self.allowed_tokens = 0
@@ -73,11 +73,11 @@ class IntakeGate:
         """Whether running turns are returned too."""
         return bool(self.reason) and not self.finishing
 
-    def update(self, status: EngineStatus, *, busy: bool, leaving_for: str = "") -> Resume | Suspend | None:
+    def update(self, status: EngineStatus, *, busy: bool, leaving_for: str | None = None) -> Resume | Suspend | None:
         """Read the permission and update the gate. Return a new command for the engine, or None.
 
         `status`: the engine's newest status. `busy`: whether turns run. `leaving_for`: pause reason of a move to
-        another cell, empty without a move.
+        another cell, None without a move.
         """
         permission = self._permission()
         self.cell, self.allowed_tokens = permission.cell, allowed_tokens(status, permission)
@@ -95,13 +95,13 @@ def guest_command(permission: Permission) -> Resume | Suspend:
     return Suspend() if permission.denied_reason else Resume(permission.kv_bytes or NO_LIMIT)
 
 
-def unavailable_reason(status: EngineStatus) -> str:
-    """Return why the engine can run no turn; empty if it can."""
+def unavailable_reason(status: EngineStatus) -> str | None:
+    """Return why the engine can run no turn; None if it can."""
     if status.suspended_reason:
         return status.suspended_reason
     if status.blocked_seconds >= MAX_BLOCKED_SECONDS:
         return f"serving left it no moment to compute in for {MAX_BLOCKED_SECONDS:.0f} s"
-    return ""
+    return None
 
 
 def allowed_tokens(status: EngineStatus, permission: Permission) -> int:

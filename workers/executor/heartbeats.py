@@ -18,7 +18,7 @@ MAX_VERSIONS_BEHIND = 1
 """An executor that is at most so many versions behind the log is ready: the newest version may be in transfer."""
 
 
-def health_summary(version: int, newest: int, refused: str, *, pause_reason: str) -> tuple[str, bool]:
+def health_summary(version: int, newest: int, refused: str, *, pause_reason: str | None) -> tuple[str, bool]:
     """Return the executor's health as a sentence, and whether it takes turns with a current version.
 
     `version`: the serving version, negative for none. `newest`: the newest version on the log, -1 for none. `refused`:
@@ -61,14 +61,14 @@ class Heartbeats:
         *,
         state: ExecutorState,
         version: int,
-        pause_reason: str,
+        pause_reason: str | None,
         now: float,
         turns: Collection[int] | None = None,
     ) -> SlackHeartbeat:
         """Return the next heartbeat.
 
         `turns`: `held_hash` of the turns to list; None lists the turns of `inbox`. `pause_reason`: why no turns are
-        taken, empty if turns are taken. `now`: unix seconds.
+        taken, None if turns are taken. `now`: unix seconds.
         """
         beat = SlackHeartbeat(
             worker=self._incarnation.worker,
@@ -98,7 +98,7 @@ class Heartbeats:
             holds=packed_hashes(inbox.listed_hashes if turns is None else turns),
             refused_version=self.refused[0],
             refused_reason=self.refused[1][:MAX_REASON_CHARACTERS],
-            paused_reason=pause_reason[:MAX_REASON_CHARACTERS],
+            paused_reason=(pause_reason or "")[:MAX_REASON_CHARACTERS],
             sent_at=now,
             swap_seconds=self.swap_seconds,
             cuts=self._cuts,

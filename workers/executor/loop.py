@@ -284,23 +284,23 @@ class Executor:
         self._inbox.token_budget, reason = self._gate.allowed_tokens, self._gate.reason
         if command is not None:
             self._client.send(command)
-        if self._gate.evicts_running and not was_shut:
-            self._abort_all()
+        if reason and self._gate.evicts_running and not was_shut:
+            self._abort_all(reason)
         elif reason and not before:
             self._refuse_waiting(reason, Refusal.ROOM)
         if reason != before:
-            self._log.info("intake_closed" if reason else "intake_opened", reason=reason)
+            self._log.info("intake_closed" if reason else "intake_opened", reason=reason or "")
             self._send_heartbeat(self._state)
         if self._engine_lost:
             self._engine_lost = False
             self._swap.on_engine_lost()
             self._refuse_waiting("its engine is gone, and the next one serves no version yet", Refusal.VERSION)
 
-    def _abort_all(self) -> None:
+    def _abort_all(self, reason: str) -> None:
         """Return all turns: running turns by an abort in the engine, with the tokens sampled; the others at once."""
         for name in self._running:
             self._client.send(AbortTurn(name))
-        self._refuse_waiting(self._gate.reason, Refusal.ROOM)
+        self._refuse_waiting(reason, Refusal.ROOM)
 
     def _refuse_waiting(self, reason: str, refusal: Refusal) -> None:
         """Refuse the turns that were accepted and not yet submitted to the engine."""
@@ -367,7 +367,7 @@ class Executor:
         An engine that hangs returns nothing; the router then reissues its turns without the tokens sampled here.
         """
         self._gate.reason = STOPPED
-        self._abort_all()
+        self._abort_all(STOPPED)
         deadline = time.monotonic() + RETURN_SECONDS
         while self._running and time.monotonic() < deadline:
             self._client.wait(BUSY_SECONDS)

@@ -38,15 +38,15 @@ def remaining_sampling(dispatch: TurnDispatch) -> Sampling:
     return msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - count(begun.tokens))
 
 
-def dispatch_error(dispatch: TurnDispatch, *, homes: int) -> str:
-    """Return why this dispatch cannot be answered; empty if it can. `homes`: number of home partitions."""
+def dispatch_error(dispatch: TurnDispatch, *, homes: int) -> str | None:
+    """Return why this dispatch cannot be answered; None if it can. `homes`: number of home partitions."""
     if dispatch.home >= homes:
         return f"its answer is awaited in home {dispatch.home}, and there are {homes}"
     if not dispatch.cut and dispatch.request.validation_error:
         return f"what was asked contradicts itself: {dispatch.request.validation_error}"
     begun = dispatch.begun
     if begun is None:
-        return ""
+        return None
     if begun.validation_error:
         return f"what it is to go on from is malformed: {begun.validation_error}"
     if len(begun.spans) >= MAX_SPANS or len(begun.device_seconds) >= MAX_WORKER_CLASSES:
@@ -54,7 +54,7 @@ def dispatch_error(dispatch: TurnDispatch, *, homes: int) -> str:
             f"what it is to go on from has {len(begun.spans)} spans and {len(begun.device_seconds)} worker classes, "
             f"and what is sampled on needs one more of each: {MAX_SPANS} and {MAX_WORKER_CLASSES} are the most"
         )
-    return ""
+    return None
 
 
 def concatenate_parts(earlier: Part | None, rest: Part) -> Part:

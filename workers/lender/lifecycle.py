@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from enum import Enum
 
+from rose.topics.backoff import Backoff
 from rose.workers.executor.ipc.messages import (
     COMMAND_DECODER,
     EngineStatus,
@@ -30,7 +31,6 @@ from rose.workers.executor.ipc.messages import (
     aborted_before_start,
 )
 from rose.workers.executor.ipc.shared_memory import RingBuffer
-from rose.workers.lender.backoff import Backoff
 
 NOT_RESUMED = "it was not told to lend"
 

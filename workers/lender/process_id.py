@@ -42,10 +42,10 @@ def current_process_id() -> ProcessId:
     return found
 
 
-def process_state(process: ProcessId) -> str:
-    """Return the kernel's letter for the process's state, such as "R", "T" or "Z"; empty if the process is gone."""
+def process_state(process: ProcessId) -> str | None:
+    """Return the kernel's letter for the process's state, such as "R", "T" or "Z"; None if the process is gone."""
     found = _read_stat(process.pid)
-    return found[1] if found is not None and found[0] == process else ""
+    return found[1] if found is not None and found[0] == process else None
 
 
 def open_pidfd(process: ProcessId) -> int | None:

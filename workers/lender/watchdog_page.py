@@ -115,11 +115,11 @@ class StatusPage:
         self._words[POLLED] = time.monotonic_ns()
 
     @property
-    def stop_reason(self) -> str:
-        """Why the guest must stop; empty if it may go on."""
+    def stop_reason(self) -> str | None:
+        """Why the guest must stop; None if it may go on."""
         if self._words[STOP]:
             return "a file here says stop"
         polled = self._words[POLLED]
         if polled and time.monotonic_ns() - polled > WATCHDOG_SILENT_SECONDS * 1e9:
             return "its watchdog is silent"
-        return ""
+        return None

@@ -5,12 +5,12 @@ from numpy.typing import NDArray
 
 from rose.schemas.arrays import logprob_error, unpack_logprobs, unpack_tokens
 from rose.schemas.errors import RecordError
-from rose.schemas.prompts import untrainable_reason
+from rose.schemas.prompts import sampling_error
 from rose.schemas.samples import Sample
 
 
-def sample_error(sample: Sample, *, vocabulary: int, context_tokens: int) -> str:
-    """Why a sample cannot be trained on whatever its age: an infrastructure failure. Empty if it can be.
+def sample_error(sample: Sample, *, vocabulary: int, context_tokens: int) -> str | None:
+    """Why a sample cannot be trained on whatever its age: an infrastructure failure. None if it can be.
 
     `vocabulary`: token ids are below it. `context_tokens`: most tokens of a sample that the model takes.
     """
@@ -34,7 +34,7 @@ def sample_error(sample: Sample, *, vocabulary: int, context_tokens: int) -> str
     return logprob_error(logprobs[mask == 1]) or _turns_error(sample, mask)
 
 
-def _turns_error(sample: Sample, mask: NDArray[np.uint8]) -> str:
+def _turns_error(sample: Sample, mask: NDArray[np.uint8]) -> str | None:
     if mask[:1].any():
         return "its first token is a sampled one, and nothing says of what"
     covered = np.zeros_like(mask)
@@ -48,11 +48,11 @@ def _turns_error(sample: Sample, mask: NDArray[np.uint8]) -> str:
     for span in sample.spans:
         known[span.start : span.end] = 1
     unknown = np.flatnonzero(mask > known)
-    return f"nothing says under which version token {unknown[0]} was sampled" if len(unknown) else ""
+    return f"nothing says under which version token {unknown[0]} was sampled" if len(unknown) else None
 
 
-def untrainable_request(sample: Sample) -> str:
-    """Why a sample without a failure cannot be trained on because of its request. Empty if it can be."""
+def untrainable_request(sample: Sample) -> str | None:
+    """Why a sample without a failure cannot be trained on because of its request. None if it can be."""
     if not any(sample.loss_mask):
         return "no token of it was sampled"
-    return next((reason for turn in sample.turns if (reason := untrainable_reason(turn.sampling))), "")
+    return next((reason for turn in sample.turns if (reason := sampling_error(turn.sampling))), None)

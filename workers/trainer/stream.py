@@ -259,7 +259,7 @@ class SampleStream:
         known_from = 0 if self._total or forgotten else committed[OUTCOMES_PLACE] or 0
         low, self._outcomes_end = self._reader.watermarks(OUTCOMES_PLACE)
         if low > known_from:
-            reason = "outcomes are kept for 30 days"
+            reason = f"outcomes are kept for {self._settings.retention.outcomes / 86_400:g} days"
             log.warning("outcomes_expired", from_offset=known_from, kept_from=low, reason=reason)
         begin = {OUTCOMES_PLACE: max(low, known_from)}
         settled = (one.record for one in self._read_back(begin))

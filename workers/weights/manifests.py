@@ -27,7 +27,7 @@ from rose.schemas.weights import (
     WeightIndex,
     WeightManifest,
 )
-from rose.schemas.wire import encode
+from rose.schemas.wire import EncodedRecord, encoded
 from rose.topics.catalog import MANIFESTS
 from rose.topics.log_reader import read_to_end
 from rose.topics.queries import noop
@@ -152,21 +152,18 @@ def run_keys(model_id: str, run: str) -> str:
 class SignedManifest:
     """A manifest with its encoded bytes and its signature header."""
 
-    manifest: WeightManifest
-    wire: bytes
+    encoded: EncodedRecord[WeightManifest]
     headers: Mapping[str, bytes]
 
     def write(self, writer: Writer) -> None:
         """Write the manifest with this writer, within its transaction if there is one."""
-        writer.write_encoded(
-            MANIFESTS, self.manifest, self.wire, key=manifest_key(self.manifest), partition=0, headers=self.headers
-        )
+        writer.write(MANIFESTS, self.encoded, key=manifest_key(self.encoded.record), partition=0, headers=self.headers)
 
 
 def sign_manifest(manifest: WeightManifest, key: Ed25519PrivateKey | None) -> SignedManifest:
     """Encode a manifest and sign the bytes; without a key it has no signature. Raises RecordError."""
-    wire = encode(manifest)
-    return SignedManifest(manifest, wire, {} if key is None else {SIGNATURE_HEADER: key.sign(wire)})
+    signed = encoded(manifest)
+    return SignedManifest(signed, {} if key is None else {SIGNATURE_HEADER: key.sign(signed.wire)})
 
 
 def read_manifests(settings: BusSettings, *, on_wait: Callable[[], None] = noop) -> Iterator[Envelope]:

@@ -112,9 +112,13 @@ def weight_files(folder: Path) -> list[str]:
 
 def _indexed(folder: Path, held: list[str]) -> list[str]:
     try:
-        named = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
+        index = json.loads((folder / INDEX).read_bytes())
+        named = set(index["weight_map"].values())
+        metadata = index.get("metadata", {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise FolderError(f"{folder}/{INDEX} does not say in which file each tensor is") from None
+    if not isinstance(metadata, dict):
+        raise FolderError(f"the `metadata` of {folder}/{INDEX} is no JSON object: write an object there, such as {{}}")
     if not named:
         raise FolderError(f"{folder}/{INDEX} names no file")
     if missing := [str(name) for name in named if name not in held]:

@@ -21,7 +21,7 @@ from confluent_kafka import KafkaException
 
 from rose.schemas.errors import RoseError
 from rose.schemas.weights import FirstChunk, WeightManifest
-from rose.topics.catalog import CHUNKS, RETENTION_SECONDS
+from rose.topics.catalog import CHUNKS
 from rose.topics.records import Envelope
 from rose.topics.retention import delete_before
 from rose.topics.settings import BusSettings
@@ -34,10 +34,7 @@ from rose.workers.weights.trust import Trust
 ANCHORS_KEPT = 2
 """Number of anchors kept for each run: the newest and the one before it."""
 
-UNDER_WAY_SECONDS = 3600.0
-"""Chunks are written before their manifest; the largest anchor takes less time than this over any usable uplink."""
-
-QUIET_SECONDS = RETENTION_SECONDS
+QUIET_SECONDS = 7 * 24 * 3600.0
 """A run that keeps chunks from being deleted is named in a warning after this long without a manifest: it may have
 ended."""
 
@@ -77,7 +74,7 @@ def delete_released(settings: BusSettings, trust: Trust, store: AnchorStore | No
         before = {(CHUNKS, partition): offset for partition, offset in found.before.items()}
         with _log_failure():
             if before:
-                delete_before(settings, before, keep_seconds=UNDER_WAY_SECONDS, client_id=CLIENT)
+                delete_before(settings, before, client_id=CLIENT)
         with _log_failure():
             if store is not None:
                 store.delete(found.files)

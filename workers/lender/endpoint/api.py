@@ -184,7 +184,7 @@ class VllmEndpoint:
         if not version_text.startswith(VERSION):
             raise EngineStartError(f"{self.url} is vLLM {version_text}: {NOT_VLLM}")
         config = self._decoded(info, ServerInfo).vllm_config
-        sentence = incompatibility(config, shapes, max_model_len)
+        sentence = compatibility_error(config, shapes, max_model_len)
         if sentence:
             raise EngineStartError(f"{self.url}: {sentence}")
         models = self._decoded(await self._get("/v1/models") or b"{}", Models).data
@@ -374,8 +374,8 @@ class VllmEndpoint:
             raise EngineBroken(f"{self.url} answers what is no {kind.__name__}: {error}") from None
 
 
-def incompatibility(config: VllmConfig, shapes: Mapping[str, Sequence[int]], max_model_len: int) -> str:
-    """Return why a server of this configuration cannot lend to a policy of these shapes; empty if it can."""
+def compatibility_error(config: VllmConfig, shapes: Mapping[str, Sequence[int]], max_model_len: int) -> str | None:
+    """Return why a server of this configuration cannot lend to a policy of these shapes; None if it can."""
     model, parallel = config.model_config, config.parallel_config
     if parallel.world_size > 1 or parallel.data_parallel_size > 1:
         return "it runs on several ranks, which nobody has tried"
@@ -393,10 +393,10 @@ def incompatibility(config: VllmConfig, shapes: Mapping[str, Sequence[int]], max
             f"its longest turn is {model.max_model_len} tokens: start it with --max-model-len {most}, of which "
             "trainer and engine compute the same"
         )
-    return _model_mismatch(Path(model.model), shapes, on_cpu=config.device_config.device == "cpu")
+    return _model_error(Path(model.model), shapes, on_cpu=config.device_config.device == "cpu")
 
 
-def _model_mismatch(folder: Path, shapes: Mapping[str, Sequence[int]], *, on_cpu: bool) -> str:
+def _model_error(folder: Path, shapes: Mapping[str, Sequence[int]], *, on_cpu: bool) -> str | None:
     if not (folder / "config.json").is_file():
         return f"its model folder {folder} cannot be read from here, so it cannot be told whether it is the policy's"
     theirs, _ = check_folder(folder)
@@ -405,7 +405,7 @@ def _model_mismatch(folder: Path, shapes: Mapping[str, Sequence[int]], *, on_cpu
         return f"it serves {folder}, whose tensors are not the policy's: only a server of the policy's model can lend"
     if on_cpu and HEAD not in theirs:
         return f"on a CPU vLLM does not load a head again that is tied: give it {folder} with an {HEAD} of its own"
-    return ""
+    return None
 
 
 HEAD = "lm_head.weight"

@@ -173,14 +173,14 @@ class HttpEngine:
         except RecordError as error:
             self._reports.send(TurnRejected(command.name, str(error)))
             return
-        sentence = self._refusal(turn)
+        sentence = self._turn_error(turn)
         if sentence:
             self._reports.send(TurnRejected(command.name, sentence))
         else:
             self._waiting.append(turn)
 
-    def _refusal(self, turn: EndpointTurn) -> str:
-        """Return why the turn cannot run; empty if it can. vLLM crashes at a token outside its vocabulary."""
+    def _turn_error(self, turn: EndpointTurn) -> str | None:
+        """Return why the turn cannot run; None if it can. vLLM crashes at a token outside its vocabulary."""
         sampling, most = turn.sampling, self._config.max_model_len
         outside = [t for t in (*turn.context, *sampling.stop_token_ids) if not 0 <= t < self._vocabulary]
         if turn.version != self._versions.version:
@@ -193,7 +193,7 @@ class HttpEngine:
             return f"temperature {sampling.temperature} is neither 0 nor at least {MIN_TEMPERATURE}"
         if sampling.seed is not None:
             return "a seeded turn draws by position, which an endpoint does not"
-        return ""
+        return None
 
     def _send_waiting(self) -> None:
         """Send waiting turns to the endpoint, up to the limit."""

@@ -123,13 +123,13 @@ class EndpointVersions:
             self.loads += 1
             _delete(weights)
 
-    async def _load(self, weights: EndpointWeights) -> str:
-        """Load weights. Return why they are not proven; empty if they are, or cannot be."""
+    async def _load(self, weights: EndpointWeights) -> str | None:
+        """Load weights. Return why they are not proven; None if they are, or cannot be."""
         self.salt = f"rose-{weights.version}-{secrets.token_hex(8)}"
         try:
             await self._load_and_resume(weights.folder)
             if weights.tensors is None:
-                return ""
+                return None
             most = min(TOP_LOGPROBS, self._server.model_config.max_logprobs, self._vocabulary)
             context = probe_context(self._vocabulary, weights.version)
             probed = await self._api.probe(context, salt=self.salt, likeliest=most)

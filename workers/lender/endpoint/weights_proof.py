@@ -56,8 +56,8 @@ def probe_context(vocabulary: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(vocabulary), k=CONTEXT_TOKENS)
 
 
-def probe_error(probed: ProbeAnswer, vocabulary: int) -> str:
-    """Return why a probe's answer is incomplete or invalid; empty if it can prove a version."""
+def probe_error(probed: ProbeAnswer, vocabulary: int) -> str | None:
+    """Return why a probe's answer is incomplete or invalid; None if it can prove a version."""
     tokens, likeliest = probed.tokens, probed.top_logprobs
     if len(tokens) != ANSWER_TOKENS or len(likeliest) != ANSWER_TOKENS:
         return f"a probe for {ANSWER_TOKENS} tokens is answered with {len(tokens)}, and logprobs of {len(likeliest)}"
@@ -65,11 +65,11 @@ def probe_error(probed: ProbeAnswer, vocabulary: int) -> str:
         return "a probe is answered with tokens whose logprobs are not told"
     if not all(0 <= token < vocabulary for place in likeliest for token in place):
         return f"a probe is answered with tokens outside the vocabulary of {vocabulary}"
-    return ""
+    return None
 
 
-def proof_error(given: Logprobs, new: Logprobs, before: Logprobs | None, tolerance: float) -> str:
-    """Return why the logprobs `given` do not prove the new weights; empty if they do.
+def proof_error(given: Logprobs, new: Logprobs, before: Logprobs | None, tolerance: float) -> str | None:
+    """Return why the logprobs `given` do not prove the new weights; None if they do.
 
     `new`, `before`: the reference model's logprobs of the same tokens with the new weights and the weights before;
     `before` is None if those weights are not known.
@@ -81,7 +81,7 @@ def proof_error(given: Logprobs, new: Logprobs, before: Logprobs | None, toleran
         moved = new - before
         if moved.any() and float((given - before) @ moved) < 0.5 * float(moved @ moved):
             return "a probe is answered as by the version before"
-    return ""
+    return None
 
 
 class ReferenceModel:

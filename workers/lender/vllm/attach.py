@@ -82,17 +82,17 @@ def _exit_if_orphaned() -> None:
 def _check(core: Any, config: LendConfig) -> None:
     """Raise UsageError if the server can neither lend nor be observed. The check that imports parts of vLLM is last."""
     from rose.workers.lender.vllm.compatibility import (
-        guest_refusal,
+        guest_error,
+        internals_error,
         is_one_of_several,
-        missing_internals,
-        unsupported_version,
+        version_error,
     )
 
-    if reason := unsupported_version() or (not config.observe and guest_refusal(core)):
+    if reason := version_error() or (not config.observe and guest_error(core)):
         raise UsageError(reason)
     if is_one_of_several(core):
         raise UsageError("no server was observed that has several engine cores (data parallelism)")
-    if reason := missing_internals(observing=config.observe):
+    if reason := internals_error(observing=config.observe):
         raise UsageError(reason)
 
 

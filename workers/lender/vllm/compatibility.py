@@ -33,8 +33,8 @@ def is_one_of_several(core: EngineCoreProc) -> bool:
     return type(core) is not EngineCoreProc or current_process().name != LONE_CORE_NAME
 
 
-def guest_refusal(core: Any) -> str:
-    """Return why the server of this engine core cannot have a guest; empty if it can."""
+def guest_error(core: Any) -> str | None:
+    """Return why the server of this engine core cannot have a guest; None if it can."""
     config = core.vllm_config
     parallel, model = config.parallel_config, config.model_config
     untried = {
@@ -64,7 +64,7 @@ def guest_refusal(core: Any) -> str:
         "a diffusion model": model.is_diffusion,
     }
     found = [what for what, holds in untried.items() if holds]
-    return f"no guest was tried beside {' or '.join(found)}" if found else ""
+    return f"no guest was tried beside {' or '.join(found)}" if found else None
 
 
 VERSION = (0, 32)
@@ -254,16 +254,16 @@ REQUIRED_INTERNALS = (
 )
 
 
-def unsupported_version() -> str:
-    """Return why the installed vLLM is not supported; empty if it is. Imports nothing."""
+def version_error() -> str | None:
+    """Return why the installed vLLM is not supported; None if it is. Imports nothing."""
     if __version_tuple__[:2] == VERSION:
-        return ""
+        return None
     installed, tried = (".".join(map(str, version[:2])) for version in (__version_tuple__, VERSION))
     return f"vLLM {installed} is installed, and guests were tried in {tried} alone"
 
 
-def missing_internals(*, observing: bool = False) -> str:
-    """Return which part is missing or changed, in a sentence; empty if none is. Imports the parts.
+def internals_error(*, observing: bool = False) -> str | None:
+    """Return which part is missing or changed, in a sentence; None if none is. Imports the parts.
 
     `observing`: check only the parts that the observation of a server relies on.
     """
@@ -276,7 +276,7 @@ def missing_internals(*, observing: bool = False) -> str:
             return f"this vLLM has no {part.module}.{part.name} ({part.why})"
         if part.digest and source_digest(found) != part.digest:
             return f"this vLLM has another {part.module}.{part.name} ({part.why})"
-    return ""
+    return None
 
 
 def _resolve(part: RequiredInternal) -> Any:

@@ -47,21 +47,21 @@ def make_algorithm(config: TrainerConfig) -> Algorithm:
     return algorithm
 
 
-def _factory_error(factory: object) -> str:
-    """Why nothing like this makes an algorithm; empty when it may."""
+def _factory_error(factory: object) -> str | None:
+    """Why nothing like this makes an algorithm; None if it may."""
     unbound = "cannot be made with the trainer's settings as its one argument ({error})"
     return class_error(factory, methods=METHODS, arguments=1, unbound=unbound)
 
 
-def _method_error(algorithm: object) -> str:
-    """Why this object cannot be called as an algorithm; empty when it can."""
+def _method_error(algorithm: object) -> str | None:
+    """Why this object cannot be called as an algorithm; None if it can."""
     for name in METHODS:
         method = getattr(algorithm, name, None)
         if not callable(method):
             return f"lacks {name}"
         if error := binding_error(method, 1):
             return f"has a method {name} that does not take one argument ({error})"
-    return ""
+    return None
 
 
 def _try(algorithm: Algorithm) -> None:

@@ -1,0 +1,43 @@
+"""Decides whether a loop goes on after an error of the broker. Pure: `now` is monotonic seconds.
+
+Keeps true
+- While leaders and coordinators move, the loop goes on after a wait.
+- The loop ends if only a person can remove the cause: missing rights, another process with the same name, or a topic
+  that has never been there or has been missing for MISSING_SECONDS.
+"""
+
+from confluent_kafka import KafkaError
+
+from rose.topics.backoff import Backoff
+from rose.topics.errors import BusError, TopicMissing
+
+CALM_SECONDS = 10.0
+"""An error that comes so long after the wait for the last error begins a new row of errors."""
+
+MISSING_SECONDS = 30.0
+"""A topic that was there may be missing from the metadata for so long while its leaders move."""
+
+
+class RetryPolicy:
+    """The errors in a row of one loop that works with the broker."""
+
+    def __init__(self, first_seconds: float, longest_seconds: float) -> None:
+        """`first_seconds`: the wait after the first error; it doubles up to `longest_seconds`."""
+        self._backoff = Backoff(first_seconds, longest_seconds, reset_seconds=CALM_SECONDS)
+        self._has_worked = False
+        self._first_error_at = 0.0
+
+    def on_success(self) -> None:
+        """The loop has done its work once."""
+        self._has_worked = True
+
+    def on_error(self, error: Exception, now: float) -> float:
+        """Return the seconds to wait before the loop goes on. Raises `error` if waiting does not help."""
+        wait = self._backoff.failed(now)
+        if self._backoff.failures == 1:
+            self._first_error_at = now
+        if isinstance(error, TopicMissing) and (not self._has_worked or now - self._first_error_at > MISSING_SECONDS):
+            raise error
+        if isinstance(error, BusError) and (error.is_permanent or error.code == KafkaError.FENCED_INSTANCE_ID):
+            raise error
+        return wait
