@@ -56,7 +56,8 @@ OWN: dict[str, dict[str, Any]] = {
     "longcat_flash": {"qk_rope_head_dim": 32},
     "mimo_v2_flash": {"num_key_value_heads": 1},  # layers with a window have twice as many
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
-    **dict.fromkeys(("gpt_oss", "olmoe"), {"rms_norm_eps": 1e-5}),  # the only one that vLLM computes with
+    "gpt_oss": {"rms_norm_eps": 1e-5},  # vLLM computes with no other, nor of olmoe
+    "olmoe": {"rms_norm_eps": 1e-5},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
     "lfm2": {"block_dim": 64, "block_ff_dim": 128, "block_multiple_of": 32, "conv_dim": 64, "conv_bias": False},
