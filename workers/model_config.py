@@ -40,15 +40,19 @@ where only some layers have one.
 TYPED_BY_LAYERS = "mistral"
 """The model type that transformers reads as another one, which has LAYER_TYPES, if the configuration has them."""
 
-EVEN_HEADS = ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "jamba", "olmoe", "qwen2")
-EVEN_HEADS += ("qwen2_moe",)
+BY_PATTERN = ("exaone4", "exaone_moe")
+"""Model types for which transformers makes LAYER_TYPES from PATTERN, and fails where that is no number."""
+
+EVEN_HEADS = (
+    *("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "jamba", "olmoe", "qwen2", "qwen2_moe"),
+)
 """Model types for which vLLM does not read HEAD_DIM and divides `hidden_size` by the number of heads."""
 
 KINDS = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "su", "yarn")
 """Values of rope_type that transformers knows."""
 
 WINDOW, LOGIT_SCALE, ATTENTION_BIAS = "sliding_window", "logit_scale", "attention_bias"
-LAYER_TYPES, HEAD_DIM, SECTIONS = "layer_types", "head_dim", "mrope_section"
+LAYER_TYPES, PATTERN, HEAD_DIM, SECTIONS = "layer_types", "sliding_window_pattern", "head_dim", "mrope_section"
 
 SILU = {"hidden_act": ("silu", "swish")}
 
@@ -95,11 +99,40 @@ def check_agreement(folder: Path, config: Mapping[str, Any]) -> None:
             f"{config.get('model_type')}, does not: take it out"
         )
     _check_heads(folder, config)
+    _check_layer_types(folder, config)
+    _check_angles(folder, config)
+
+
+def _check_heads(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises ConfigRefused if the configuration has heads of a size that vLLM does not read."""
+    size, width, heads = (config.get(name) for name in (HEAD_DIM, "hidden_size", "num_attention_heads"))
+    if config.get("model_type") in EVEN_HEADS and size and width and heads and size != width // heads:
+        raise ConfigRefused(
+            f"{folder}/{CONFIG} has {HEAD_DIM} {size}, which transformers reads and vLLM, for a "
+            f"{config['model_type']}, takes for {width // heads} (hidden_size / num_attention_heads): begin with "
+            "another model"
+        )
+
+
+def _check_layer_types(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises ConfigRefused if transformers ignores LAYER_TYPES, or cannot make them."""
     if _windows_all(config):
         raise ConfigRefused(
             f"{folder}/{CONFIG} has {LAYER_TYPES} beside a {WINDOW}, which vLLM keeps to and transformers, for a "
             f"{config.get('model_type')}, does not: take one of the two out"
         )
+    window, pattern = config.get(WINDOW, 1), config.get(PATTERN, 1)
+    if config.get("model_type") in BY_PATTERN and not (
+        config.get(LAYER_TYPES) or (window and pattern and type(pattern) is int)
+    ):
+        raise ConfigRefused(
+            f"{folder}/{CONFIG} has a {WINDOW} {window!r} and a {PATTERN} {pattern!r}, from which transformers makes "
+            f"no {LAYER_TYPES}: write {LAYER_TYPES}, one for each layer"
+        )
+
+
+def _check_angles(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises ConfigRefused if transformers and vLLM compute rotary angles differently, or either cannot."""
     for angles in _angles(config):
         kind = _kind(angles)
         if SECTIONS in angles and not _has_sections(config):
@@ -128,17 +161,6 @@ def check_agreement(folder: Path, config: Mapping[str, Any]) -> None:
                 f"{folder}/{CONFIG} has a factor, attention_factor or short_mscale for rope_type longrope, which "
                 "transformers and vLLM read differently: take it out"
             )
-
-
-def _check_heads(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises ConfigRefused if the configuration has heads of a size that vLLM does not read."""
-    size, width, heads = (config.get(name) for name in (HEAD_DIM, "hidden_size", "num_attention_heads"))
-    if config.get("model_type") in EVEN_HEADS and size and width and heads and size != width // heads:
-        raise ConfigRefused(
-            f"{folder}/{CONFIG} has {HEAD_DIM} {size}, which transformers reads and vLLM, for a "
-            f"{config['model_type']}, takes for {width // heads} (hidden_size / num_attention_heads): begin with "
-            "another model"
-        )
 
 
 def max_context_tokens(config: Mapping[str, Any]) -> int | None:

@@ -61,6 +61,8 @@ def folder_of(place: Path, **said: Any) -> Path:
         ({"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}, "take mrope_section out"),
         ({"rope_parameters": {"rope_type": "ntk", "factor": 2.0}}, "rope_type ntk, which transformers does not know"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv 8.0, which vLLM takes for None"),
+        ({"model_type": "exaone4", "sliding_window": 8, "sliding_window_pattern": "LG"}, "'LG', .* write layer_types"),
+        ({"model_type": "exaone4", "sliding_window": None}, "write layer_types"),
         ({"model_type": "deepseek_v3", "rope_interleave": False}, "rope_interleave"),
     ],
 )
@@ -94,6 +96,13 @@ def test_what_trainer_and_engine_compute_differently_is_refused_by_both_in_one_s
         {"model_type": "qwen2", **HEADS, "head_dim": 32},
         {"model_type": "qwen2", **HEADS, "head_dim": None},
         {"model_type": "mistral", **HEADS, "head_dim": 64, "sliding_window": 8, "layer_types": ["full_attention"]},
+        {"model_type": "exaone4", "sliding_window": 8, "sliding_window_pattern": 4},
+        {
+            "model_type": "exaone4",
+            "sliding_window": None,
+            "sliding_window_pattern": None,
+            "layer_types": ["full_attention"],
+        },
         {"model_type": "phi3", "sliding_window": None, "layer_types": ["full_attention"]},
         {"model_type": "qwen3", "sliding_window": 8, "layer_types": ["full_attention"]},
         {"model_type": "qwen3_5_text", "rope_parameters": {"rope_type": "default", "mrope_section": [11, 11, 10]}},

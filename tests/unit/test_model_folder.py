@@ -79,6 +79,8 @@ def rewrite_config(folder: Path, **changes: object) -> None:
         (lambda f: (f / "model.safetensors").unlink(), "holds no"),
         (truncate, "no readable safetensors"),
         (lambda f: (f / "model.safetensors").write_text(POINTER), "is a pointer of git-lfs: .* git lfs pull"),
+        (lambda f: rewrite_config(f, dtype="auto"), 'dtype "auto": write the element type'),
+        (lambda f: rewrite_config(f, torch_dtype="auto"), 'dtype "auto": write the element type'),
         (lambda f: rewrite_config(f, quantization_config={"quant_method": "fp8"}), "holds quantized weights"),
         (lambda f: rewrite_config(f, compression_config={"format": "float-quantized"}), "holds quantized weights"),
         (lambda f: (f / "hf_quant_config.json").write_text("{}"), "holds quantized weights"),

@@ -102,6 +102,10 @@ def read_config(folder: Path) -> Mapping[str, Any]:
         size = config.get(name)
         if isinstance(size, str | int | float) and (type(size) is not int or size < 1):
             raise FolderError(f"{folder}/config.json says {name} {json.dumps(size)}: it must be a whole number above 0")
+    if "auto" in (config.get("dtype"), config.get("torch_dtype")):
+        raise FolderError(
+            f'{folder}/config.json says dtype "auto": write the element type of its weights, as "bfloat16"'
+        )
     if any(config.get(name) for name in QUANTIZED) or (folder / QUANTIZED_FILE).is_file():
         raise FolderError(f"{folder} holds quantized weights, which cannot be trained: take the model that they are of")
     return config
