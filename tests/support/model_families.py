@@ -33,6 +33,9 @@ TINY = {
     ("num_key_value_heads",): 2,
     ("head_dim",): 32,
     ("max_position_embeddings", "n_positions"): 256,
+    ("sliding_window",): 16,  # shorter than CONTEXT
+    ("use_sliding_window",): True,
+    ("max_window_layers",): 0,
     ("num_experts", "num_local_experts", "n_routed_experts"): 4,
     ("num_experts_per_tok",): 2,
     ("moe_intermediate_size", "shared_expert_intermediate_size"): 64,
@@ -47,6 +50,7 @@ LATENT = {"qk_rope_head_dim": 32, "n_group": 1, "topk_group": 1, "first_k_dense_
 """Latent attention whose turned part is `head_dim` long, and experts in one group after one layer without."""
 
 OWN: dict[str, dict[str, Any]] = {
+    "cohere2": {"sliding_window": 160},  # contexts have to stay within it
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True, "ffn_hidden_size": 256},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 16},
