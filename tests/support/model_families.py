@@ -52,6 +52,7 @@ LATENT = {"qk_rope_head_dim": 32, "n_group": 1, "topk_group": 1, "first_k_dense_
 OWN: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 160},  # contexts have to stay within it
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True, "ffn_hidden_size": 256},
+    "smollm3": {"no_rope_layers": [1, 0]},  # the second layer has a window
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 16},
     "mamba2": {"num_heads": 4, "state_size": 16, "n_groups": 1},
