@@ -50,7 +50,9 @@ LATENT = {"qk_rope_head_dim": 32, "n_group": 1, "topk_group": 1, "first_k_dense_
 """Latent attention whose turned part is `head_dim` long, and experts in one group after one layer without."""
 
 OWN: dict[str, dict[str, Any]] = {
-    "cohere2": {"sliding_window": 160},  # contexts have to stay within it
+    "cohere2": {"sliding_window": 160},  # contexts have to stay within it, as within the next two
+    "cohere2_moe": {"sliding_window": 160},
+    "qwen2_moe": {"sliding_window": 160},
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True, "ffn_hidden_size": 256},
     "smollm3": {"no_rope_layers": [1, 0]},  # the second layer has a window
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
