@@ -31,10 +31,27 @@ SHORT_AND_LONG = ("longrope", "su")
 ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 """Model types with fixed dynamic angles, given by `alpha`, up to `max_position_embeddings`."""
 
-WIDER_WINDOW = ("cohere2", "cohere2_moe")
-"""Model types for which vLLM's sliding window is one token wider than that of transformers."""
+WIDER_WINDOW = ("cohere2", "cohere2_moe", "qwen2_moe")
+"""Model types for which vLLM's sliding window is wider than that of transformers: one token, or (qwen2_moe) no window
+where only some layers have one.
+"""
+
+TYPED_BY_LAYERS = "mistral"
+"""The model type that transformers reads as another one, which has LAYER_TYPES, if the configuration has them."""
+
+BY_PATTERN = ("exaone4", "exaone_moe")
+"""Model types for which transformers makes LAYER_TYPES from PATTERN, and fails where that is no number."""
+
+EVEN_HEADS = (
+    *("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "jamba", "olmoe", "qwen2", "qwen2_moe"),
+)
+"""Model types for which vLLM does not read HEAD_DIM and divides `hidden_size` by the number of heads."""
+
+KINDS = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "su", "yarn")
+"""Values of rope_type that transformers knows."""
 
 WINDOW, LOGIT_SCALE, ATTENTION_BIAS = "sliding_window", "logit_scale", "attention_bias"
+LAYER_TYPES, PATTERN, HEAD_DIM, SECTIONS = "layer_types", "sliding_window_pattern", "head_dim", "mrope_section"
 
 SILU = {"hidden_act": ("silu", "swish")}
 
@@ -42,7 +59,12 @@ TAKEN_FOR_GRANTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "cohere": SILU | {ATTENTION_BIAS: (False,)},
     "cohere2": SILU | {ATTENTION_BIAS: (False,)},
     "cohere2_moe": SILU | {ATTENTION_BIAS: (False,)},
+    "deepseek_v3": {"rope_interleave": (True,)},
     "falcon": {"activation": ("gelu",)},
+    "gpt_oss": {"rms_norm_eps": (1e-5,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+    "mixtral": SILU,
+    "olmoe": SILU | {"rms_norm_eps": (1e-5,), "norm_topk_prob": (False,), "clip_qkv": (None,)},
+    "qwen2_moe": {"qkv_bias": (True,)},
     "qwen3": {ATTENTION_BIAS: (False,)},
     "qwen3_moe": {ATTENTION_BIAS: (False,)},
     "stablelm": SILU | {"use_parallel_residual": (False,)},
@@ -75,8 +97,54 @@ def check_agreement(folder: Path, config: Mapping[str, Any]) -> None:
             f"{folder}/{CONFIG} has a {LOGIT_SCALE}, which vLLM reads and transformers, for a "
             f"{config.get('model_type')}, does not: take it out"
         )
+    _check_heads(folder, config)
+    _check_layer_types(folder, config)
+    _check_angles(folder, config)
+
+
+def _check_heads(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises ConfigRefused if the configuration has heads of a size that vLLM does not read."""
+    size, width, heads = (config.get(name) for name in (HEAD_DIM, "hidden_size", "num_attention_heads"))
+    if config.get("model_type") in EVEN_HEADS and size and width and heads and size != width // heads:
+        raise ConfigRefused(
+            f"{folder}/{CONFIG} has {HEAD_DIM} {size}, which transformers reads and vLLM, for a "
+            f"{config['model_type']}, takes for {width // heads} (hidden_size / num_attention_heads): begin with "
+            "another model"
+        )
+
+
+def _check_layer_types(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises ConfigRefused if transformers ignores LAYER_TYPES, or cannot make them."""
+    if _windows_all(config):
+        raise ConfigRefused(
+            f"{folder}/{CONFIG} has {LAYER_TYPES} beside a {WINDOW}, which vLLM keeps to and transformers, for a "
+            f"{config.get('model_type')}, does not: take one of the two out"
+        )
+    window, pattern = config.get(WINDOW, 1), config.get(PATTERN, 1)
+    if config.get("model_type") in BY_PATTERN and not (
+        config.get(LAYER_TYPES) or (window and pattern and type(pattern) is int)
+    ):
+        raise ConfigRefused(
+            f"{folder}/{CONFIG} has a {WINDOW} {window!r} and a {PATTERN} {pattern!r}, from which transformers makes "
+            f"no {LAYER_TYPES}: write {LAYER_TYPES}, one for each layer"
+        )
+
+
+def _check_angles(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises ConfigRefused if transformers and vLLM compute rotary angles differently, or either cannot."""
     for angles in _angles(config):
         kind = _kind(angles)
+        if SECTIONS in angles and not _has_sections(config):
+            raise ConfigRefused(
+                f"{folder}/{CONFIG} has angles of several dimensions, which a model of text alone has not: take "
+                f"{SECTIONS} out of {' or '.join(name for name in ROTARY if config.get(name))}, and set its rope_type "
+                "to default"
+            )
+        if kind not in KINDS:
+            raise ConfigRefused(
+                f"{folder}/{CONFIG} scales rotary angles by rope_type {kind}, which transformers does not know: take "
+                "the scaling out, or write the rope_type as transformers does"
+            )
         if kind == "dynamic" and not (config.get("model_type") in ALPHA and angles.get("alpha")):
             raise ConfigRefused(
                 f"{folder}/{CONFIG} scales rotary angles by rope_type dynamic, which transformers and vLLM compute "
@@ -141,8 +209,9 @@ def match_engine_numerics(config: Any) -> None:
     """
     config.output_attentions = config.output_hidden_states = False
     config.return_dict = True
+    config.slow_but_exact = False  # Bloom's other way of computing, which leaves biases out
     if getattr(config, WINDOW, None) == 0:  # 0 means no window, which vLLM knows; transformers would hide every token
-        kinds = getattr(config, "layer_types", None)
+        kinds = getattr(config, LAYER_TYPES, None)
         if kinds and "sliding_attention" in kinds:
             raise ConfigRefused(f"{CONFIG} has layers of sliding attention and a {WINDOW} of 0, which hides all")
         if not kinds:
@@ -171,6 +240,22 @@ def _known(config: Mapping[str, Any], name: str) -> bool:
 
     kind = config.get("model_type")
     return kind not in CONFIG_MAPPING or name in CONFIG_MAPPING[kind]().to_dict()
+
+
+def _windows_all(config: Mapping[str, Any]) -> bool:
+    """Whether transformers applies the sliding window to all layers whatever LAYER_TYPES says."""
+    if not (config.get(WINDOW) and config.get("use_sliding_window", True) and config.get(LAYER_TYPES)):
+        return False
+    return config.get("model_type") != TYPED_BY_LAYERS and _known(config, WINDOW) and not _known(config, LAYER_TYPES)
+
+
+def _has_sections(config: Mapping[str, Any]) -> bool:
+    """Whether transformers' models of this type split rotary angles by SECTIONS."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    known = getattr(CONFIG_MAPPING[kind], "ignore_keys_at_rope_validation", ()) if kind in CONFIG_MAPPING else ()
+    return SECTIONS in (known or ())
 
 
 def _kind(angles: Mapping[str, Any]) -> Any:

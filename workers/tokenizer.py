@@ -7,7 +7,8 @@ Keeps true
 - Names of special tokens (`bos_token`) and added tokens are those that transformers finds: from
   `tokenizer_config.json`, and without its `added_tokens_decoder` also from `special_tokens_map.json` and
   `added_tokens.json`.
-- Tokens that only the other files of the folder define are added as transformers adds them, with the ids in the files.
+- Tokens that only the other files of the folder define are added as transformers adds them. An added token has the id
+  that the files give; the library `tokenizers` alone would number it anew, without an error.
 - The vocabulary size is that of `config.json`; with several models in one configuration, that of the text model.
   `check_vocabulary` refuses a tokenizer whose tokens lie outside of the model's vocabulary.
 
@@ -16,7 +17,7 @@ Needs only the library `tokenizers`, and that only where a tokenizer is loaded.
 
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,12 +146,22 @@ TOKENIZER_FILE = "tokenizer.json"
 LOADED = ("version", "added_tokens", "normalizer", "pre_tokenizer", "decoder", "model")
 """Fields of the file that define how a text becomes tokens; other fields hold state of earlier use."""
 
+OLDER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt")
+"""Names of files that hold a tokenizer in forms from which transformers makes a `tokenizer.json`."""
+
 NULL = msgspec.Raw(b"null")
 
 MARKS_FIRST = re.compile(rb'"prepend_scheme"\s*:\s*"first"')
 """Matches a pre-tokenizer that marks the beginning of a word before a text, and not behind an added token."""
 
 Fields = dict[str, msgspec.Raw]
+
+
+class _Entry(msgspec.Struct):
+    """An added token of the file."""
+
+    id: int
+    content: str
 
 
 def load_tokenizer(file: Path, *, special: Collection[str] = (), amid: bool = False) -> Any:
@@ -164,8 +175,14 @@ def load_tokenizer(file: Path, *, special: Collection[str] = (), amid: bool = Fa
     from tokenizers import Tokenizer
 
     tokens = read_tokens(file.parent)
+    if not file.exists() and (other := next((name for name in OLDER_FILES if (file.parent / name).is_file()), None)):
+        raise TokenizerError(
+            f"{file.parent} has {other} and no {TOKENIZER_FILE}: write the file with transformers' "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        )
     try:
         fields = msgspec.json.decode(file.read_bytes(), type=Fields)
+        said = msgspec.json.decode(fields.get("added_tokens", NULL), type=list[_Entry] | None) or []
         loaded = {name: fields[name] for name in LOADED if name in fields}
         model = msgspec.json.decode(fields.get("model", NULL), type=Fields | None)
         if model and "dropout" in model:
@@ -177,6 +194,7 @@ def load_tokenizer(file: Path, *, special: Collection[str] = (), amid: bool = Fa
         raise TokenizerError(f"{file} is no readable tokenizer: {error.strerror}") from None
     except Exception as error:  # tokenizers raises bare Exception for every broken file
         raise TokenizerError(f"{file} is no readable tokenizer: {' '.join(str(error).split())}") from error
+    _check_ids(tokenizer, {entry.content: entry.id for entry in said}, file)
     _add(tokenizer, tokens, file.parent)
     _mark(tokenizer, special)
     return tokenizer
@@ -199,17 +217,23 @@ def _add(tokenizer: Any, tokens: Tokens, folder: Path) -> None:
         number: AddedToken(**token) for number, token in tokens.missing.items() if token["content"] not in known
     }
     tokenizer.add_tokens([token for token in numbered.values() if repr(token) not in alike])
-    for number, token in numbered.items():
-        given = tokenizer.token_to_id(token.content)
-        if token.content not in known and given != number:
-            raise TokenizerError(
-                f"{folder}: {CONFIG_FILE} or {ADDED_FILE} says that {token.content!r} is token {number}, and "
-                f"behind the tokens of {TOKENIZER_FILE} it would be {given}: export the tokenizer anew, from where the "
-                "policy was trained"
-            )
+    _check_ids(
+        tokenizer, {token.content: number for number, token in numbered.items()}, folder, CONFIG_FILE, ADDED_FILE
+    )
     known.update(token.content for token in numbered.values())
     named = [AddedToken(text, special=True) for text in tokens.special if text not in known]
     tokenizer.add_tokens(named)
+
+
+def _check_ids(tokenizer: Any, said: Mapping[str, int], where: Path, *files: str) -> None:
+    """Raises TokenizerError if the tokenizer gives a token another id than the files say."""
+    for content, number in said.items():
+        if (given := tokenizer.token_to_id(content)) != number:
+            raise TokenizerError(
+                f"{where}: {' or '.join(files) or 'added_tokens'} says that {content!r} is token {number}, and by the "
+                f"tokens of {TOKENIZER_FILE} it would be {given}: export the tokenizer anew, from where the policy was "
+                "trained"
+            )
 
 
 def _mark(tokenizer: Any, special: Collection[str]) -> None:

@@ -33,6 +33,9 @@ TINY = {
     ("num_key_value_heads",): 2,
     ("head_dim",): 32,
     ("max_position_embeddings", "n_positions"): 256,
+    ("sliding_window",): 16,  # shorter than CONTEXT
+    ("use_sliding_window",): True,
+    ("max_window_layers",): 0,
     ("num_experts", "num_local_experts", "n_routed_experts"): 4,
     ("num_experts_per_tok",): 2,
     ("moe_intermediate_size", "shared_expert_intermediate_size"): 64,
@@ -47,7 +50,11 @@ LATENT = {"qk_rope_head_dim": 32, "n_group": 1, "topk_group": 1, "first_k_dense_
 """Latent attention whose turned part is `head_dim` long, and experts in one group after one layer without."""
 
 OWN: dict[str, dict[str, Any]] = {
+    "cohere2": {"sliding_window": 160},  # contexts have to stay within it, as within the next two
+    "cohere2_moe": {"sliding_window": 160},
+    "qwen2_moe": {"sliding_window": 160},
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True, "ffn_hidden_size": 256},
+    "smollm3": {"no_rope_layers": [1, 0]},  # the second layer has a window
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 16},
     "mamba2": {"num_heads": 4, "state_size": 16, "n_groups": 1},
@@ -56,6 +63,8 @@ OWN: dict[str, dict[str, Any]] = {
     "longcat_flash": {"qk_rope_head_dim": 32},
     "mimo_v2_flash": {"num_key_value_heads": 1},  # layers with a window have twice as many
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "gpt_oss": {"rms_norm_eps": 1e-5},  # vLLM computes with no other, nor of olmoe
+    "olmoe": {"rms_norm_eps": 1e-5},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
     "lfm2": {"block_dim": 64, "block_ff_dim": 128, "block_multiple_of": 32, "conv_dim": 64, "conv_bias": False},

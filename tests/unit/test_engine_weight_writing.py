@@ -1,13 +1,19 @@
 """Weights in pieces: every element once, and a layer in blocks computes what it computes whole."""
 
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import nn
 from vllm.model_executor.layers import utils as layer_utils
 
 from rose.workers.executor.vllm import weights as engine_weights
+from rose.workers.executor.vllm.types import EngineStartError
 
 
 @given(st.lists(st.integers(1, 9), max_size=3), st.integers(1, 40))
@@ -36,3 +42,48 @@ def test_a_layer_in_blocks_computes_what_it_computes_whole(
     assert pieces == 6, "five of 192 rows, and one of 40"
     computed = layer.cpu_linear(x, layer.weight, layer.bias)  # type: ignore[operator]
     assert torch.allclose(computed.float(), expected.float(), rtol=0.01, atol=0.01 if dtype is torch.bfloat16 else 1e-6)
+
+
+class Narrowing(nn.Module):
+    """A model whose loader reads the first rows of a tensor alone, by one of the ways that vLLM's loaders take."""
+
+    def __init__(self, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 4, bias=False)
+        self._cut = cut
+
+    def load_weights(self, version: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in version:
+            self.inner.weight.data.copy_(self._cut(tensor))
+
+
+def folder_of(place: Path, rows: int) -> Path:
+    save_file({"inner.weight": torch.arange(3.0 * rows).reshape(rows, 3)}, place / "model.safetensors")
+    return place
+
+
+CUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "narrow": lambda tensor: tensor.narrow(0, 0, 4),
+    "slice": lambda tensor: tensor.t().contiguous().t()[:4],
+    "parts": lambda tensor: tensor.double().tensor_split([4])[0],
+}
+
+
+@pytest.mark.parametrize("rows", [4, 6])
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+def test_a_tensor_of_which_a_loader_reads_a_part_is_refused(
+    cut: Callable[[torch.Tensor], torch.Tensor], rows: int, tmp_path: Path
+) -> None:
+    folder, model = folder_of(tmp_path, rows), Narrowing(cut)
+    model.load_weights(load_file(folder / "model.safetensors").items())
+    worker = SimpleNamespace(
+        get_model=lambda: model,
+        model_config=SimpleNamespace(dtype=torch.float32),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+    weights = engine_weights.PolicyWeights(worker, folder, {"inner.weight": (rows, 3)})
+    if rows == 4:
+        weights.allocate_spare()
+        return
+    with pytest.raises(EngineStartError, match=r"reads only a part of inner\.weight \(12 of 18 elements\)"):
+        weights.allocate_spare()

@@ -17,6 +17,7 @@ from rose.workers.model_config import check_agreement, check_context_length, max
 from rose.workers.trainer.policy import load_policy
 
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+HEADS = {"hidden_size": 64, "num_attention_heads": 2}
 
 
 def folder_of(place: Path, **said: Any) -> Path:
@@ -52,6 +53,17 @@ def folder_of(place: Path, **said: Any) -> Path:
         ({"model_type": "falcon", "activation": "silu"}, "activation"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias"),
         ({"model_type": "llama", "logit_scale": 0.25}, "has a logit_scale, which vLLM reads"),
+        ({"model_type": "qwen2", **HEADS, "head_dim": 64}, "has head_dim 64, .* takes for 32"),
+        ({"model_type": "qwen2_moe", **HEADS, "head_dim": 16}, "has head_dim 16, .* takes for 32"),
+        ({"model_type": "phi3", "sliding_window": 8, "layer_types": ["full_attention"]}, "has layer_types beside a"),
+        ({"model_type": "starcoder2", "sliding_window": 8, "layer_types": ["full_attention"]}, "has layer_types"),
+        ({"model_type": "qwen2", "rope_scaling": {"mrope_section": [4, 6, 6]}}, "mrope_section out of rope_scaling"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}, "take mrope_section out"),
+        ({"rope_parameters": {"rope_type": "ntk", "factor": 2.0}}, "rope_type ntk, which transformers does not know"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv 8.0, which vLLM takes for None"),
+        ({"model_type": "exaone4", "sliding_window": 8, "sliding_window_pattern": "LG"}, "'LG', .* write layer_types"),
+        ({"model_type": "exaone4", "sliding_window": None}, "write layer_types"),
+        ({"model_type": "deepseek_v3", "rope_interleave": False}, "rope_interleave"),
     ],
 )
 def test_what_trainer_and_engine_compute_differently_is_refused_by_both_in_one_sentence(
@@ -81,6 +93,19 @@ def test_what_trainer_and_engine_compute_differently_is_refused_by_both_in_one_s
         {"model_type": "qwen3", "attention_bias": False},
         {"model_type": "llama", "attention_bias": True, "hidden_act": "gelu"},
         {"model_type": "cohere", "logit_scale": 0.25, "attention_bias": None},
+        {"model_type": "qwen2", **HEADS, "head_dim": 32},
+        {"model_type": "qwen2", **HEADS, "head_dim": None},
+        {"model_type": "mistral", **HEADS, "head_dim": 64, "sliding_window": 8, "layer_types": ["full_attention"]},
+        {"model_type": "exaone4", "sliding_window": 8, "sliding_window_pattern": 4},
+        {
+            "model_type": "exaone4",
+            "sliding_window": None,
+            "sliding_window_pattern": None,
+            "layer_types": ["full_attention"],
+        },
+        {"model_type": "phi3", "sliding_window": None, "layer_types": ["full_attention"]},
+        {"model_type": "qwen3", "sliding_window": 8, "layer_types": ["full_attention"]},
+        {"model_type": "qwen3_5_text", "rope_parameters": {"rope_type": "default", "mrope_section": [11, 11, 10]}},
     ],
 )
 def test_what_both_compute_alike_is_taken(said: Mapping[str, Any], tmp_path: Path) -> None:
@@ -125,6 +150,7 @@ def test_what_both_compute_alike_is_taken(said: Mapping[str, Any], tmp_path: Pat
         ),
         ({"model_type": "cohere", "max_position_embeddings": 64, "model_max_length": 256}, 256),
         ({"model_type": "cohere2", "max_position_embeddings": 256, "sliding_window": 64}, 64),
+        ({"model_type": "qwen2_moe", "max_position_embeddings": 256, "sliding_window": 64}, 64),
         ({"model_type": "mistral", "max_position_embeddings": 256, "sliding_window": 64}, 256),
         ({"model_type": "llama", "max_position_embeddings": 256, "sliding_window": 64}, 64),
         ({"model_type": "llama", "max_position_embeddings": 256, "sliding_window": None}, 256),

@@ -13,6 +13,18 @@ from rose.workers.executor.vllm.types import ModelFolderError
 
 VOCABULARY = 12
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 123456\n"
+
+OTHER_TASKS = (
+    *(
+        "LlamaForSequenceClassification",
+        "Qwen2ForTokenClassification",
+        "Qwen2ForRewardModel",
+        "InternLM2ForRewardModel",
+    ),
+    *("Qwen2ForProcessRewardModel", "LlamaRewardModel", "GPT2ForQuestionAnswering", "BertForMaskedLM"),
+)
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -66,6 +78,16 @@ def rewrite_config(folder: Path, **changes: object) -> None:
         (lambda f: rewrite_config(f, num_hidden_layers=float("nan")), "num_hidden_layers NaN: it must be"),
         (lambda f: (f / "model.safetensors").unlink(), "holds no"),
         (truncate, "no readable safetensors"),
+        (lambda f: (f / "model.safetensors").write_text(POINTER), "is a pointer of git-lfs: .* git lfs pull"),
+        (lambda f: rewrite_config(f, dtype="auto"), 'dtype "auto": write the element type'),
+        (lambda f: rewrite_config(f, torch_dtype="auto"), 'dtype "auto": write the element type'),
+        (lambda f: rewrite_config(f, quantization_config={"quant_method": "fp8"}), "holds quantized weights"),
+        (lambda f: rewrite_config(f, compression_config={"format": "float-quantized"}), "holds quantized weights"),
+        (lambda f: (f / "hf_quant_config.json").write_text("{}"), "holds quantized weights"),
+        *(
+            (lambda f, name=name: rewrite_config(f, architectures=[name]), f"{name}, which is no causal language model")
+            for name in OTHER_TASKS
+        ),
         (lambda f: rewrite_config(f, vocab_size=13), "a vocabulary of 13"),
         (lambda f: write_tokenizer(f, 13), "the tokenizer has 13 tokens, the model 12"),
         (lambda f: (f / "tokenizer.json").write_text("{}"), "no readable tokenizer"),

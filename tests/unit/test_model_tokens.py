@@ -1,6 +1,7 @@
 """A folder's tokens are those that transformers reads from it, and none of them is one that its model has not."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,8 @@ def test_flags_of_the_configuration_win_over_those_of_the_tokenizer(tmp_path: Pa
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
-        ({"tokenizer_config": {"added_tokens_decoder": {"7000": entry("<|im_start|>")}}}, "is token 7000, and behind"),
-        ({"added_tokens": {"<|im_start|>": 7000}}, "is token 7000, and behind"),
+        ({"tokenizer_config": {"added_tokens_decoder": {"7000": entry("<|im_start|>")}}}, "is token 7000, and by"),
+        ({"added_tokens": {"<|im_start|>": 7000}}, "is token 7000, and by"),
         ({"added_tokens": {"<|im_start|>": "first"}}, "is no map from tokens to ids"),
         ({"tokenizer_config": {"added_tokens_decoder": {"x": {}}}}, "is no map from ids to tokens"),
         ({"tokenizer_config": {"added_tokens_decoder": {"1": "x"}}}, "is no map from ids to tokens"),
@@ -149,6 +150,48 @@ def test_tokens_that_cannot_have_their_ids_are_refused(tmp_path: Path, files: di
     with pytest.raises(TurnFormatError, match=reason) as refused:
         TurnFormat(written(tmp_path, byte_level([]), **named))
     assert "\n" not in str(refused.value)
+
+
+def renamed(entry: dict[str, Any]) -> None:
+    entry["content"] = "<|im_start|>"  # model.vocab keeps the old name
+
+
+def behind_a_gap(entry: dict[str, Any]) -> None:
+    entry |= {"id": 7000, "content": "<|im_start|>"}
+
+
+@pytest.mark.parametrize("change", [renamed, behind_a_gap])
+def test_ids_that_the_library_would_not_give_are_refused_by_all_that_read_the_tokenizer(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
+    tokenizer = byte_level(special_tokens("<spare>", MARKS[1]))
+    made = with_model(tmp_path, 8000, tokenizer)
+    said = json.loads((made / "tokenizer.json").read_bytes())
+    change(said["added_tokens"][0])
+    (made / "tokenizer.json").write_text(json.dumps(said))
+    for start, error in ((TurnFormat, TurnFormatError), (check_folder, ModelFolderError)):
+        with pytest.raises(error, match=r"tokenizer\.json: added_tokens says that '<\|im_start\|>' is token"):
+            start(made)
+
+
+def test_an_id_of_the_configuration_that_the_tokenizer_does_not_give_is_refused(tmp_path: Path) -> None:
+    said = {"added_tokens_decoder": {"0": entry(MARKS[0]), "7": entry(MARKS[1])}}
+    with pytest.raises(
+        TurnFormatError, match=r"'<.im_end.>' is token 7, and by the tokens of tokenizer\.json it would be 1"
+    ):
+        TurnFormat(written(tmp_path, byte_level(special_tokens(*MARKS)), tokenizer_config=said))
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "tokenizer.model"])
+def test_a_folder_with_an_older_form_of_its_tokenizer_alone_is_told_how_to_make_the_file(
+    name: str, tmp_path: Path
+) -> None:
+    made = written(tmp_path, byte_level())
+    (made / "tokenizer.json").rename(made / name)
+    with pytest.raises(
+        TurnFormatError, match=rf"has {name} and no tokenizer\.json: write the file with .*AutoTokenizer"
+    ):
+        TurnFormat(made)
 
 
 MODEL = SIZE + len(MARKS)

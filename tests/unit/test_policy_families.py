@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rose.workers.lender.endpoint.weights_proof import ProbeAnswer, ReferenceModel
 from rose.workers.model_config import ConfigRefused, max_context_tokens
@@ -110,6 +111,14 @@ def test_how_a_folder_wants_its_answers_is_not_what_decides(said: dict[str, bool
     folder, row = made(tmp_path, "llama"), [*range(2, 20)]
     expected = logprobs_of(load_policy(folder), row)
     assert torch.equal(logprobs_of(load_policy(rewrite(folder, **said)), row), expected)
+
+
+def test_a_computation_of_bloom_that_leaves_biases_out_is_not_what_decides(tmp_path: Path) -> None:
+    folder, row = made(tmp_path, "bloom"), [*range(2, 20)]
+    biased = {name: tensor + 0.1 for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(biased, folder / "model.safetensors", metadata={"format": "pt"})
+    expected = logprobs_of(load_policy(folder), row)
+    assert torch.equal(logprobs_of(load_policy(rewrite(folder, slow_but_exact=True, pretraining_tp=2)), row), expected)
 
 
 @pytest.mark.parametrize("kind", ["mistral", "phi3"])

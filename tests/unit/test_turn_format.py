@@ -104,6 +104,26 @@ def test_a_turn_that_was_cut_is_ended_before_the_next_observation(
         assert turns.observation_tokens("7", first=False, after=[50, stop]) == whole
 
 
+@pytest.mark.parametrize("eos", ["<|im_end|>", "<|endoftext|>"])
+@pytest.mark.parametrize("assistant", ["<|im_start|>assistant\n", "assistant: "])
+@pytest.mark.parametrize("before", ["", "<|eot_id|>"])
+def test_a_turn_format_ends_actions_as_it_ends_observations_though_a_base_model_names_another_stop_token(
+    tmp_path: Path, before: str, eos: str, assistant: str
+) -> None:
+    tokenizer: Any = byte_level()
+    frame = {"prefix": "\n<|im_start|>user\n", "suffix": f"{before}<|im_end|>\n{assistant}"}
+    stop, end = (tokenizer.token_to_id(token) for token in ("<|endoftext|>", "<|im_end|>"))
+    turns = TurnFormat(folder(tmp_path, tokenizer, eos=eos, own=frame, stops=[stop]))
+    known = eos == "<|im_end|>" or "<|im_start|>" in assistant
+    assert turns.stop_token_ids == ((end, stop) if known else (stop,))
+
+
+def test_a_mark_of_the_assistant_in_a_turn_format_ends_no_action(tmp_path: Path) -> None:
+    tokenizer: Any = byte_level(special_tokens("<|User|>", "<|Assistant|>", "<think>", "<eos>"))
+    frame = {"prefix": "<|User|>", "suffix": "<|Assistant|><think>\n"}
+    assert TurnFormat(folder(tmp_path, tokenizer, eos="<eos>", own=frame)).stop_token_ids == (3,)
+
+
 @pytest.mark.parametrize("ended", ["<|user|>", "<|endoftext|>", "<|observation|>", ""])
 def test_the_user_speaks_behind_its_mark_whatever_stop_token_an_action_ended_with(tmp_path: Path, ended: str) -> None:
     """As of GLM: its template ends an action with the mark of who speaks next."""

@@ -16,7 +16,8 @@ fit or is not there, by a `turn_format.json`, which wins:
     {"first_prefix": "<|im_start|>user\n", "prefix": "\n<|im_start|>user\n",
      "suffix": "<|im_end|>\n<|im_start|>assistant\n"}
 The stop tokens are the template's end of a turn and the `eos_token_id` of `generation_config.json`; where that has none
-the tokenizer's `eos_token`, else the `eos_token_id` of `config.json`. Needs `tokenizers` and `jinja2` alone, no torch.
+the tokenizer's `eos_token`, else the `eos_token_id` of `config.json`. With `turn_format.json` the end of a turn is the
+mark in `suffix` that ends an observation, if there is one. Needs `tokenizers` and `jinja2` alone, no torch.
 
 A special token that is misspelt in the format's strings is read letter by letter, and the policy never sees its turns
 as it was trained to: `misspelt` finds it. Example, of a tokenizer that has `<|im_start|>` and `<|im_end|>`
@@ -162,12 +163,23 @@ class TurnFormat:
             raise TurnFormatError(
                 f"{folder / GENERATION_FILE} has no eos_token_id, and no other file says what ends a turn"
             )
-        ends = [token for token in self._encoded(frame.suffix).ids if token in stops]  # as a user's turn ends
         named = self._id(self._named.get("eos_token"))
+        ends = self._ends_of_observations(frame, {*stops, named})  # an action ends as a user's turn ends
         ends += [named] if named in stops else []
         stops = tuple(dict.fromkeys((*ends[:1], *stops)))
         stop = self._marks.get(stops[0], "")  # of one that is no mark nobody can say what text it is
         return Framing(frame.first_prefix, frame.prefix, frame.suffix, stop), stops
+
+    def _ends_of_observations(self, frame: Frame, known: Collection[int | None]) -> list[int]:
+        """Return the tokens of `suffix` that end an observation.
+
+        These are the tokens in `known`; without any, the mark before the first mark that `prefix` has too (`<|im_end|>`
+        of ChatML).
+        """
+        suffix, opening = self._encoded(frame.suffix).ids, self._marks.keys() & self._encoded(frame.prefix).ids
+        until = next((at for at, token in enumerate(suffix) if token in opening), 0)
+        before = [token for token in suffix[:until] if token in self._marks]
+        return [token for token in suffix if token in known] or before[-1:]
 
     def _of_template(self, folder: Path) -> tuple[Framing, tuple[int, ...]]:
         """Read turns by the folder's chat template; returns its stop tokens. Raises TurnFormatError."""

@@ -8,6 +8,7 @@ Keeps true
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,15 @@ CONFIG = "config.json"
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
+QUANTIZED = "quantization_config", "compression_config"
+"""Fields of config.json that describe quantized weights."""
+
+QUANTIZED_FILE = "hf_quant_config.json"
+LFS_POINTER = b"version https://git-lfs"
+"""What a file begins with whose content git-lfs has not fetched."""
+
+OTHER_TASK = re.compile("For(?!CausalLM)[A-Z]|RewardModel$")
+"""In the name of a class that is no causal language model, as LlamaForSequenceClassification."""
 
 OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.gguf")
 """Files of weights that are no safetensors."""
@@ -86,11 +96,18 @@ def read_config(folder: Path) -> Mapping[str, Any]:
         raise FolderError(f"{folder} is a model of several parts, as text and images: a policy must be of text alone")
     if not isinstance(config.get("vocab_size"), str | int | float) or not config.get("architectures"):
         raise FolderError(f"{folder}/config.json names no architectures or vocab_size: is it a language model's?")
+    for name in map(str, config["architectures"]):
+        if OTHER_TASK.search(name):
+            raise FolderError(f"{folder} holds a {name}, which is no causal language model: take another model")
     for name in SIZES:
         size = config.get(name)
         if isinstance(size, str | int | float) and (type(size) is not int or size < 1):
             raise FolderError(f"{folder}/config.json says {name} {json.dumps(size)}: it must be a whole number above 0")
-    if config.get("quantization_config"):
+    if "auto" in (config.get("dtype"), config.get("torch_dtype")):
+        raise FolderError(
+            f'{folder}/config.json says dtype "auto": write the element type of its weights, as "bfloat16"'
+        )
+    if any(config.get(name) for name in QUANTIZED) or (folder / QUANTIZED_FILE).is_file():
         raise FolderError(f"{folder} holds quantized weights, which cannot be trained: take the model that they are of")
     return config
 
@@ -139,6 +156,10 @@ def folder_tensors(folder: Path) -> dict[str, FolderTensor]:
                     key: FolderTensor(name, tuple(one.get_shape()), one.get_dtype()) for key, one in slices.items()
                 }
         except (OSError, SafetensorError) as error:
+            if _is_pointer(folder / name):
+                raise FolderError(
+                    f"{folder / name} is a pointer of git-lfs: fetch the file with git lfs pull"
+                ) from None
             raise FolderError(f"{folder / name} is no readable safetensors file: {error}") from None
         if twice := tensors.keys() & found.keys():
             raise FolderError(f"{folder} holds {min(twice)} twice, in {tensors[min(twice)].file} and in {name}")
@@ -152,6 +173,13 @@ def folder_tensors(folder: Path) -> dict[str, FolderTensor]:
                 "processes that trained it"
             )
     return tensors
+
+
+def _is_pointer(file: Path) -> bool:
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        return opened.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def folder_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,8 @@ twice, each with packed copies.
 import copy
 import math
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -151,18 +153,18 @@ def first_not_finite(version: Mapping[str, Tensor]) -> Generator[None, None, str
     return ""
 
 
-def write_version(model: Any, version: Mapping[str, Tensor], *, unread: set[str] | None = None) -> Iterator[None]:
+def write_version(model: Any, version: Mapping[str, Tensor], *, read: dict[str, int] | None = None) -> Iterator[None]:
     """Write a version with the model's own loader and pack it again, in pieces: yields after each piece.
 
-    `unread`: receives the names of the tensors that the loader ignores.
+    `read`: receives, by name, how many elements of each tensor the loader reads.
     """
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     for _, tensors in groupby(sorted(version.items()), key=lambda named: layer_of(named[0])):  # as loaders need them
         layer = list(tensors)
-        with torch.no_grad(), _RecordedCopies(own) as copies:
+        with torch.no_grad(), _RecordedCopies(own, [tensor for _, tensor in layer]) as copies:
             model.load_weights(list(layer))
-        if unread is not None:
-            unread.update(name for name, tensor in layer if id(tensor) not in copies.read)
+        if read is not None:
+            read.update({name: copies.elements_of(tensor) for name, tensor in layer})
         yield  # the loader has filled padding rows
         yield from _copy_pieces(copies.asked)
     for module in model.modules():
@@ -173,13 +175,22 @@ def write_version(model: Any, version: Mapping[str, Tensor], *, unread: set[str]
 class _RecordedCopies(TorchFunctionMode):
     """Records copies into the storages `own` instead of making them."""
 
-    def __init__(self, own: set[int]) -> None:
+    def __init__(self, own: set[int], loaded: Sequence[Tensor]) -> None:
+        """`loaded`: the tensors that a loader reads."""
         super().__init__()
         self.asked: list[tuple[Tensor, Tensor]] = []
         """Recorded copies: target and source."""
-        self.read: set[int] = set()
-        """`id()` of every tensor that was an argument of a torch function."""
         self._own = own
+        self._read: set[int] = set()
+        """`id()` of every tensor that was an argument of a torch function."""
+        self._elements: Counter[int] = Counter()
+        """Number of elements that were copied, by `id()` of the loaded tensor."""
+        self._origins: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary({tensor: tensor for tensor in loaded})
+        """The loaded tensor that a tensor is made of."""
+
+    def elements_of(self, loaded: Tensor) -> int:
+        """Return how many elements of a loaded tensor were copied: all, if it was read and no copy of it was seen."""
+        return self._elements[id(loaded)] or loaded.numel() * (id(loaded) in self._read)
 
     def __torch_function__(
         self,
@@ -188,11 +199,18 @@ class _RecordedCopies(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self.read.update(map(id, args))
+        self._read.update(map(id, args))
+        origins = (self._origins.get(one) for one in args if isinstance(one, Tensor))
+        origin = next((one for one in origins if one is not None), None)
         if function is Tensor.copy_ and args[0].untyped_storage().data_ptr() in self._own:
             self.asked.append((args[0], args[1].expand_as(args[0])))
+            self._elements[id(origin)] += args[1].numel()
             return args[0]
-        return function(*args, **(kwargs or {}))
+        made = function(*args, **(kwargs or {}))
+        if origin is not None:
+            several = made if isinstance(made, tuple | list) else (made,)
+            self._origins.update({one: origin for one in several if isinstance(one, Tensor)})
+        return made
 
 
 def _copy_pieces(asked: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
@@ -350,17 +368,22 @@ class PolicyWeights:
         with torch.no_grad():
             for parameter in spare.parameters():
                 parameter.fill_(math.nan if parameter.is_floating_point() else -1)
-        unread: set[str] = set()
+        read: dict[str, int] = {}
         held = self._of_folder()
         try:
-            for _ in write_version(spare, held, unread=unread):
+            for _ in write_version(spare, held, read=read):
                 pass
             name = first_difference(model, spare)
         except Exception as error:  # a loader raises any type of exception if it needs more than a version has
             raise EngineStartError(f"vLLM takes no new version of {self._folder}: {first_line(error)}") from error
         if name is not None:
             raise EngineStartError(self._unwritten(name, spare.get_parameter(name)))
-        if (name := self._passed_over(held, unread)) is not None:
+        if (name := self._cut(held, read)) is not None:
+            raise EngineStartError(
+                f"vLLM reads only a part of {name} ({read[name]} of {held[name].numel()} elements), as {self._folder}/"
+                "config.json says a size that vLLM does not read: begin with another model"
+            )
+        if (name := self._passed_over(held, {name for name, elements in read.items() if not elements})) is not None:
             raise EngineStartError(
                 f"{self._folder} holds {name}, which a trainer changes and vLLM leaves out of what it computes: begin "
                 "with another model"
@@ -372,6 +395,12 @@ class PolicyWeights:
         if parameter.is_floating_point() and parameter.isnan().any():
             return f"{what} is not written, or not all of it: do its files lack a tensor that its config.json asks for?"
         return f"{what} is not what was written"
+
+    def _cut(self, held: Mapping[str, Tensor], read: Mapping[str, int]) -> str | None:
+        """Return a tensor of which the loader reads a part alone; None if there is none, or several ranks share it."""
+        if self._worker.parallel_config.tensor_parallel_size > 1:
+            return None
+        return next((name for name in sorted(held) if 0 < read[name] < held[name].numel()), None)
 
     @staticmethod
     def _passed_over(held: Mapping[str, Tensor], unread: set[str]) -> str | None:
