@@ -4,6 +4,7 @@ Keeps true: (trajectory, turn, attempt) names one execution, and a result is app
 """
 
 import hashlib
+from collections.abc import Mapping
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
@@ -12,7 +13,7 @@ from typing import Annotated, ClassVar, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from rose.schemas.arrays import ITEM_BYTES, count, logprob_error, unpack_logprobs
+from rose.schemas.arrays import ITEM_BYTES, count
 from rose.schemas.limits import (
     MAX_CHAIN,
     MAX_CONTEXT_TOKENS,
@@ -28,10 +29,10 @@ from rose.schemas.limits import (
     Text,
     Tokens,
     TrajectoryId,
-    Version,
 )
 from rose.schemas.prompts import Environment, Sampling
 from rose.schemas.record import Record
+from rose.schemas.sampled_tokens import SampledTokens, VersionSpan
 
 Partition = Annotated[int, Meta(ge=0, lt=2**31)]
 Turn = Annotated[int, Meta(ge=0, lt=MAX_TURNS)]
@@ -118,42 +119,22 @@ class TurnRequest(Record, frozen=True, kw_only=True):
         return ""
 
 
-class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens [start, end) were sampled under policy `version`."""
-
-    start: Count
-    end: Count
-    version: Version
-
-
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class Part(SampledTokens, frozen=True, kw_only=True):
     """What was sampled of a turn up to some token of it, and what that cost."""
 
-    tokens: Tokens
-    logprobs: Logprobs
-    """Of each token under the distribution that it was drawn from."""
-    spans: Annotated[tuple[VersionSpan, ...], Meta(max_length=MAX_SPANS)]
-    """Over `tokens`, in order, without gaps."""
     device_seconds: DeviceSeconds = {}
 
     @property
     def validation_error(self) -> str:
-        """Why nobody can go on from it, or learn from it; empty when it is whole."""
-        sampled = count(self.tokens)
-        if len(self.tokens) % ITEM_BYTES or not sampled:
-            return f"{len(self.tokens)} bytes of tokens are no whole number of tokens above 0"
-        if len(self.logprobs) != len(self.tokens):
-            return f"{len(self.logprobs)} bytes of logprobs for {len(self.tokens)} bytes of tokens"
-        if impossible := logprob_error(unpack_logprobs(self.logprobs)):
-            return impossible
+        """Why no executor can continue from this part, and no trainer can learn from it; empty if it is whole."""
         if any(abs(seconds) > MAX_DEVICE_SECONDS for seconds in self.device_seconds.values()):
             return f"it took more than {MAX_DEVICE_SECONDS:g} device-seconds"
-        at = 0
-        for span in self.spans:
-            if span.start != at or span.end <= at or span.version < 0:
-                return f"version spans do not follow on one another at token {at}"
-            at = span.end
-        return "" if at == sampled else f"version spans cover {at} of {sampled} tokens"
+        return super().validation_error
+
+
+def add_device_seconds(first: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    """Return the sums by worker class."""
+    return {each: first.get(each, 0.0) + more.get(each, 0.0) for each in {**first, **more}}
 
 
 class PlacementCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -315,4 +296,4 @@ class TurnResult(Record, frozen=True, kw_only=True):
     @property
     def part(self) -> Part:
         """What was sampled of the turn."""
-        return Part(tokens=self.tokens, logprobs=self.logprobs, spans=self.spans, device_seconds=self.device_seconds)
+        return Part.from_record(self)

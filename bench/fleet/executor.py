@@ -341,9 +341,9 @@ class FleetExecutor:
         return back
 
     def _done(self, done: TurnFinished) -> TurnResult:
-        key, received_at = self._keys.pop(done.name)
+        key, received_at = self._keys.pop(done.turn.name)
         dispatch = self._inbox.release(key)
-        outcome = TurnOutcome.PREEMPTED if done.finish_reason == ABORTED else TurnOutcome.COMPLETED
+        outcome = TurnOutcome.PREEMPTED if done.turn.finish_reason == ABORTED else TurnOutcome.COMPLETED
         self._answered.append(held_hash(key))
         return finished_result(self._start, dispatch, done, outcome, done.reason, received_at=received_at)
 

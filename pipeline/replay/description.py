@@ -9,8 +9,9 @@ from rose.pipeline.clock import format_utc as moment
 from rose.pipeline.replay.episodes import ENDED, Attempt, Episode, EpisodeTurn, TrajectoryHistory
 from rose.pipeline.replay.turn_latency import latency_stages
 from rose.schemas.arrays import ITEM_BYTES, count, unpack_logprobs, unpack_tokens
+from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Sample, SampleTurn
-from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes, VersionSpan
+from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes
 
 Decode = Callable[[Sequence[int]], str]
 """Decodes token ids to text."""

@@ -2,7 +2,8 @@
 
 from rose.schemas.arrays import pack_logprobs, pack_tokens
 from rose.schemas.prompts import Prompt, Sampling
-from rose.schemas.turns import Refusal, TurnOutcome, TurnResult, TurnTimes, VersionSpan
+from rose.schemas.sampled_tokens import VersionSpan
+from rose.schemas.turns import Refusal, TurnOutcome, TurnResult, TurnTimes
 from rose.workers.environments.trajectory import Trajectory, TrajectoryRules, begin, with_full_sampling
 from rose.workers.environments.transitions import OutgoingRecords, StepResult, advance
 

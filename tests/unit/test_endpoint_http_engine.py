@@ -79,7 +79,7 @@ def played(api: Any, check: Callable[[HttpEngine], None] = lambda _: None) -> li
 
 def sampled(answer: TurnFinished | TurnRejected) -> int:
     assert isinstance(answer, TurnFinished)
-    return len(unpack_tokens(answer.tokens))
+    return len(unpack_tokens(answer.turn.sampled.tokens))
 
 
 def test_of_tokens_that_came_together_nothing_is_learned_of_decoding() -> None:
@@ -89,7 +89,7 @@ def test_of_tokens_that_came_together_nothing_is_learned_of_decoding() -> None:
         assert player._rates.decode(1) == pytest.approx(100.0)
 
     [answer] = played(Scripted("length", pieces=(8,)), unmoved)
-    assert isinstance(answer, TurnFinished) and answer.finish_reason == "length"
+    assert isinstance(answer, TurnFinished) and answer.turn.finish_reason == "length"
 
 
 def test_what_came_with_the_first_token_is_no_time_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_what_came_with_the_first_token_is_no_time_of_decoding(monkeypatch: pyte
 def test_what_came_of_a_turn_goes_back_and_one_of_which_nothing_came_is_refused_unless_there_was_no_room() -> None:
     failed, no_room = TurnLost("error", failed=True), TurnLost("full", failed=False)
     [begun] = played(Scripted(failed))
-    assert isinstance(begun, TurnFinished) and (begun.finish_reason, begun.reason, sampled(begun)) == (
+    assert isinstance(begun, TurnFinished) and (begun.turn.finish_reason, begun.reason, sampled(begun)) == (
         ABORTED,
         "error",
         2,
@@ -116,7 +116,7 @@ def test_what_came_of_a_turn_goes_back_and_one_of_which_nothing_came_is_refused_
     [nothing] = played(Scripted(failed, pieces=()))
     assert isinstance(nothing, TurnRejected) and nothing.reason == "error"
     [full] = played(Scripted(no_room, pieces=()))
-    assert isinstance(full, TurnFinished) and (full.finish_reason, sampled(full)) == (ABORTED, 0)
+    assert isinstance(full, TurnFinished) and (full.turn.finish_reason, sampled(full)) == (ABORTED, 0)
     [unfit] = played(Scripted(EngineRefusal("too long"), pieces=()))
     assert isinstance(unfit, TurnRejected) and unfit.reason == "too long"
 

@@ -50,7 +50,6 @@ from rose.workers.executor.contexts import ContextCache
 from rose.workers.executor.grants import Lease
 from rose.workers.executor.inbox import Inbox
 from rose.workers.executor.inbox import InboxAction as InboxVerdict
-from rose.workers.executor.ipc.messages import TurnFinished
 from rose.workers.executor.results import (
     ExecutorIncarnation,
     dispatch_error,
@@ -66,6 +65,7 @@ from rose.workers.weights.lineage import Lineage
 from rose.workers.weights.trust import Trust
 from tests.golden.examples import EXAMPLES, PROMPT
 from tests.support.fuzz import FuzzGenerator, send_garbage
+from tests.support.scripted_engine import turn_finished
 from tests.support.trajectory_fixtures import RULES, stepped
 
 MESSAGES = 180
@@ -251,19 +251,7 @@ class House:
 
 BEAT = next(example for example in EXAMPLES if isinstance(example, SlackHeartbeat))
 """Of an executor that is well: what strangers ask for is dispatched."""
-DONE = TurnFinished(
-    name="g-1:3/2/1",
-    tokens=pack_tokens([9, 7]),
-    logprobs=bytes(8),
-    finish_reason="stop",
-    spans=(),
-    context_tokens=3,
-    cached_tokens=0,
-    scheduled_at=1.0,
-    first_token_at=1.0,
-    finished_at=1.0,
-    device_seconds=0.5,
-)
+DONE = turn_finished("g-1:3/2/1", [9, 7], logprob=0.0)
 
 
 @pytest.mark.slow

@@ -377,9 +377,9 @@ class Executor:
         self._send_heartbeat(ExecutorState.STOPPING, self._answered)
 
     def _on_finished(self, finished: TurnFinished) -> None:
-        running = self._running.pop(finished.name)
+        running = self._running.pop(finished.turn.name)
         dispatch = self._inbox.release(running.key)
-        given_up = finished.finish_reason == ABORTED
+        given_up = finished.turn.finish_reason == ABORTED
         outcome = TurnOutcome.PREEMPTED if given_up else TurnOutcome.COMPLETED
         reason = (finished.reason or self._gate.reason or SUSPENDED) if given_up else ""
         result = finished_result(

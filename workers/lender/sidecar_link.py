@@ -22,7 +22,7 @@ from rose.schemas.errors import UsageError
 from rose.workers.executor.ipc.messages import EngineLost, MessageSender
 from rose.workers.executor.ipc.shared_memory import DESCRIPTOR_COUNT, ChannelFds, RingBuffer, SharedMemoryInvalid
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the messages and ring buffers of this release."""
 
 CREDENTIALS = struct.Struct("3i")

@@ -25,10 +25,10 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
-from rose.schemas.arrays import logprob_error, pack_logprobs, pack_tokens, unpack_tokens
+from rose.schemas.arrays import logprob_error, unpack_tokens
 from rose.schemas.errors import RecordError
 from rose.schemas.prompts import MIN_TEMPERATURE
-from rose.schemas.turns import VersionSpan
+from rose.schemas.turns import TurnTimes
 from rose.workers.executor.config import ExecutorConfig
 from rose.workers.executor.ipc.messages import (
     ABORTED,
@@ -48,7 +48,7 @@ from rose.workers.executor.ipc.messages import (
 )
 from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
 from rose.workers.executor.ipc.weight_buffers import StagedTensors
-from rose.workers.executor.vllm.types import EngineBroken, EngineRefusal, SwapRefused
+from rose.workers.executor.vllm.types import EngineBroken, EngineRefusal, FinishedTurn, SwapRefused
 from rose.workers.lender.endpoint.api import TPOT, TTFT, VllmEndpoint
 from rose.workers.lender.endpoint.concurrency_limit import AimdLimit, LatencyWindow, TokenRates, exceeds_budget
 from rose.workers.lender.endpoint.config import EndpointConfig
@@ -219,7 +219,7 @@ class HttpEngine:
             if ended not in ("stop", "length"):
                 message = f"{self._api.url} broke a turn off: {ended or 'it fell silent'}"
                 raise TurnLost(message, failed=ended != "abort")  # a pause of the server ends turns with "abort"
-            if ended == "stop" and not set(turn.tokens[-1:]) & set(sampling.stop_token_ids):
+            if ended == "stop" and not set(turn.sampled.tokens[-1:]) & set(sampling.stop_token_ids):
                 raise EngineRefusal(f"{self._api.url} ended it at a token that nobody asked for")
         except TurnLost as lost:
             await self._api.check_unchanged()
@@ -242,7 +242,7 @@ class HttpEngine:
             self._ttft.append(inf)
         self._fails = lost.failed
         self._remove(turn)
-        refused = lost.failed and not turn.tokens
+        refused = lost.failed and not turn.sampled.tokens
         self._reports.send(TurnRejected(turn.name, str(lost)) if refused else self._finished(turn, ABORTED, str(lost)))
 
     def _on_tokens(self, turn: EndpointTurn, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -255,12 +255,11 @@ class HttpEngine:
         if impossible := logprob_error(np.array(logprobs)):
             raise EngineRefusal(f"{self._api.url} answered with {impossible}")
         turn.last_token_at = time.time()
-        if not turn.tokens:
+        if not turn.sampled.tokens:
             turn.first_token_at = turn.counted_at = turn.last_token_at
             turn.counted = turn.first_tokens = len(tokens)
             self._ttft.append(turn.first_token_at - turn.sent_at)
-        turn.tokens += tokens
-        turn.logprobs += logprobs
+        turn.sampled.append(tokens, logprobs)
 
     def _abort_turn(self, turn: EndpointTurn, reason: str) -> None:
         """Abort a turn and return it with its tokens. `reason`: empty if the executor has aborted it."""
@@ -277,25 +276,21 @@ class HttpEngine:
             return
         if turn.first_token_at:
             self._rates.on_first_token(len(turn.context) - turn.cached_tokens, turn.first_token_at - turn.sent_at)
-        if later := len(turn.tokens) - turn.first_tokens:
+        if later := len(turn.sampled.tokens) - turn.first_tokens:
             self._rates.on_decoded((turn.last_token_at - turn.first_token_at) / later, running)
 
     def _finished(self, turn: EndpointTurn, finish_reason: str, reason: str = "") -> TurnFinished:
-        spans = (VersionSpan(0, len(turn.tokens), turn.version),) if turn.tokens else ()
-        return TurnFinished(
+        times = TurnTimes(scheduled_at=turn.sent_at, first_token_at=turn.first_token_at, finished_at=time.time())
+        finished = FinishedTurn(
             name=turn.name,
-            tokens=pack_tokens(turn.tokens),
-            logprobs=pack_logprobs(turn.logprobs),
+            sampled=turn.sampled.build(turn.version),
             finish_reason=finish_reason,
-            spans=spans,
             context_tokens=len(turn.context),
             cached_tokens=turn.cached_tokens,
-            scheduled_at=turn.sent_at,
-            first_token_at=turn.first_token_at,
-            finished_at=time.time(),
-            device_seconds=self._seconds_per_turn - turn.share_before if turn.sent_at else 0.0,
-            reason=reason,
+            times=times,
         )
+        seconds = self._seconds_per_turn - turn.share_before if turn.sent_at else 0.0
+        return TurnFinished(finished, device_seconds=seconds, reason=reason)
 
     def _share_seconds(self) -> None:
         """Divide the time since the last call among the lender's turns at the endpoint; other requests are unknown."""
@@ -357,19 +352,19 @@ class HttpEngine:
         """Return the latencies since the window before. A token that has not come yet counts with its present delay."""
         now, ttft, tpot = time.time(), self._ttft, []
         for turn in self._running.values():
-            if not turn.tokens:
+            if not turn.sampled.tokens:
                 ttft.append(now - turn.sent_at)
                 continue
-            new = len(turn.tokens) - turn.counted
+            new = len(turn.sampled.tokens) - turn.counted
             tpot.append((turn.last_token_at - turn.counted_at) / new if new else now - turn.counted_at)
             if new:
-                turn.counted, turn.counted_at = len(turn.tokens), turn.last_token_at
+                turn.counted, turn.counted_at = len(turn.sampled.tokens), turn.last_token_at
         full, self._was_full, self._ttft = self._was_full, False, []
         return LatencyWindow(ttft, tpot, full, others_late)
 
     def _abort_above(self, limit: int) -> None:
         """Return the turns above the limit, turns with the fewest tokens first."""
-        running = sorted(self._running.values(), key=lambda turn: len(turn.tokens), reverse=True)
+        running = sorted(self._running.values(), key=lambda turn: len(turn.sampled.tokens), reverse=True)
         surplus = [*running[limit:], *list(self._waiting)[max(0, limit - len(running)) :]]
         for turn in surplus:
             self._abort_turn(turn, KEEPS_LATENCY)
@@ -379,7 +374,7 @@ class HttpEngine:
 
     def _status(self) -> EngineStatus:
         turns = [*self._running.values(), *self._waiting]
-        held = sum(len(turn.context) + len(turn.tokens) for turn in turns)
+        held = sum(len(turn.context) + len(turn.sampled.tokens) for turn in turns)
         return EngineStatus(
             version=self._versions.version,
             device=DEVICE,

@@ -10,6 +10,7 @@ import msgspec
 
 from rose.schemas.errors import RoseError
 from rose.schemas.prompts import Sampling
+from rose.schemas.sampled_tokens import SampledTokensBuilder
 from rose.workers.executor.vllm.types import EngineBroken, EngineRefusal
 
 FATAL_STATUSES = (401, 403, 404, 405)
@@ -27,8 +28,7 @@ class EndpointTurn:
     context: list[int]
     sampling: Sampling
     version: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    sampled: SampledTokensBuilder = field(default_factory=SampledTokensBuilder)
     cached_tokens: int = 0
     sent_at: float = 0.0
     first_token_at: float = 0.0
