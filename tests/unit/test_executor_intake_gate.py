@@ -91,9 +91,8 @@ def test_one_that_is_parked_hands_back_what_comes_and_hears_when_to_wake() -> No
     orders, reports = create_ring_memory(1 << 12, "orders"), create_ring_memory(1 << 12, "reports")
     serving = ServingStats(5, 2, None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {})
     parked = SuspendedEngine(
-        RingBuffer(orders), MessageSender(RingBuffer(reports)), lambda: serving, status_seconds=0.0
+        RingBuffer(orders), MessageSender(RingBuffer(reports)), lambda: serving, lambda: "a reason", status_seconds=0.0
     )
-    parked.reason = "a reason"
     said, heard = MessageSender(RingBuffer(orders)), RingBuffer(reports)
     for word in (
         SubmitTurn("t", b"", Sampling(max_tokens=1), 3),

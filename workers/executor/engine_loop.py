@@ -66,13 +66,14 @@ class EngineLoop:
         status_seconds: float,
         serving_stats: Callable[[], ServingStats | None] = lambda: None,
         lending_stats: Callable[[], LendingStats | None] = lambda: None,
+        granted_bytes: int = NO_LIMIT,
     ) -> None:
         """`reports`: sender into the report ring buffer of `channel`. `cost`: observes each step.
 
         `status_seconds`: time between two `EngineStatus` reports. `serving_stats`, `lending_stats`: called for each
         status, for the parts of the same name.
         """
-        self.granted_bytes = NO_LIMIT
+        self.granted_bytes = granted_bytes
         """KV bytes that a guest may hold by the newest Resume or Suspend; 0 for a guest that may not lend."""
         self._engine = engine
         self._channel = channel
