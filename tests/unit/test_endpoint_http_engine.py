@@ -18,11 +18,17 @@ from rose.workers.executor.ipc.messages import ABORTED, REPORT_DECODER, SubmitTu
 from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
 from rose.workers.executor.vllm.types import EngineBroken, EngineRefusal
 from rose.workers.lender.endpoint import http_engine as room
-from rose.workers.lender.endpoint.api import VllmConfig, VllmEndpoint
 from rose.workers.lender.endpoint.concurrency_limit import TokenRates
 from rose.workers.lender.endpoint.config import EndpointConfig
 from rose.workers.lender.endpoint.http_engine import HttpEngine, KvAllowance
-from rose.workers.lender.endpoint.turn import BUSY_STATUSES, FATAL_STATUSES, TurnLost, error_for_status
+from rose.workers.lender.endpoint.protocol import TurnChunk, TurnLost
+from rose.workers.lender.endpoint.vllm_client import (
+    BUSY_STATUSES,
+    FATAL_STATUSES,
+    VllmConfig,
+    VllmEndpoint,
+    error_for_status,
+)
 
 SAMPLING = Sampling(max_tokens=8)
 CONFIG = ExecutorConfig(model_folder=Path(), name="lender", max_turns=8, max_model_len=256)
@@ -45,10 +51,10 @@ class Scripted:
         end = self.ends.pop(0)
         for size in self.pieces:
             await asyncio.sleep(0)
-            yield 0, [5] * size, [self.logprobs.pop(0) if self.logprobs else -1.0] * size, ""
+            yield TurnChunk([5] * size, [self.logprobs.pop(0) if self.logprobs else -1.0] * size, 0, "")
         if isinstance(end, Exception):
             raise end
-        yield 0, [], [], end
+        yield TurnChunk([], [], 0, end)
 
     async def check_unchanged(self) -> None:
         self.looks += 1
