@@ -30,7 +30,7 @@ from typing import NamedTuple
 from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat, WorkerClass
 from rose.schemas.sampled_tokens import SampledTokens, VersionSpan
 from rose.schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnResult, TurnTimes
-from rose.workers.executor.heartbeats import Heartbeats
+from rose.workers.executor.heartbeat_writer import HeartbeatWriter
 from rose.workers.executor.inbox import Inbox, InboxAction
 from rose.workers.executor.ipc.messages import EngineStatus, TurnFinished
 from rose.workers.executor.results import ExecutorIncarnation, finished_result, refused_result
@@ -275,7 +275,7 @@ class EmulatedExecutor:
         self.engine = Engine(machine)
         self._start = ExecutorIncarnation(worker, WorkerClass.DEDICATED, INCARNATION)
         self._inbox = Inbox(worker, INCARNATION, max_turns=machine.lanes, token_budget=machine.token_budget)
-        self._heartbeats = Heartbeats(self._start, slot)
+        self._heartbeats = HeartbeatWriter(self._start, slot)
         self._received: dict[TurnKey, float] = {}
 
     def take(self, dispatch: TurnDispatch, work: Work, now: float) -> TurnResult | None:

@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    witness = ("--scheduler-cls", "tests.support.lending_probe.Witness")
+    witness = ("--scheduler-cls", "tests.support.lending_probe.LendingProbe")
     with lending_server(tmp_path_factory.mktemp("lend"), *witness) as running:
         yield running
 
