@@ -18,7 +18,7 @@ from rose.schemas.errors import RoseError
 from rose.topics.local_broker.process import free_ports
 from rose.topics.settings import BusSettings
 from rose.workers.executor.config import ExecutorConfig
-from rose.workers.lender.endpoint.config import EndpointConfig
+from rose.workers.lender.config import EndpointConfig
 from rose.workers.lender.endpoint.main import lend_endpoint
 from rose.workers.lender.endpoint.protocol import VISIBILITY_TENSOR
 from rose.workers.weights.config import WeightsConfig

@@ -17,9 +17,9 @@ from rose.workers.executor.config import ExecutorConfig
 from rose.workers.executor.ipc.messages import ABORTED, REPORT_DECODER, SubmitTurn, TurnFinished, TurnRejected
 from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
 from rose.workers.executor.vllm.types import EngineBroken, EngineRefusal
+from rose.workers.lender.config import EndpointConfig
 from rose.workers.lender.endpoint import http_engine as room
 from rose.workers.lender.endpoint.concurrency_limit import TokenRates
-from rose.workers.lender.endpoint.config import EndpointConfig
 from rose.workers.lender.endpoint.http_engine import HttpEngine, KvAllowance
 from rose.workers.lender.endpoint.protocol import TurnChunk, TurnLost
 from rose.workers.lender.endpoint.vllm_client import (

@@ -50,8 +50,8 @@ from rose.workers.executor.ipc.messages import (
 from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
 from rose.workers.executor.ipc.weight_buffers import StagedTensors
 from rose.workers.executor.vllm.types import EngineBroken, EngineRefusal, FinishedTurn, SwapRefused
+from rose.workers.lender.config import EndpointConfig
 from rose.workers.lender.endpoint.concurrency_limit import AimdLimit, LatencyWindow, TokenRates, exceeds_budget
-from rose.workers.lender.endpoint.config import EndpointConfig
 from rose.workers.lender.endpoint.protocol import Endpoint, TurnChunk, TurnLost
 from rose.workers.lender.endpoint.versions import EndpointVersions
 

@@ -32,7 +32,7 @@ from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
 from rose.workers.executor.main import run_executor
 from rose.workers.executor.vllm.folder import check_folder
 from rose.workers.executor.vllm.types import EngineBroken
-from rose.workers.lender.endpoint.config import EndpointConfig
+from rose.workers.lender.config import EndpointConfig
 from rose.workers.lender.endpoint.http_engine import HttpEngine, KvAllowance
 from rose.workers.lender.endpoint.protocol import Endpoint, EndpointInfo
 from rose.workers.lender.endpoint.versions import EndpointVersions, resume_paused
