@@ -66,8 +66,8 @@ class Guest:
         self._lifecycle: GuestLifecycle[GuestBuild, BuiltGuest] = GuestLifecycle()
         self._loop: EngineLoop | SuspendedEngine | None = None
         """Answers the sidecar; None without a sidecar."""
-        self._granted_bytes = 0
-        """KV bytes by the newest command; 0: the guest may not lend."""
+        self._kept_grant = 0
+        """KV bytes by the newest command of a sidecar that has left; 0: the guest may not lend."""
         self._pause_error: Exception | None = None
         """Exception that was raised while the guest's step was paused; raised again after the step."""
 
@@ -89,6 +89,11 @@ class Guest:
     @property
     def _should_lend(self) -> bool:
         return self._granted_bytes > 0 and not self._page.stop_reason
+
+    @property
+    def _granted_bytes(self) -> int:
+        """KV bytes by the newest command."""
+        return self._kept_grant if self._loop is None else self._loop.granted_bytes
 
     @property
     def next_work(self) -> NextWork:
@@ -127,7 +132,6 @@ class Guest:
                 self._switch_connection()
             if self._loop is not None:
                 self._loop.tick_idle(blocked=blocked)
-                self._granted_bytes = self._loop.granted_bytes
             self._suspend_if_unwanted(blocked=blocked)
         except Exception as error:  # noqa: BLE001  as above
             self.drop(error)
@@ -157,7 +161,6 @@ class Guest:
                     self._loop.tick(tokens, seconds)
             case Suspended() | Dropped():
                 self._loop.tick()
-        self._granted_bytes = self._loop.granted_bytes
         if self._pause_error is not None:
             raise self._pause_error
 
@@ -186,7 +189,6 @@ class Guest:
         self._page.guest_entered()
         try:
             may_wait = self._loop.tick_mid_step(blocked=blocked)
-            self._granted_bytes = self._loop.granted_bytes
             return may_wait and self._should_lend
         except Exception as error:  # noqa: BLE001  raised after the step, which is finished first
             self._pause_error = error
@@ -284,9 +286,7 @@ class Guest:
             self._rebalance_memory(guest_now, grow=False)  # without a sidecar the guest's memory is given back
 
     def _detach_loop(self) -> None:
-        if self._loop is not None:
-            self._granted_bytes = self._loop.granted_bytes
-        self._loop = None
+        self._kept_grant, self._loop = self._granted_bytes, None
 
     def _attach_loop(self) -> None:
         """Make the loop that answers the sidecar: an `EngineLoop`, or a `SuspendedEngine` if no engine is ready."""
@@ -304,7 +304,7 @@ class Guest:
                     status_seconds=every,
                     serving_stats=self._serving_stats,
                     lending_stats=guest.sharing.take_stats,
-                    granted_bytes=self._granted_bytes,
+                    granted_bytes=self._kept_grant,
                 )
             case _:
                 self._loop = SuspendedEngine(
@@ -313,7 +313,7 @@ class Guest:
                     self._serving_stats,
                     self._suspended_reason,
                     status_seconds=every,
-                    granted_bytes=self._granted_bytes,
+                    granted_bytes=self._kept_grant,
                 )
 
     def _continue_build(self, build: GuestBuild, seconds: float) -> None:
@@ -344,7 +344,7 @@ class Guest:
         """Drop the engine because of `error`, and tell the sidecar. Raises nothing."""
         match self._lifecycle.state:
             case Building(build) if build.is_running:  # the next sidecar waits for the build, which has not failed
-                self._loop = None
+                self._detach_loop()
                 self._sidecar.close()
                 self._log.error("rose: the link of a guest that is being built is ended: %s", describe_error(error))
                 return
