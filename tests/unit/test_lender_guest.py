@@ -31,7 +31,7 @@ from rose.workers.lender.lifecycle import Building, Dropped, Lending, Profiling,
 from rose.workers.lender.sidecar_link import Connection, SidecarListener, accept, connect, listen
 from rose.workers.lender.vllm import guest_build
 from rose.workers.lender.vllm.guest import FREE_SECONDS, Guest
-from rose.workers.lender.vllm.guest_build import BuiltGuest
+from rose.workers.lender.vllm.guest_build import BuiltGuest, GuestBuild
 from rose.workers.lender.watchdog_page import StatusPage
 from tests.support.file_descriptors import no_descriptor_left
 from tests.support.waiting import WAIT_SECONDS, until
@@ -62,6 +62,9 @@ class ScriptedEngine:
 
     def abort(self, _: str) -> None:
         """There is no turn of this name."""
+
+    def set_layer_hook(self, _: Callable[[], None]) -> None:
+        """No layer is computed."""
 
     def step(self, _: int | None) -> Any:
         self.step_action()
@@ -257,6 +260,29 @@ def test_failed_build_releases_all_ranks(monkeypatch: pytest.MonkeyPatch, fails:
     with pytest.raises(MemoryError):
         guest_build.build_guest(CONFIG, ranks, LOG)
     assert asked == ["release"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_engine_whose_memory_cannot_be_shared_is_closed(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    def share(*_: object) -> Any:
+        if fails:
+            raise MemoryError("no room")
+        return ScriptedSharing()
+
+    engine, unused = ScriptedEngine(), SimpleNamespace()
+    monkeypatch.setattr(guest_build, "build_guest", lambda *_: (engine, unused))
+    monkeypatch.setattr(guest_build, "KvSharing", share)
+    build = GuestBuild(CONFIG, unused, StepCost(**INITIAL_COST), lambda: None, None, LOG)  # type: ignore[arg-type]
+    built: list[BuiltGuest] = []
+
+    def resumed() -> bool:
+        built[:] = filter(None, [build.resume(0.02)])
+        return bool(built)
+
+    with pytest.raises(MemoryError) if fails else nullcontext():
+        until(resumed)
+    assert engine.closed is fails and not build.is_running
+    assert fails or built[0].engine is engine
 
 
 class UnprintableError(Exception):
