@@ -141,7 +141,7 @@ class Fixture:
         self._socket = None if listener else listen(folder / "guest")
         self._folder = folder
         if listener is None:
-            listener = SimpleNamespace(connection=None, closed=[], has_guest=False)
+            listener = SimpleNamespace(connection=None, closed=[])
         self.listener = listener
         self.guest = Guest(CONFIG, self.listener, self.page, cost, lambda: QUIET, LOG, lambda: self.build)
         self._open: list[Connection] = []
@@ -365,13 +365,13 @@ def test_guest_without_sidecar_learns_of_a_stop_while_the_loop_sleeps(tmp_path: 
         pass
 
     fixture.page.on_poll(stop=True)
-    listener.arm_wakeup()
+    listener.arm_wakeup(has_guest=fixture.guest.exists)
     assert woken.acquire(timeout=WAIT_SECONDS) and fixture.guest.busy
     fixture.tick()
     assert fixture.engine.closed and fixture.guest.state is Suspended
     while woken.acquire(timeout=4 * BEAT_SECONDS):
         pass
-    listener.arm_wakeup()
+    listener.arm_wakeup(has_guest=fixture.guest.exists)
     assert not woken.acquire(timeout=4 * BEAT_SECONDS)
 
 

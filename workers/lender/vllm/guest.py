@@ -56,7 +56,6 @@ class Guest:
     ) -> None:
         """`cost`: observes the guest's steps. `serving_stats`: makes the serving part of a status."""
         self._config = config
-        self._listener = listener
         self._sidecar = CurrentSidecar(listener)
         self._page = page
         self._cost = cost
@@ -75,6 +74,11 @@ class Guest:
     def state(self) -> type:
         """The class of the lifecycle's state."""
         return type(self._lifecycle.state)
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is an engine."""
+        return self._lifecycle.guest is not None
 
     @property
     def busy(self) -> bool:
@@ -267,7 +271,6 @@ class Guest:
         if blocked and time.monotonic() - since < FREE_SECONDS:
             return
         self._lifecycle.on_freed()
-        self._listener.has_guest = False
         guest.close()
         self._log.info("rose: the guest is parked: %s", self._suspended_reason())
         self._attach_loop()
@@ -320,7 +323,6 @@ class Guest:
         guest = build.resume(seconds)
         if guest is not None:
             self._lifecycle.on_built(guest)
-            self._listener.has_guest = True
             if self._cost.has_observed:
                 self._start_lending(guest)
 
@@ -348,7 +350,7 @@ class Guest:
                 self._sidecar.close()
                 self._log.error("rose: the link of a guest that is being built is ended: %s", describe_error(error))
                 return
-        guest, self._pause_error, self._listener.has_guest = self._lifecycle.guest, None, False
+        guest, self._pause_error = self._lifecycle.guest, None
         wait, reason = self._lifecycle.on_fault(time.monotonic()), describe_error(error)
         self._log.error("rose: the guest is dropped, serving goes on, another is built in %.0f s: %s", wait, reason)
         with suppress(Exception):  # the link may be broken

@@ -107,6 +107,11 @@ class StepInterleaver:
         """Whether the guest has work, and may compute without another message to serving first."""
         return not self._disabled and not self._stalled and self._guest.busy
 
+    @property
+    def has_guest(self) -> bool:
+        """Whether there is a guest, with or without a sidecar."""
+        return self._guest.exists
+
     def step(self, process_engine_step: Callable[[], bool]) -> bool:
         """Give serving its memory, run its step, then a guest piece if admission allows one.
 
@@ -263,7 +268,7 @@ def interleave(core: Any, config: LendConfig, page: StatusPage, log: Logger) -> 
     def take_input() -> None:
         core.process_input_queue_block = idle = not interleaver.guest_ready
         if idle:
-            listener.arm_wakeup()
+            listener.arm_wakeup(has_guest=interleaver.has_guest)
             if interleaver.guest_ready:  # the wake-up for a command that has just come may be over
                 core.process_input_queue_block = False
         process_input_queue()
