@@ -204,7 +204,8 @@ class House:
         elif answer.action is InboxVerdict.ACCEPT:
             context = ContextCache().lookup(dispatch)
             resumed_context(dispatch, context or b""), remaining_sampling(dispatch)
-            done = msgspec.structs.replace(DONE, context_tokens=dispatch.request.context_tokens)
+            turn = msgspec.structs.replace(DONE.turn, context_tokens=dispatch.request.context_tokens)
+            done = msgspec.structs.replace(DONE, turn=turn)
             encode(finished_result(start, dispatch, done, TurnOutcome.COMPLETED, "", received_at=1.0))
 
     def sample(self, sample: Sample, offset: int) -> None:
