@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple, Self
 
 import msgspec
 from msgspec import Meta
@@ -123,6 +123,12 @@ class Part(SampledTokens, frozen=True, kw_only=True):
     """What was sampled of a turn up to some token of it, and what that cost."""
 
     device_seconds: DeviceSeconds = {}
+
+    def followed_by(self, later: SampledTokens) -> Self:
+        """Return this part, then `later`. Device seconds are added by worker class."""
+        more = later.device_seconds if isinstance(later, Part) else {}
+        seconds = add_device_seconds(self.device_seconds, more)
+        return msgspec.structs.replace(super().followed_by(later), device_seconds=seconds)
 
     @property
     def validation_error(self) -> str:

@@ -20,7 +20,6 @@ from rose.schemas.turns import (
     TurnOutcome,
     TurnResult,
     TurnTimes,
-    add_device_seconds,
 )
 from rose.workers.executor.ipc.messages import TurnFinished
 
@@ -59,11 +58,7 @@ def dispatch_error(dispatch: TurnDispatch, *, homes: int) -> str:
 
 def concatenate_parts(earlier: Part | None, rest: Part) -> Part:
     """Return the turn so far: `earlier`, then `rest`. Device seconds are added by worker class."""
-    if earlier is None:
-        return rest
-    return msgspec.structs.replace(
-        earlier.followed_by(rest), device_seconds=add_device_seconds(earlier.device_seconds, rest.device_seconds)
-    )
+    return rest if earlier is None else earlier.followed_by(rest)
 
 
 MAX_REASON_CHARACTERS = 4_096
