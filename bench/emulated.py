@@ -28,11 +28,13 @@ from itertools import count, islice
 from typing import NamedTuple
 
 from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat, WorkerClass
-from rose.schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnResult, VersionSpan
-from rose.workers.executor.heartbeats import Heartbeats
+from rose.schemas.sampled_tokens import SampledTokens, VersionSpan
+from rose.schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnResult, TurnTimes
+from rose.workers.executor.heartbeat_writer import HeartbeatWriter
 from rose.workers.executor.inbox import Inbox, InboxAction
 from rose.workers.executor.ipc.messages import EngineStatus, TurnFinished
 from rose.workers.executor.results import ExecutorIncarnation, finished_result, refused_result
+from rose.workers.executor.vllm.types import FinishedTurn
 
 INCARNATION, VERSION = 1, 0
 """Of an emulated executor: it starts once, with the first policy version."""
@@ -273,7 +275,7 @@ class EmulatedExecutor:
         self.engine = Engine(machine)
         self._start = ExecutorIncarnation(worker, WorkerClass.DEDICATED, INCARNATION)
         self._inbox = Inbox(worker, INCARNATION, max_turns=machine.lanes, token_budget=machine.token_budget)
-        self._heartbeats = Heartbeats(self._start, slot)
+        self._heartbeats = HeartbeatWriter(self._start, slot)
         self._received: dict[TurnKey, float] = {}
 
     def take(self, dispatch: TurnDispatch, work: Work, now: float) -> TurnResult | None:
@@ -313,19 +315,19 @@ class EmulatedExecutor:
     def _answer(self, finished: Finished) -> TurnResult:
         work = finished.work
         sampled = bytes(4 * work.new_tokens)
-        done = TurnFinished(
+        times = TurnTimes(
+            scheduled_at=finished.scheduled_at, first_token_at=finished.first_token_at, finished_at=finished.finished_at
+        )
+        turn = FinishedTurn(
             name="",
-            tokens=sampled,
-            logprobs=sampled,
+            sampled=SampledTokens(tokens=sampled, logprobs=sampled, spans=(VersionSpan(0, work.new_tokens, VERSION),)),
             finish_reason="stop",
-            spans=(VersionSpan(0, work.new_tokens, VERSION),),
             context_tokens=work.context_tokens,
             cached_tokens=finished.cached_tokens,
-            scheduled_at=finished.scheduled_at,
-            first_token_at=finished.first_token_at,
-            finished_at=finished.finished_at,
-            device_seconds=self.engine.machine.seconds(work.context_tokens - finished.cached_tokens, work.new_tokens),
+            times=times,
         )
+        seconds = self.engine.machine.seconds(work.context_tokens - finished.cached_tokens, work.new_tokens)
+        done = TurnFinished(turn, device_seconds=seconds)
         dispatch = self._inbox.release(work.key)
         received_at = self._received.pop(work.key)
         return finished_result(self._start, dispatch, done, TurnOutcome.COMPLETED, "", received_at=received_at)

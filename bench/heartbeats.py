@@ -37,7 +37,8 @@ from bench.check import Check, options, tell
 from bench.processes import processor_seconds
 from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
 from rose.schemas.prompts import Sampling
-from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
+from rose.schemas.sampled_tokens import VersionSpan
+from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult
 from rose.schemas.wire import decode, encode
 from rose.topics.admin import create_topics
 from rose.topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, LOG_GROUP, REQUESTED, Partitions, Topic

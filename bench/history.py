@@ -17,7 +17,8 @@ from rose.schemas.contexts import context_fields
 from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from rose.schemas.prompts import Sampling
 from rose.schemas.record import Record
-from rose.schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnRequest, TurnResult, VersionSpan, held_hash
+from rose.schemas.sampled_tokens import VersionSpan
+from rose.schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnRequest, TurnResult, held_hash
 
 Event = tuple[float, Record | ReceivedRequest]
 """What the router hears, and when."""

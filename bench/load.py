@@ -16,7 +16,8 @@ from confluent_kafka import Consumer, Message, Producer, TopicPartition
 
 from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from rose.schemas.prompts import Sampling
-from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
+from rose.schemas.sampled_tokens import VersionSpan
+from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult
 from rose.schemas.wire import decode, encode
 from rose.topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, LOG_GROUP, REQUESTED, Partitions, Topic
 from rose.topics.settings import BusSettings

@@ -13,6 +13,10 @@ MAX_HELD_TURNS = 4_096
 """Most turns that an executor may hold at once."""
 
 
+TTL_SECONDS = 2.0
+"""How long a heartbeat is valid: an executor that is silent for longer is taken to have no slack. The executor writes
+this value into its heartbeats (`ttl_seconds`), and the router's liveness clock applies what a heartbeat says."""
+
 Rate = Annotated[float, Meta(ge=1e-3, le=1e12)]
 """Tokens per second, above 0, so that dividing by a rate stays finite."""
 

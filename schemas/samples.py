@@ -26,7 +26,8 @@ from rose.schemas.limits import (
 )
 from rose.schemas.prompts import Sampling
 from rose.schemas.record import Record
-from rose.schemas.turns import Attempt, DeviceSeconds, Turn, TurnTimes, VersionSpan
+from rose.schemas.sampled_tokens import VersionSpan
+from rose.schemas.turns import Attempt, DeviceSeconds, Turn, TurnTimes
 
 
 class SampleTurn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -4,15 +4,16 @@ Keeps true: (trajectory, turn, attempt) names one execution, and a result is app
 """
 
 import hashlib
+from collections.abc import Mapping
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple, Self
 
 import msgspec
 from msgspec import Meta
 
-from rose.schemas.arrays import ITEM_BYTES, count, logprob_error, unpack_logprobs
+from rose.schemas.arrays import ITEM_BYTES, count
 from rose.schemas.limits import (
     MAX_CHAIN,
     MAX_CONTEXT_TOKENS,
@@ -28,10 +29,10 @@ from rose.schemas.limits import (
     Text,
     Tokens,
     TrajectoryId,
-    Version,
 )
 from rose.schemas.prompts import Environment, Sampling
 from rose.schemas.record import Record
+from rose.schemas.sampled_tokens import SampledTokens, VersionSpan
 
 Partition = Annotated[int, Meta(ge=0, lt=2**31)]
 Turn = Annotated[int, Meta(ge=0, lt=MAX_TURNS)]
@@ -120,42 +121,28 @@ class TurnRequest(Record, frozen=True, kw_only=True):
         return None
 
 
-class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens [start, end) were sampled under policy `version`."""
+class Part(SampledTokens, frozen=True, kw_only=True):
+    """What was sampled of a turn up to some token of it, and what that cost."""
 
-    start: Count
-    end: Count
-    version: Version
-
-
-class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens that were sampled of a turn so far, and their cost."""
-
-    tokens: Tokens
-    logprobs: Logprobs
-    """Logprob of each token under the distribution that it was drawn from."""
-    spans: Annotated[tuple[VersionSpan, ...], Meta(max_length=MAX_SPANS)]
-    """Policy versions over `tokens`, in order, without gaps."""
     device_seconds: DeviceSeconds = {}
+
+    def followed_by(self, later: SampledTokens) -> Self:
+        """Return this part, then `later`. Device seconds are added by worker class."""
+        more = later.device_seconds if isinstance(later, Part) else {}
+        seconds = add_device_seconds(self.device_seconds, more)
+        return msgspec.structs.replace(super().followed_by(later), device_seconds=seconds)
 
     @property
     def validation_error(self) -> str | None:
-        """Why no attempt can go on from it, or why it cannot be learned from; None if it is valid."""
-        sampled = count(self.tokens)
-        if len(self.tokens) % ITEM_BYTES or not sampled:
-            return f"{len(self.tokens)} bytes of tokens are no whole number of tokens above 0"
-        if len(self.logprobs) != len(self.tokens):
-            return f"{len(self.logprobs)} bytes of logprobs for {len(self.tokens)} bytes of tokens"
-        if impossible := logprob_error(unpack_logprobs(self.logprobs)):
-            return impossible
+        """Why no executor can continue from this part, and no trainer can learn from it; None if it is valid."""
         if any(abs(seconds) > MAX_DEVICE_SECONDS for seconds in self.device_seconds.values()):
             return f"it took more than {MAX_DEVICE_SECONDS:g} device-seconds"
-        at = 0
-        for span in self.spans:
-            if span.start != at or span.end <= at or span.version < 0:
-                return f"version spans do not follow on one another at token {at}"
-            at = span.end
-        return None if at == sampled else f"version spans cover {at} of {sampled} tokens"
+        return super().validation_error
+
+
+def add_device_seconds(first: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    """Return the sums by worker class."""
+    return {each: first.get(each, 0.0) + more.get(each, 0.0) for each in {**first, **more}}
 
 
 class PlacementCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -320,4 +307,4 @@ class TurnResult(Record, frozen=True, kw_only=True):
     @property
     def part(self) -> Part:
         """The partial output of the turn."""
-        return Part(tokens=self.tokens, logprobs=self.logprobs, spans=self.spans, device_seconds=self.device_seconds)
+        return Part.from_record(self)

@@ -143,9 +143,9 @@ class Trajectories:
             elif isinstance(report, WeightsRejected):
                 self.rolled.errors.append(report.reason)
             elif isinstance(report, TurnFinished):
-                number = self._open.pop(report.name)
+                number = self._open.pop(report.turn.name)
                 self._count(report)
-                self._contexts[number] += unpack_tokens(report.tokens)
+                self._contexts[number] += unpack_tokens(report.turn.sampled.tokens)
                 self._due.append(number)
         if more:
             self._ask_on()
@@ -157,9 +157,9 @@ class Trajectories:
             self._link.send(AbortTurn(name))
 
     def _count(self, done: TurnFinished) -> None:
-        made = count(done.tokens)
+        made = count(done.turn.sampled.tokens)
         behind = time.time() - time.monotonic()
-        first, last = done.first_token_at - behind, done.finished_at - behind
+        first, last = done.turn.times.first_token_at - behind, done.turn.times.finished_at - behind
         apart = (last - first) / (made - 1) if made > 1 else 0.0
         self.rolled.moments += [first + place * apart for place in range(made)]
         self.rolled.counts += [1] * made

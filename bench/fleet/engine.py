@@ -22,8 +22,10 @@ import msgspec
 
 from rose.schemas.arrays import count, pack_logprobs, pack_tokens
 from rose.schemas.prompts import Sampling
-from rose.schemas.turns import TurnRequest, VersionSpan
+from rose.schemas.sampled_tokens import SampledTokens, VersionSpan
+from rose.schemas.turns import TurnRequest, TurnTimes
 from rose.workers.executor.ipc.messages import ABORTED, TurnFinished
+from rose.workers.executor.vllm.types import FinishedTurn
 
 VERSION = 0
 """That emulated executors serve: nobody trains."""
@@ -177,20 +179,21 @@ class Engine:
         many = work.done_tokens
         if work.prefill_left <= NEARLY:
             self._keep(work.trajectory, work.context_tokens + many)
-        return TurnFinished(
-            name=work.name,
+        sampled = SampledTokens(
             tokens=work.tokens[: 4 * many],
             logprobs=pack_logprobs([-0.25 * (place % 8) for place in range(many)]),
-            finish_reason=finish_reason,
             spans=(VersionSpan(0, many, VERSION),) if many else (),
+        )
+        first_token_at = work.first_token_at if many else 0.0
+        turn = FinishedTurn(
+            name=work.name,
+            sampled=sampled,
+            finish_reason=finish_reason,
             context_tokens=work.context_tokens,
             cached_tokens=work.cached_tokens,
-            scheduled_at=work.scheduled_at,
-            first_token_at=work.first_token_at if many else 0.0,
-            finished_at=now,
-            device_seconds=work.device_seconds,
-            reason=reason,
+            times=TurnTimes(scheduled_at=work.scheduled_at, first_token_at=first_token_at, finished_at=now),
         )
+        return TurnFinished(turn, device_seconds=work.device_seconds, reason=reason)
 
     def _computed(self, work: Work) -> None:
         work.prefill_left = 0.0

@@ -29,10 +29,10 @@ from bench.fleet.users import Step
 from rose.schemas.arrays import ITEM_BYTES, count
 from rose.schemas.contexts import ContextMissing
 from rose.schemas.grants import CapacityGrant, GrantSource
-from rose.schemas.heartbeats import MAX_HELD_TURNS, ExecutorState, SlackHeartbeat, WorkerClass
+from rose.schemas.heartbeats import MAX_HELD_TURNS, TTL_SECONDS, ExecutorState, SlackHeartbeat, WorkerClass
 from rose.schemas.turns import Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
 from rose.workers.executor.grants import UNRESTRICTED, IntakeGate, Lease, Permission
-from rose.workers.executor.heartbeats import TTL_SECONDS, Heartbeats
+from rose.workers.executor.heartbeat_writer import HeartbeatWriter
 from rose.workers.executor.inbox import Inbox, InboxAction, kv_tokens_needed
 from rose.workers.executor.ipc.messages import (
     ABORTED,
@@ -156,7 +156,7 @@ class FleetExecutor:
             terms.name, WorkerClass.SERVING if terms.lends else WorkerClass.DEDICATED, incarnation
         )
         self._inbox = Inbox(terms.name, incarnation, max_turns=terms.rates.max_turns, token_budget=0)
-        self._beats = Heartbeats(self._start, terms.slot, by_grant=terms.lends)
+        self._beats = HeartbeatWriter(self._start, terms.slot, by_grant=terms.lends)
         self._gate = IntakeGate(self._leave, lends=terms.lends)
         self._engine = Engine(terms.rates)
         self._shares: KvShares | None = None
@@ -262,7 +262,7 @@ class FleetExecutor:
 
     def stop(self, now: float) -> list[Said]:
         """It leaves: everything goes back, and its last heartbeat says what it has answered."""
-        self._gate.reason = STOPPED
+        self._gate.close(STOPPED)
         back = self._give_up(STOPPED, now)
         return [*back, self._beat(ExecutorState.STOPPING, now, self._answered)]
 
@@ -301,7 +301,7 @@ class FleetExecutor:
             self._parked, self._built_at = BUILT, now + self.terms.wake_seconds
         elif isinstance(order, Suspend):
             self._parked, self._shares = NOT_TOLD, None
-        self._inbox.token_budget = self._gate.allowed_tokens
+        self._inbox.offer(max_turns=self.terms.rates.max_turns, token_budget=self._gate.allowed_tokens)
         why, since = (GRANT, now) if self._parked else (USERS, self._computed_at)
         back = self._give_up(self._gate.reason, now) if self._gate.reason and not before else []
         if isinstance(order, Suspend):
@@ -341,9 +341,9 @@ class FleetExecutor:
         return back
 
     def _done(self, done: TurnFinished) -> TurnResult:
-        key, received_at = self._keys.pop(done.name)
+        key, received_at = self._keys.pop(done.turn.name)
         dispatch = self._inbox.release(key)
-        outcome = TurnOutcome.PREEMPTED if done.finish_reason == ABORTED else TurnOutcome.COMPLETED
+        outcome = TurnOutcome.PREEMPTED if done.turn.finish_reason == ABORTED else TurnOutcome.COMPLETED
         self._answered.append(held_hash(key))
         return finished_result(self._start, dispatch, done, outcome, done.reason, received_at=received_at)
 

@@ -47,8 +47,7 @@ from rose.topics.settings import BusSettings, check_required_settings, parse_pro
 from rose.workers.environments.config import EnvironmentConfig
 from rose.workers.environments.registry import BUILT_IN
 from rose.workers.executor.config import NAME, ExecutorConfig
-from rose.workers.lender.config import LenderConfig
-from rose.workers.lender.endpoint.config import EndpointConfig
+from rose.workers.lender.config import EndpointConfig, LenderConfig
 from rose.workers.loadgen.config import LoadgenConfig
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.weights.config import HOLDS, WeightsConfig

@@ -17,8 +17,9 @@ from typing import NamedTuple
 from rose.pipeline.clock import format_utc as moment
 from rose.pipeline.replay.episodes import ENDED, Attempt, Episode, EpisodeTurn, TrajectoryHistory
 from rose.schemas.arrays import ITEM_BYTES, count, unpack_logprobs, unpack_tokens
+from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Sample, SampleTurn
-from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes, VersionSpan
+from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes
 
 
 class LatencyStage(NamedTuple):

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat, WorkerClass
 from rose.schemas.record import Record
+from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Sample, SampleOutcome, SampleTurn
-from rose.schemas.turns import TurnTimes, VersionSpan
+from rose.schemas.turns import TurnTimes
 from rose.schemas.weights import WeightManifest
 from rose.topics.catalog import HEARTBEATS, MANIFESTS, OUTCOMES, SAMPLES
 from rose.topics.log_reader import read_whole_topics

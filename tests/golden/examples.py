@@ -11,17 +11,9 @@ from rose.schemas.progress import Applied, EnvSnapshot, Group, GroupState, Settl
 from rose.schemas.prompts import Prompt, PromptSampling, Sampling
 from rose.schemas.record import Record
 from rose.schemas.role_starts import RoleBegun
+from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Ending, Outcome, Sample, SampleOutcome, SampleTurn
-from rose.schemas.turns import (
-    Part,
-    PlacementCost,
-    TurnDispatch,
-    TurnOutcome,
-    TurnRequest,
-    TurnResult,
-    TurnTimes,
-    VersionSpan,
-)
+from rose.schemas.turns import Part, PlacementCost, TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes
 from rose.schemas.weights import ChunkRef, FirstChunk, SliceRef, TensorSpec, WeightChunk, WeightManifest
 from rose.schemas.wire import encode
 

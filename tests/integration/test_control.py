@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from rose.pipeline.cli.interventions import release_grant
-from rose.schemas.arrays import pack_logprobs, pack_tokens
 from rose.schemas.grants import CapacityGrant
 from rose.schemas.heartbeats import ExecutorState
-from rose.schemas.turns import TurnOutcome, VersionSpan
+from rose.schemas.turns import TurnOutcome
 from rose.topics.admin import create_topics
 from rose.topics.catalog import GRANTS, REQUESTED, SUMMARIES, Partitions
 from rose.topics.dead_letters import read_dead_letters
@@ -31,7 +30,6 @@ from rose.workers.executor.ipc.messages import (
     StageWeights,
     SubmitTurn,
     Suspend,
-    TurnFinished,
     WeightsActivated,
     WeightsStaged,
 )
@@ -42,7 +40,7 @@ from tests.support.executor_fixtures import Router
 from tests.support.roles import freeze, kill, role_process, rose, stop, thaw
 from tests.support.router_process_fixtures import router_process
 from tests.support.routing_fixtures import request
-from tests.support.scripted_engine import NAME, Engine, running
+from tests.support.scripted_engine import NAME, Engine, running, turn_finished
 
 pytestmark = pytest.mark.slow
 
@@ -73,9 +71,7 @@ class Guest(Engine):
                 self.reports.send(WeightsActivated(order.version, 0.0))
                 self.say(version=order.version)
             case SubmitTurn() if self.answers:
-                tokens, logprobs = pack_tokens([7]), pack_logprobs([-1.0])
-                spans = (VersionSpan(0, 1, 3),)
-                self.reports.send(TurnFinished(order.name, tokens, logprobs, "stop", spans, 3, 0, 1.0, 2.0, 3.0, 0.5))
+                self.reports.send(turn_finished(order.name, [7]))
             case AbortTurn():
                 self.give_up(order.name, [])
 

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from rose.schemas.arrays import unpack_logprobs, unpack_tokens
-from rose.schemas.heartbeats import ExecutorState, WorkerClass
+from rose.schemas.heartbeats import TTL_SECONDS, ExecutorState, WorkerClass
 from rose.schemas.turns import Refusal, TurnOutcome, TurnResult
 from rose.topics.admin import create_topics
 from rose.topics.catalog import Partitions
 from rose.topics.settings import BusSettings
-from rose.workers.executor.heartbeats import TTL_SECONDS
-from rose.workers.lender.endpoint.config import EndpointConfig
+from rose.workers.lender.config import EndpointConfig
 from rose.workers.lender.endpoint.versions import PAUSED
 from tests.support.brokers import AnyBroker, any_broker, kafka_first
 from tests.support.endpoint_fixtures import MOST_TOKENS, Fault, Lending, ScriptedEndpoint, lending

@@ -121,11 +121,12 @@ def prove(result: TurnResult, model: Any, version: int, begun: tuple[int, ...] =
 def alone(model: Any, folder: Path) -> list[int]:
     """What a rollout engine of its own says, greedily."""
     from rose.workers.executor.vllm.engine import Engine
-    from tests.support.engine_fixtures import Rig, folder_config
+    from tests.support.engine_fixtures import Rig, folder_config, tokens_of
 
     engine = Engine(folder_config(save_policy(folder, model)))
     try:
-        return Rig(engine, model, tied=False).run(CONTEXT, temperature=0.0, max_tokens=40, stop_token_ids=(0,)).tokens
+        turn = Rig(engine, model, tied=False).run(CONTEXT, temperature=0.0, max_tokens=40, stop_token_ids=(0,))
+        return tokens_of(turn)
     finally:
         engine.close()
 

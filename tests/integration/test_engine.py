@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from vllm.model_executor.layers import utils as layer_utils
 
 from rose.schemas.arrays import pack_logprobs
 from rose.schemas.prompts import Sampling
+from rose.schemas.sampled_tokens import SampledTokensBuilder, VersionSpan
 from rose.schemas.samples import Sample, SampleTurn
-from rose.schemas.turns import VersionSpan
 from rose.workers.executor.vllm import weights as engine_weights
 from rose.workers.executor.vllm.engine import (
     Engine,
@@ -39,7 +38,9 @@ from tests.support.engine_fixtures import (
     contexts_of,
     difference,
     folder_config,
+    sampled_logprobs,
     started_rig,
+    tokens_of,
 )
 from tests.support.model_families import tiny_policy
 from tests.support.policy_folders import VOCABULARY, new_mixture, new_policy, save_policy, tensors_of
@@ -107,10 +108,10 @@ class Drawn:
         self._logprobs = [0.0] * len(tokens)
 
     def add(self, turn: FinishedTurn, sampling: Sampling, *, observed: list[int]) -> None:
-        self.turns += turns_of([0] * len(self.mask) + [1] * len(turn.tokens), sampling)
-        self.tokens += [*turn.tokens, *observed]
-        self.mask += [1] * len(turn.tokens) + [0] * len(observed)
-        self._logprobs += [*turn.logprobs.tolist(), *[0.0] * len(observed)]
+        self.turns += turns_of([0] * len(self.mask) + [1] * len(tokens_of(turn)), sampling)
+        self.tokens += [*tokens_of(turn), *observed]
+        self.mask += [1] * len(tokens_of(turn)) + [0] * len(observed)
+        self._logprobs += [*sampled_logprobs(turn).tolist(), *[0.0] * len(observed)]
 
     def sample(self) -> Sample:
         made = sample(tokens=self.tokens, mask=self.mask)
@@ -276,17 +277,17 @@ def test_a_turn_that_a_swap_overtakes_goes_on_and_says_which_version_sampled_wha
     before, old = rig.engine.version, rig.model
     rig.swap()
     turn = rig.drain()["over"]
-    assert turn.spans == (VersionSpan(0, 11, before), VersionSpan(11, 30, before + 1))
+    assert turn.sampled.spans == (VersionSpan(0, 11, before), VersionSpan(11, 30, before + 1))
 
     # Its cache holds what the old weights computed: all but the last token that they sampled.
-    ids = torch.tensor([[*context, *turn.tokens]])
+    ids = torch.tensor([[*context, *tokens_of(turn)]])
     split = len(context) + 10
     with torch.no_grad():
         first = old(input_ids=ids[:, :split], use_cache=True)
         second = rig.model(input_ids=ids[:, split:], past_key_values=first.past_key_values)
     logits = torch.cat([first.logits, second.logits], 1)[0, len(context) - 1 : -1]
     expected = torch.log_softmax(logits, -1).gather(-1, ids[0, len(context) :, None])[:, 0]
-    assert float((expected - torch.from_numpy(turn.logprobs)).abs().max()) < TOLERANCE
+    assert float((expected - torch.from_numpy(sampled_logprobs(turn))).abs().max()) < TOLERANCE
 
 
 def test_a_turn_that_waits_through_a_swap_is_of_the_new_version_alone(rig: Rig) -> None:
@@ -300,7 +301,7 @@ def test_a_turn_that_waits_through_a_swap_is_of_the_new_version_alone(rig: Rig) 
     done = rig.drain()
     assert [done[f"t{i}"].cached_tokens for i in range(MAX_RUNNING)] == [3 * BLOCK] * MAX_RUNNING
     for i in range(MAX_RUNNING, MAX_RUNNING + 4):
-        assert done[f"t{i}"].spans == (VersionSpan(0, 20, rig.engine.version),)
+        assert done[f"t{i}"].sampled.spans == (VersionSpan(0, 20, rig.engine.version),)
         assert difference(rig.model, context, done[f"t{i}"]) < TOLERANCE
     assert done[f"t{MAX_RUNNING}"].cached_tokens == 0
 
@@ -311,7 +312,7 @@ def test_the_next_turn_finds_its_prefix_and_no_version_finds_anothers(rig: Rig) 
     context = contexts_of(rng, 3 * BLOCK)
     first = rig.run(context, max_tokens=BLOCK + 1)
     assert first.cached_tokens == 0
-    longer = [*context, *first.tokens, *contexts_of(rng, 5)]
+    longer = [*context, *tokens_of(first), *contexts_of(rng, 5)]
     assert rig.run(longer, max_tokens=5).cached_tokens == 4 * BLOCK
     rig.swap()
     assert rig.run(longer, max_tokens=5).cached_tokens == 0
@@ -323,7 +324,7 @@ def test_the_next_turn_finds_its_prefix_and_no_version_finds_anothers(rig: Rig) 
 
 
 def overflows(turn: FinishedTurn) -> bool:
-    return not bool(np.isfinite(turn.logprobs).all())
+    return not bool(np.isfinite(sampled_logprobs(turn)).all())
 
 
 def test_what_a_version_computed_that_is_no_number_reaches_no_turn_of_the_next(tmp_path: Path) -> None:
@@ -363,8 +364,10 @@ def test_a_turn_that_overflows_spoils_no_other_turn_of_its_version(tmp_path: Pat
                 if VOCABULARY - 1 in contexts[key]:
                     assert overflows(turn)
                 else:
-                    least = len(turn.tokens) - turn.tokens.count(VOCABULARY - 1)  # transformers computes none
-                    sound = replace(turn, tokens=turn.tokens[:least], logprobs=turn.logprobs[:least])
+                    tokens, logprobs = tokens_of(turn), sampled_logprobs(turn)
+                    least = len(tokens) - tokens.count(VOCABULARY - 1)  # transformers computes none
+                    sampled = SampledTokensBuilder(tokens[:least], logprobs[:least].tolist()).build(version=0)
+                    sound = msgspec.structs.replace(turn, sampled=sampled)
                     assert not overflows(turn) and (not least or difference(model, contexts[key], sound) < TOLERANCE)
 
 
@@ -394,9 +397,9 @@ def test_a_cache_that_is_too_small_for_all_changes_no_logprob(tmp_path: Path) ->
     assert held & found.keys(), "some that the swap overtook were preempted after it"
     assert not any(found.values()), "and who begins anew finds nothing that the old weights computed"
     for turn in done.values():
-        assert len(turn.tokens) == len(turn.logprobs) == 60
-        assert (turn.spans[0].start, turn.spans[-1].end) == (0, 60)
-        assert all(a.end == b.start for a, b in zip(turn.spans, turn.spans[1:], strict=False))
+        assert len(tokens_of(turn)) == len(sampled_logprobs(turn)) == 60
+        assert (turn.sampled.spans[0].start, turn.sampled.spans[-1].end) == (0, 60)
+        assert all(a.end == b.start for a, b in zip(turn.sampled.spans, turn.sampled.spans[1:], strict=False))
     engine.close()
 
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from rose.schemas.arrays import count, pack_logprobs, pack_tokens, unpack_logprobs, unpack_tokens
+from rose.schemas.arrays import count, pack_tokens, unpack_logprobs, unpack_tokens
 from rose.schemas.contexts import context_fields
 from rose.schemas.prompts import Sampling
 from rose.schemas.turns import Part, TurnDispatch
 from rose.workers.executor.results import concatenate_parts, remaining_sampling, resumed_context
 from rose.workers.executor.vllm.engine import Engine, EngineRefusal, FinishedTurn
 from rose.workers.executor.vllm.seeded_sampling import seed_at
-from tests.support.engine_fixtures import BLOCK, TOLERANCE, Rig, contexts_of, folder_config
+from tests.support.engine_fixtures import BLOCK, TOLERANCE, Rig, contexts_of, folder_config, tokens_of
 from tests.support.policy_folders import VOCABULARY, new_policy, save_policy
 from tests.support.routing_fixtures import dispatched, request
 
@@ -41,7 +41,7 @@ def dispatch_of(context: Sequence[int], sampling: Sampling) -> TurnDispatch:
 
 
 def part_of(finished: FinishedTurn) -> Part:
-    return Part(tokens=pack_tokens(finished.tokens), logprobs=pack_logprobs(finished.logprobs), spans=finished.spans)
+    return Part(**finished.sampled.record_fields())
 
 
 def go_on(rig: Rig, dispatch: TurnDispatch, steps: int | None = None) -> tuple[TurnDispatch, FinishedTurn]:
@@ -55,7 +55,7 @@ def go_on(rig: Rig, dispatch: TurnDispatch, steps: int | None = None) -> tuple[T
     done: dict[str, FinishedTurn] = {}
     taken = 0
     while "turn" not in done and taken != steps:
-        done |= {turn.key: turn for turn in rig.engine.step().finished}
+        done |= {turn.name: turn for turn in rig.engine.step().finished}
         taken += 1
     finished = done.get("turn") or rig.engine.abort("turn")
     assert finished is not None
@@ -131,7 +131,7 @@ def test_where_it_ran_before_all_but_the_last_block_comes_from_cache(rigs: list[
     begun, _ = go_on(rigs[0], dispatch, 70)
     _, finished = go_on(rigs[0], begun)
     assert (finished.context_tokens, finished.cached_tokens) == (170, 169 // BLOCK * BLOCK)
-    assert len(finished.tokens) == 30
+    assert len(tokens_of(finished)) == 30
 
 
 def test_a_turn_of_which_nothing_is_left_is_refused(rigs: list[Rig]) -> None:
@@ -146,7 +146,7 @@ def test_seeded_tokens_are_as_frequent_as_their_logprobs_say(rigs: list[Rig]) ->
         rig.add(str(seed), context, max_tokens=1, temperature=1.5, seed=seed)
     counts = torch.zeros(VOCABULARY)
     for turn in rig.drain().values():
-        counts[turn.tokens[0]] += 1
+        counts[tokens_of(turn)[0]] += 1
     with torch.no_grad():
         expected = turns * torch.softmax(rig.model(input_ids=torch.tensor([context])).logits[0, -1] / 1.5, -1)
     assert chi_square(counts, expected) < 5

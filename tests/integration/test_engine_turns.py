@@ -1,6 +1,7 @@
 """The engine's turns against transformers: what they sample, how they end, what is refused, and what the load says."""
 
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from rose.schemas.prompts import Sampling
-from rose.schemas.turns import VersionSpan
+from rose.schemas.sampled_tokens import VersionSpan
 from rose.workers.executor.vllm.engine import EngineBroken, EngineRefusal
 from tests.support.engine_fixtures import (
     BLOCK,
@@ -18,7 +19,9 @@ from tests.support.engine_fixtures import (
     Rig,
     contexts_of,
     difference,
+    sampled_logprobs,
     started_rig,
+    tokens_of,
 )
 from tests.support.policy_folders import VOCABULARY, tensors_of
 
@@ -48,14 +51,14 @@ def test_logprobs_are_of_the_distribution_that_was_sampled(rig: Rig) -> None:
 
     nucleus = rig.run(context, max_tokens=30, top_p=0.6)
     with torch.no_grad():
-        logits = rig.model(input_ids=torch.tensor([[*context, *nucleus.tokens]])).logits[0, len(context) - 1 : -1]
+        logits = rig.model(input_ids=torch.tensor([[*context, *tokens_of(nucleus)]])).logits[0, len(context) - 1 : -1]
     probabilities, order = torch.softmax(logits, -1).sort(-1, descending=True)
     kept = probabilities.cumsum(-1) - probabilities < 0.6
-    for row, token in enumerate(nucleus.tokens):
+    for row, token in enumerate(tokens_of(nucleus)):
         place = int((order[row] == token).nonzero())
         assert kept[row, place]
         expected = (probabilities[row, place] / probabilities[row][kept[row]].sum()).log()
-        assert abs(float(expected) - nucleus.logprobs[row]) < TOLERANCE
+        assert abs(float(expected) - sampled_logprobs(nucleus)[row]) < TOLERANCE
 
 
 def test_tokens_are_as_frequent_as_their_logprobs_say(rig: Rig) -> None:
@@ -65,7 +68,7 @@ def test_tokens_are_as_frequent_as_their_logprobs_say(rig: Rig) -> None:
         rig.add(str(i), context, max_tokens=1, temperature=1.5)
     counts = torch.zeros(VOCABULARY)
     for turn in rig.drain().values():
-        counts[turn.tokens[0]] += 1
+        counts[tokens_of(turn)[0]] += 1
     with torch.no_grad():
         expected = turns * torch.softmax(rig.model(input_ids=torch.tensor([context])).logits[0, -1] / 1.5, -1)
     common = expected >= 5
@@ -83,8 +86,8 @@ def test_a_seed_fixes_the_tokens_whatever_else_runs(rig: Rig) -> None:
     rig.add("seeded", context, max_tokens=30, seed=5)
     rig.add("unseeded", context, max_tokens=30)
     done = rig.drain()
-    assert done["seeded"].tokens == alone.tokens
-    assert done["unseeded"].tokens != alone.tokens
+    assert tokens_of(done["seeded"]) == tokens_of(alone)
+    assert tokens_of(done["unseeded"]) != tokens_of(alone)
 
 
 def test_a_seeded_turn_whose_prefill_is_cut_samples_the_same_tokens(rig: Rig) -> None:
@@ -97,22 +100,22 @@ def test_a_seeded_turn_whose_prefill_is_cut_samples_the_same_tokens(rig: Rig) ->
     rig.add("cut", context, max_tokens=20, seed=6)
     assert rig.engine.step().tokens == 512, "three prefills of 200 fit in one step"
     cut = rig.drain()["cut"]
-    assert cut.tokens == whole.tokens
+    assert tokens_of(cut) == tokens_of(whole)
     assert difference(rig.model, context, cut) < TOLERANCE
 
 
 def test_a_turn_ends_at_a_stop_token_at_its_limit_or_when_the_model_is_full(rig: Rig) -> None:
     context = contexts_of(random.Random(14), 40)
     turn = rig.run(context, max_tokens=30, seed=3)
-    assert (turn.finish_reason, len(turn.tokens), turn.context_tokens) == ("length", 30, 40)
+    assert (turn.finish_reason, len(tokens_of(turn)), turn.context_tokens) == ("length", 30, 40)
 
-    stop = turn.tokens[12]
+    stop = tokens_of(turn)[12]
     stopped = rig.run(context, max_tokens=30, seed=3, stop_token_ids=(stop,))
     assert stopped.finish_reason == "stop"
-    assert stopped.tokens == turn.tokens[: turn.tokens.index(stop) + 1]
+    assert tokens_of(stopped) == tokens_of(turn)[: tokens_of(turn).index(stop) + 1]
 
     full = rig.run(contexts_of(random.Random(15), MAX_MODEL_LEN - 3), max_tokens=30)
-    assert (full.finish_reason, len(full.tokens)) == ("length", 3)
+    assert (full.finish_reason, len(tokens_of(full))) == ("length", 3)
 
 
 def test_an_aborted_turn_keeps_what_it_has_sampled(rig: Rig) -> None:
@@ -122,8 +125,8 @@ def test_an_aborted_turn_keeps_what_it_has_sampled(rig: Rig) -> None:
         rig.engine.step()
     turn = rig.engine.abort("gone")
     assert turn is not None
-    assert (turn.finish_reason, len(turn.tokens), len(turn.logprobs)) == ("abort", 9, 9)
-    assert turn.spans == (VersionSpan(0, 9, rig.engine.version),)
+    assert (turn.finish_reason, len(tokens_of(turn)), len(sampled_logprobs(turn))) == ("abort", 9, 9)
+    assert turn.sampled.spans == (VersionSpan(0, 9, rig.engine.version),)
     assert difference(rig.model, context, turn) < TOLERANCE
     assert rig.engine.abort("gone") is None
     again = rig.run(context, max_tokens=2)
@@ -132,7 +135,7 @@ def test_an_aborted_turn_keeps_what_it_has_sampled(rig: Rig) -> None:
     rig.add("never", context, max_tokens=50)
     unstarted = rig.engine.abort("never")
     assert unstarted is not None
-    assert (unstarted.tokens, unstarted.spans, unstarted.scheduled_at) == ([], (), 0.0)
+    assert (tokens_of(unstarted), unstarted.sampled.spans, unstarted.times.scheduled_at) == ([], (), 0.0)
 
 
 def test_what_cannot_run_is_refused_with_the_reason(rig: Rig) -> None:
@@ -184,6 +187,7 @@ def test_load_and_times_follow_the_turns(rig: Rig) -> None:
     assert idle.kv_bytes_per_token == 4 * 2 * 2 * 32 * 4, "layers, keys and values, heads, head size, float32"
     assert rig.engine.step().tokens == 0
 
+    began = time.time()
     for i in range(MAX_RUNNING + 2):
         rig.add(f"t{i}", contexts_of(random.Random(i), 28), max_tokens=3)
     assert rig.engine.load().waiting == MAX_RUNNING + 2
@@ -195,5 +199,5 @@ def test_load_and_times_follow_the_turns(rig: Rig) -> None:
     done = rig.drain()
     assert len(done) == MAX_RUNNING + 2
     for turn in done.values():
-        assert 0 < turn.added_at <= turn.scheduled_at <= turn.first_token_at <= turn.finished_at
-    assert done[f"t{MAX_RUNNING}"].scheduled_at > done["t0"].first_token_at
+        assert began <= turn.times.scheduled_at <= turn.times.first_token_at <= turn.times.finished_at
+    assert done[f"t{MAX_RUNNING}"].times.scheduled_at > done["t0"].times.first_token_at

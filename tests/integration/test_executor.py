@@ -17,13 +17,8 @@ from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
 from rose.pipeline.process.health_server import ProcessUnhealthy, print_health
 from rose.schemas.arrays import unpack_logprobs, unpack_tokens
 from rose.schemas.heartbeats import ExecutorState
-from rose.schemas.turns import (
-    FENCING_KEY,
-    Refusal,
-    TurnOutcome,
-    TurnResult,
-    VersionSpan,
-)
+from rose.schemas.sampled_tokens import VersionSpan
+from rose.schemas.turns import FENCING_KEY, Refusal, TurnOutcome, TurnResult
 from rose.topics.admin import create_topics
 from rose.topics.catalog import DISPATCHED, Partitions
 from rose.topics.dead_letters import read_dead_letters

@@ -15,7 +15,8 @@ from rose.schemas.arrays import count, pack_tokens, unpack_logprobs, unpack_toke
 from rose.schemas.contexts import context_fields
 from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat
 from rose.schemas.prompts import Sampling
-from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
+from rose.schemas.sampled_tokens import VersionSpan
+from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult
 from rose.topics.admin import create_topics
 from rose.topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, Partitions
 from rose.topics.reader import Reader

@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    witness = ("--scheduler-cls", "tests.support.lending_probe.Witness")
+    witness = ("--scheduler-cls", "tests.support.lending_probe.LendingProbe")
     with lending_server(tmp_path_factory.mktemp("lend"), *witness) as running:
         yield running
 
@@ -218,8 +218,8 @@ def test_a_turn_that_a_park_interrupts_comes_back_with_what_was_sampled(
     beside.order(Suspend())
     given = beside.done(1)["parked"]
     assert "told" in beside.parked()
-    sampled = unpack_tokens(given.tokens)
-    assert given.finish_reason == ABORTED and 0 < len(sampled) < 230
+    sampled = unpack_tokens(given.turn.sampled.tokens)
+    assert given.turn.finish_reason == ABORTED and 0 < len(sampled) < 230
     assert run_alone(standalone, PROMPTS[0], sampling)[: len(sampled)] == sampled
 
 
@@ -228,7 +228,7 @@ def run_alone(engine: Engine, context: list[int], sampling: Sampling) -> list[in
     finished = []
     while len(engine):
         finished += engine.step().finished
-    return finished[0].tokens
+    return unpack_tokens(finished[0].sampled.tokens)
 
 
 def test_a_server_that_is_never_idle_says_so_and_hands_back_what_it_is_told_to(
@@ -244,7 +244,7 @@ def test_a_server_that_is_never_idle_says_so_and_hands_back_what_it_is_told_to(
             beside.take(f"held {number}", PROMPTS[0], Sampling(max_tokens=240))
         began = time.monotonic()
         beside.order(AbortTurn("held 3"))
-        assert "held 3" in {turn.name for turn in beside.hear(TurnFinished)}
+        assert "held 3" in {done.turn.name for done in beside.hear(TurnFinished)}
         beside.order(Suspend())
         assert {f"held {number}" for number in range(8)} == set(beside.done(8))
         assert beside.parked()

@@ -168,12 +168,12 @@ def test_what_is_cut_comes_back_whole_and_goes_on_from_its_prefix(
     cuts = lent(beside)
     assert sum(each.cuts for each in cuts) == 1 and cuts[-1].frozen
     assert cuts[-1].budget_bytes == budget // 2 // GUEST_BLOCK * GUEST_BLOCK
-    given_up = {name: done for name, done in ended.items() if done.finish_reason == ABORTED}
+    given_up = {name: done for name, done in ended.items() if done.turn.finish_reason == ABORTED}
     assert 0 < len(given_up) < TURNS and {done.reason for done in given_up.values()} == {"cut"}
     assert len(given_up) == sum(each.preempted for each in cuts)
 
     rest = [
-        Turn(turn.name, turn.context + unpack_tokens(given_up[turn.name].tokens), SAMPLED)
+        Turn(turn.name, turn.context + unpack_tokens(given_up[turn.name].turn.sampled.tokens), SAMPLED)
         for turn in turns
         if turn.name in given_up
     ]
@@ -182,11 +182,11 @@ def test_what_is_cut_comes_back_whole_and_goes_on_from_its_prefix(
     begin(beside, rest, -1)
     resumed = beside.done(len(rest))
     reusable = sum((len(turn.context) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for turn in rest)
-    found = sum(done.cached_tokens for done in resumed.values())
+    found = sum(done.turn.cached_tokens for done in resumed.values())
     assert found >= 0.8 * reusable
-    assert all(done.finish_reason != ABORTED for done in resumed.values())
+    assert all(done.turn.finish_reason != ABORTED for done in resumed.values())
     for turn in rest:
-        assert len(resumed[turn.name].tokens) // 4 <= turn.most, "what was sampled is not sampled again"
+        assert len(resumed[turn.name].turn.sampled.tokens) // 4 <= turn.most, "what was sampled is not sampled again"
     tell(f"{len(given_up)} of {TURNS} turns were cut; resumed, they found {found} of {reusable} tokens", cuts)
 
 
@@ -221,7 +221,9 @@ def test_serving_gets_all_of_it_at_once(server: Server, beside: PlayedSidecar) -
     at_once = beside.hear(EngineStatus)
     client.join()
     ended = beside.done(TURNS)
-    assert len(answers) == 40 and all(done.reason == "cut" for done in ended.values() if done.finish_reason == ABORTED)
+    assert len(answers) == 40 and all(
+        done.reason == "cut" for done in ended.values() if done.turn.finish_reason == ABORTED
+    )
     beside.hear(EngineStatus, len(at_once) + 3)
     assert lent(beside)[-1].budget_bytes == 0
     tell(f"resident: {filled:.0f} MiB before the burst, {rss(server):.0f} after it", lent(beside))
@@ -230,7 +232,7 @@ def test_serving_gets_all_of_it_at_once(server: Server, beside: PlayedSidecar) -
 def test_what_could_never_fit_goes_back_at_once(beside: PlayedSidecar) -> None:
     begin(beside, [Turn("too late", prompt(7, 40), 10)], 1)
     done = beside.done(1)["too late"]
-    assert (done.finish_reason, done.reason, done.tokens) == (ABORTED, "cut", b"")
+    assert (done.turn.finish_reason, done.reason, done.turn.sampled.tokens) == (ABORTED, "cut", b"")
 
 
 def test_the_servers_log_holds_no_error(server: Server, beside: PlayedSidecar) -> None:

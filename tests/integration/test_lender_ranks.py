@@ -166,8 +166,8 @@ def test_a_turn_that_a_swap_overtakes_goes_on_under_the_new_version_on_every_ran
     beside.hear(WeightsStaged)
     beside.order(ActivateWeights(3))
     done = beside.done(1)["overtaken"]
-    assert [span.version for span in done.spans] == [2, 3] and done.spans[-1].end == 200
-    assert np.isfinite(unpack_logprobs(done.logprobs)).all()
+    assert [span.version for span in done.turn.sampled.spans] == [2, 3] and done.turn.sampled.spans[-1].end == 200
+    assert np.isfinite(unpack_logprobs(done.turn.sampled.logprobs)).all()
 
 
 def test_a_rank_that_fails_amid_a_step_is_told_and_the_guest_dropped_on_all(

@@ -15,6 +15,7 @@ from rose.workers.lender.config import LendConfig, MemoryConfig
 from rose.workers.lender.vllm.guest_build import build_engine
 from rose.workers.lender.vllm.kv_sharing import KvSharing, guest_pool
 from rose.workers.lender.vllm.serving import ServingMemory
+from tests.support.engine_fixtures import tokens_of
 from tests.support.lender_server_fixtures import MODEL, VOCABULARY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -139,13 +140,13 @@ def test_a_cut_preempts_whole_turns_and_they_find_their_prefixes_again(both: Bot
     both.serve()
     assert both.budget == budget // 2 // 32768 * 32768 and both.frozen and both.told == 1
     assert 0 < len(both.given_up) < TURNS
-    rest = {finished.key: finished for finished in both.given_up}
+    rest = {finished.name: finished for finished in both.given_up}
     both.given_up.clear()
     while len(both.guest):
         both.passes()
-    contexts = {name: context + rest[name].tokens for name, context in turns if name in rest}
+    contexts = {name: context + tokens_of(rest[name]) for name, context in turns if name in rest}
     for name, context in contexts.items():
-        left = SAMPLED - len(rest[name].tokens)
+        left = SAMPLED - len(tokens_of(rest[name]))
         both.guest.add(name, context, Sampling(max_tokens=left, temperature=0.0), policy_version=-1)
     resumed = []
     while len(both.guest):
@@ -153,7 +154,7 @@ def test_a_cut_preempts_whole_turns_and_they_find_their_prefixes_again(both: Bot
     assert not both.given_up and len(resumed) == len(rest)
     reusable = sum((len(context) - 1) // 32 * 32 for context in contexts.values())
     assert sum(finished.cached_tokens for finished in resumed) >= 0.8 * reusable
-    assert all(len(finished.tokens) + len(rest[finished.key].tokens) <= SAMPLED for finished in resumed)
+    assert all(len(tokens_of(finished)) + len(tokens_of(rest[finished.name])) <= SAMPLED for finished in resumed)
 
 
 def test_a_freeze_ends_with_a_version(both: Both) -> None:
@@ -192,7 +193,7 @@ def test_a_burst_is_taken_in_whole_in_the_pass_in_which_it_comes_and_cuts_go_dow
     both.given_up.clear()
     both.guest.add("too late", prompt(1, 40), Sampling(max_tokens=4, temperature=0.0), policy_version=7)
     both.passes()
-    assert [finished.tokens for finished in both.given_up] == [[]]
+    assert [tokens_of(finished) for finished in both.given_up] == [[]]
     both.sharing.close()
     assert both.memory.pool.available == both.memory.pool.blocks
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from rose.pipeline.accounting.audit import audit_log
+from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Outcome, Sample
-from rose.schemas.turns import VersionSpan
 from rose.topics.settings import BusSettings
 from rose.workers.trainer.loop import Trainer
 from rose.workers.trainer.main import run_trainer

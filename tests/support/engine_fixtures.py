@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 import rose.workers.executor.vllm.process_env  # noqa: F401
+from rose.schemas.arrays import unpack_logprobs, unpack_tokens
 from rose.schemas.prompts import Sampling
 from rose.workers.executor.vllm.engine import (
     Engine,
@@ -47,7 +50,7 @@ class Rig:
     def drain(self) -> dict[str, FinishedTurn]:
         done: dict[str, FinishedTurn] = {}
         while len(self.engine):
-            done |= {turn.key: turn for turn in self.engine.step().finished}
+            done |= {turn.name: turn for turn in self.engine.step().finished}
         return done
 
     def run(self, context: Sequence[int], **sampling: Any) -> FinishedTurn:
@@ -85,9 +88,17 @@ def contexts_of(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(VOCABULARY) for _ in range(length)]
 
 
+def tokens_of(turn: FinishedTurn) -> list[int]:
+    return unpack_tokens(turn.sampled.tokens)
+
+
+def sampled_logprobs(turn: FinishedTurn) -> NDArray[np.float32]:
+    return unpack_logprobs(turn.sampled.logprobs).copy()
+
+
 def difference(model: Any, context: Sequence[int], turn: FinishedTurn, temperature: float = 1.0) -> float:
-    expected = logprobs_of(model, context, turn.tokens, temperature)
-    return float((expected - torch.from_numpy(turn.logprobs)).abs().max())
+    expected = logprobs_of(model, context, tokens_of(turn), temperature)
+    return float((expected - torch.from_numpy(sampled_logprobs(turn))).abs().max())
 
 
 def folder_config(folder: Path, **settings: Any) -> EngineConfig:

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from rose.schemas.arrays import pack_logprobs, pack_tokens
 from rose.schemas.prompts import Sampling
 from rose.workers.executor.ipc.messages import Resume, Suspend
 from rose.workers.executor.vllm.engine import Engine
@@ -60,7 +59,7 @@ def run_guest(beside: PlayedSidecar, version: int = -1) -> list[tuple[bytes, byt
         beside.forget()
         beside.take(f"turn {number}", context, sampling, version)
         done = beside.done(1)[f"turn {number}"]
-        made.append((done.tokens, done.logprobs))
+        made.append((done.turn.sampled.tokens, done.turn.sampled.logprobs))
     return made
 
 
@@ -71,7 +70,7 @@ def run_standalone(engine: Engine) -> list[tuple[bytes, bytes]]:
         finished = []
         while len(engine):
             finished += engine.step().finished
-        made.append((pack_tokens(finished[0].tokens), pack_logprobs(finished[0].logprobs)))
+        made.append((finished[0].sampled.tokens, finished[0].sampled.logprobs))
     return made
 
 

@@ -158,7 +158,7 @@ class PlayedSidecar:
         return self._of(kind)
 
     def done(self, count: int) -> dict[str, TurnFinished]:
-        return {turn.name: turn for turn in self.hear(TurnFinished, count)}
+        return {done.turn.name: done for done in self.hear(TurnFinished, count)}
 
     def forget(self) -> None:
         self._read()

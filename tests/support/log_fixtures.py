@@ -10,8 +10,9 @@ from rose.schemas.partitioning import home_partition
 from rose.schemas.progress import Applied, Group, GroupState, TrajectoryProgress
 from rose.schemas.prompts import Prompt, Sampling
 from rose.schemas.record import Record
+from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
-from rose.schemas.turns import TurnDispatch, TurnRequest, TurnResult, TurnTimes, VersionSpan
+from rose.schemas.turns import TurnDispatch, TurnRequest, TurnResult, TurnTimes
 from rose.schemas.wire import encode
 from rose.topics.admin import create_topics
 from rose.topics.catalog import (

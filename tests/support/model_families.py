@@ -129,6 +129,7 @@ def played(folder: Path, version: dict[str, Tensor]) -> tuple[Turn, Turn]:
 
 
 def _play(folder: Path, version: dict[str, Tensor]) -> list[Turn]:
+    from rose.schemas.arrays import unpack_logprobs, unpack_tokens
     from rose.schemas.prompts import Sampling
     from rose.workers.executor.vllm.engine import Engine, EngineConfig
 
@@ -143,7 +144,7 @@ def _play(folder: Path, version: dict[str, Tensor]) -> list[Turn]:
             engine.add("turn", CONTEXT, Sampling(max_tokens=12), policy_version=engine.version)
             while True:
                 for done in engine.step().finished:
-                    return done.tokens, done.logprobs.tolist()
+                    return unpack_tokens(done.sampled.tokens), unpack_logprobs(done.sampled.logprobs).tolist()
 
         turns = [turn()]
         engine.swap(1, version.items())

@@ -73,7 +73,7 @@ def _all_reduce_or_fault(group: GroupCoordinator, tensor: Tensor) -> Tensor:
 
 def _writing_or_fault(model: Any, version: Mapping[str, Tensor], **how: Any) -> Iterator[None]:
     for number, piece in enumerate(_writing(model, version, **how)):
-        if number == 3 and _notes[0].worker.rank == FAULTY and _fault() == "prepare":
+        if number == 3 and _fault() == "prepare" and _notes[0].worker.rank == FAULTY:
             raise RuntimeError("a fault amid preparing")
         yield piece
 

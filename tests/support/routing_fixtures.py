@@ -19,6 +19,7 @@ from rose.schemas.contexts import context_fields
 from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from rose.schemas.prompts import Sampling
 from rose.schemas.record import Record
+from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.turns import (
     PlacementCost,
     Refusal,
@@ -27,7 +28,6 @@ from rose.schemas.turns import (
     TurnOutcome,
     TurnRequest,
     TurnResult,
-    VersionSpan,
     held_hash,
 )
 from rose.schemas.wire import encode

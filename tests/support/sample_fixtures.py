@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from rose.schemas.arrays import pack_logprobs, pack_tokens
 from rose.schemas.prompts import Sampling, trajectory_id
+from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Ending, Sample, SampleTurn
-from rose.schemas.turns import TurnTimes, VersionSpan
+from rose.schemas.turns import TurnTimes
 
 
 def turns_of(mask: Sequence[int], sampling: Sampling | None = None) -> tuple[SampleTurn, ...]:

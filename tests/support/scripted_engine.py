@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from rose.schemas.arrays import pack_logprobs, pack_tokens
 from rose.schemas.errors import RoseError
 from rose.schemas.heartbeats import WorkerClass
-from rose.schemas.turns import VersionSpan
+from rose.schemas.sampled_tokens import SampledTokensBuilder
+from rose.schemas.turns import TurnTimes
 from rose.topics.processes import signal_safe_setter
 from rose.topics.settings import BusSettings
 from rose.workers.executor import metrics
@@ -43,6 +43,7 @@ from rose.workers.executor.ipc.messages import (
 )
 from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
 from rose.workers.executor.loop import Executor
+from rose.workers.executor.vllm.types import FinishedTurn
 from rose.workers.weights.receive import StagedVersion
 from tests.support.executor_fixtures import SLOT, Router
 from tests.support.waiting import until
@@ -102,13 +103,10 @@ class Engine:
         self.say(version=version)
 
     def complete(self, name: str, tokens: list[int], logprob: float = -1.0) -> None:
-        spans, logprobs = (VersionSpan(0, len(tokens), 3),), pack_logprobs([logprob] * len(tokens))
-        self.reports.send(TurnFinished(name, pack_tokens(tokens), logprobs, "stop", spans, 3, 0, 1.0, 2.0, 3.0, 0.5))
+        self.reports.send(turn_finished(name, tokens, logprob=logprob))
 
     def give_up(self, name: str, tokens: list[int]) -> None:
-        spans = (VersionSpan(0, len(tokens), 3),) if tokens else ()
-        logprobs = pack_logprobs([-1.0] * len(tokens))
-        self.reports.send(TurnFinished(name, pack_tokens(tokens), logprobs, ABORTED, spans, 3, 0, 1.0, 2.0, 3.0, 0.5))
+        self.reports.send(turn_finished(name, tokens, finish_reason=ABORTED))
 
     def close(self) -> None:
         self._stop.set()
@@ -118,6 +116,29 @@ class Engine:
         while not self._stop.wait(0.02):
             self.heard += map(COMMAND_DECODER.decode, self._orders.read())
             self.reports.send(self.tick)
+
+
+def turn_finished(
+    name: str,
+    tokens: list[int],
+    *,
+    finish_reason: str = "stop",
+    version: int = 3,
+    logprob: float = -1.0,
+    finished_at: float = 3.0,
+) -> TurnFinished:
+    """The report of a turn with these tokens, whose logprobs are alike."""
+    sampled = SampledTokensBuilder()
+    sampled.append(tokens, [logprob] * len(tokens))
+    turn = FinishedTurn(
+        name=name,
+        sampled=sampled.build(version),
+        finish_reason=finish_reason,
+        context_tokens=3,
+        cached_tokens=0,
+        times=TurnTimes(scheduled_at=finished_at, first_token_at=finished_at, finished_at=finished_at),
+    )
+    return TurnFinished(turn, device_seconds=0.5)
 
 
 @contextmanager
@@ -183,9 +204,7 @@ class Answering(Engine):
                 pass
 
     def _complete(self, taken: SubmitTurn) -> None:
-        now, tokens, logprobs = time.time(), pack_tokens([3, 4]), pack_logprobs([-1.0, -1.0])
-        spans = (VersionSpan(0, 2, taken.version),)
-        self.reports.send(TurnFinished(taken.name, tokens, logprobs, "stop", spans, 3, 0, now, now, now, 0.1))
+        self.reports.send(turn_finished(taken.name, [3, 4], version=taken.version, finished_at=time.time()))
 
 
 def played_executor(settings: BusSettings, config: ExecutorConfig, said: Path) -> None:

@@ -15,8 +15,8 @@ import torch
 
 from rose.schemas.arrays import pack_logprobs, pack_tokens
 from rose.schemas.prompts import Prompt, Sampling, trajectory_id
+from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Outcome, Sample, SampleOutcome
-from rose.schemas.turns import VersionSpan
 from rose.schemas.weights import WeightManifest
 from rose.topics.admin import create_topics
 from rose.topics.catalog import MANIFESTS, OUTCOMES, PROMPTS, SAMPLES, Partitions

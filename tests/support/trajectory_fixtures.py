@@ -2,8 +2,9 @@
 
 from rose.schemas.arrays import pack_logprobs, pack_tokens
 from rose.schemas.prompts import Prompt, Sampling
+from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Sample
-from rose.schemas.turns import Refusal, TurnOutcome, TurnRequest, TurnResult, TurnTimes, VersionSpan
+from rose.schemas.turns import Refusal, TurnOutcome, TurnRequest, TurnResult, TurnTimes
 from rose.schemas.wire import decode
 from rose.workers.environments.trajectory import Trajectory, TrajectoryRules, begin, with_full_sampling
 from rose.workers.environments.transitions import OutgoingRecords, StepResult, advance

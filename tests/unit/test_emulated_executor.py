@@ -13,7 +13,8 @@ from rose.schemas.arrays import count
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat
 from rose.schemas.prompts import Sampling
-from rose.schemas.turns import Part, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, VersionSpan, held_hash
+from rose.schemas.sampled_tokens import VersionSpan
+from rose.schemas.turns import Part, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
 from rose.workers.executor.grants import MAX_BLOCKED_SECONDS, Lease
 from tests.support.routing_fixtures import dispatched, request
 
@@ -175,11 +176,15 @@ def test_a_turn_takes_the_time_that_rates_give_and_a_cached_prefix_saves_its_par
     engine.take("first", asked, 100, bytes(4 * 8), "stop", 0.0)
     assert not engine.advance(0.99, 0.99)
     [done] = engine.advance(0.02, 1.01)
-    assert (done.cached_tokens, count(done.tokens), done.device_seconds) == (0, 8, pytest.approx(0.2 + 0.81 / 2))
+    assert (done.turn.cached_tokens, count(done.turn.sampled.tokens), done.device_seconds) == (
+        0,
+        8,
+        pytest.approx(0.2 + 0.81 / 2),
+    )
     engine.take("second", request("g:0", 1, context=110, sampling=SAMPLING), 110, bytes(4 * 8), "stop", 2.0)
     assert not engine.advance(0.8, 2.8)
     [done] = engine.advance(0.02, 2.82)
-    assert done.cached_tokens == 108
+    assert done.turn.cached_tokens == 108
 
 
 def test_a_lender_lends_from_its_grant_on_until_its_lease_runs_out() -> None:

@@ -17,12 +17,18 @@ from rose.workers.executor.config import ExecutorConfig
 from rose.workers.executor.ipc.messages import ABORTED, REPORT_DECODER, SubmitTurn, TurnFinished, TurnRejected
 from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
 from rose.workers.executor.vllm.types import EngineBroken, EngineRefusal
+from rose.workers.lender.config import EndpointConfig
 from rose.workers.lender.endpoint import http_engine as room
-from rose.workers.lender.endpoint.api import VllmConfig, VllmEndpoint
 from rose.workers.lender.endpoint.concurrency_limit import TokenRates
-from rose.workers.lender.endpoint.config import EndpointConfig
 from rose.workers.lender.endpoint.http_engine import HttpEngine, KvAllowance
-from rose.workers.lender.endpoint.turn import BUSY_STATUSES, FATAL_STATUSES, TurnLost, error_for_status
+from rose.workers.lender.endpoint.protocol import TurnChunk, TurnLost
+from rose.workers.lender.endpoint.vllm_client import (
+    BUSY_STATUSES,
+    FATAL_STATUSES,
+    VllmConfig,
+    VllmEndpoint,
+    error_for_status,
+)
 
 SAMPLING = Sampling(max_tokens=8)
 CONFIG = ExecutorConfig(model_folder=Path(), name="lender", max_turns=8, max_model_len=256)
@@ -45,10 +51,10 @@ class Scripted:
         end = self.ends.pop(0)
         for size in self.pieces:
             await asyncio.sleep(0)
-            yield 0, [5] * size, [self.logprobs.pop(0) if self.logprobs else -1.0] * size, ""
+            yield TurnChunk([5] * size, [self.logprobs.pop(0) if self.logprobs else -1.0] * size, 0, "")
         if isinstance(end, Exception):
             raise end
-        yield 0, [], [], end
+        yield TurnChunk([], [], 0, end)
 
     async def check_unchanged(self) -> None:
         self.looks += 1
@@ -79,7 +85,7 @@ def played(api: Any, check: Callable[[HttpEngine], None] = lambda _: None) -> li
 
 def sampled(answer: TurnFinished | TurnRejected) -> int:
     assert isinstance(answer, TurnFinished)
-    return len(unpack_tokens(answer.tokens))
+    return len(unpack_tokens(answer.turn.sampled.tokens))
 
 
 def test_of_tokens_that_came_together_nothing_is_learned_of_decoding() -> None:
@@ -89,7 +95,7 @@ def test_of_tokens_that_came_together_nothing_is_learned_of_decoding() -> None:
         assert player._rates.decode(1) == pytest.approx(100.0)
 
     [answer] = played(Scripted("length", pieces=(8,)), unmoved)
-    assert isinstance(answer, TurnFinished) and answer.finish_reason == "length"
+    assert isinstance(answer, TurnFinished) and answer.turn.finish_reason == "length"
 
 
 def test_what_came_with_the_first_token_is_no_time_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +110,7 @@ def test_what_came_with_the_first_token_is_no_time_of_decoding(monkeypatch: pyte
 def test_what_came_of_a_turn_goes_back_and_one_of_which_nothing_came_is_refused_unless_there_was_no_room() -> None:
     failed, no_room = TurnLost("error", failed=True), TurnLost("full", failed=False)
     [begun] = played(Scripted(failed))
-    assert isinstance(begun, TurnFinished) and (begun.finish_reason, begun.reason, sampled(begun)) == (
+    assert isinstance(begun, TurnFinished) and (begun.turn.finish_reason, begun.reason, sampled(begun)) == (
         ABORTED,
         "error",
         2,
@@ -116,7 +122,7 @@ def test_what_came_of_a_turn_goes_back_and_one_of_which_nothing_came_is_refused_
     [nothing] = played(Scripted(failed, pieces=()))
     assert isinstance(nothing, TurnRejected) and nothing.reason == "error"
     [full] = played(Scripted(no_room, pieces=()))
-    assert isinstance(full, TurnFinished) and (full.finish_reason, sampled(full)) == (ABORTED, 0)
+    assert isinstance(full, TurnFinished) and (full.turn.finish_reason, sampled(full)) == (ABORTED, 0)
     [unfit] = played(Scripted(EngineRefusal("too long"), pieces=()))
     assert isinstance(unfit, TurnRejected) and unfit.reason == "too long"
 

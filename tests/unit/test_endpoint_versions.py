@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from rose.workers.executor.vllm.types import SwapRefused
 from rose.workers.lender.endpoint import versions as room
+from rose.workers.lender.endpoint.protocol import EndpointInfo
 from rose.workers.lender.endpoint.versions import EndpointVersions
 
 TENSORS = {"model.norm.weight": torch.zeros(4)}
@@ -22,8 +23,8 @@ def versions(folder: Path, *, sees: bool = True) -> EndpointVersions:
         return sees
 
     api: Any = SimpleNamespace(url="http://endpoint", can_read=answer)
-    server: Any = SimpleNamespace(model_config=SimpleNamespace(model=str(folder / "own")))
-    return EndpointVersions(api, server, 48, SimpleNamespace(), folder / "versions")  # type: ignore[arg-type]
+    info = EndpointInfo(model_folder=folder / "own", dtype="float32", max_logprobs=20, kv_tokens=0)
+    return EndpointVersions(api, info, 48, SimpleNamespace(), folder / "versions")  # type: ignore[arg-type]
 
 
 def left(folder: Path) -> list[str]:

@@ -13,7 +13,7 @@ from rose.schemas.heartbeats import MAX_HELD_TURNS, ExecutorState, SlackHeartbea
 from rose.schemas.prompts import Sampling
 from rose.schemas.turns import PlacementCost, Refusal, TurnDispatch, TurnKey, TurnRequest, held_hash
 from rose.schemas.wire import decode, encode
-from rose.workers.executor.heartbeats import Heartbeats
+from rose.workers.executor.heartbeat_writer import HeartbeatWriter
 from rose.workers.executor.inbox import Inbox, InboxAction, kv_tokens_needed, packed_hashes
 from rose.workers.executor.ipc.messages import EngineStatus, LendingStats
 from rose.workers.executor.results import ExecutorIncarnation
@@ -203,15 +203,23 @@ def test_a_processor_that_is_taken_away_now_and_then_leaves_an_engine_steps_that
 
 
 def test_heartbeats_are_numbered_list_what_is_held_and_count_each_cut_once() -> None:
-    box, beats = inbox(), Heartbeats(ExecutorIncarnation("e", WorkerClass.SERVING, 7), slot=3)
+    box, beats = inbox(), HeartbeatWriter(ExecutorIncarnation("e", WorkerClass.SERVING, 7), slot=3)
     box.on_dispatch(dispatch(), 0, offset=10)
     tick = EngineStatus(
         0, "cpu", 0, 0, 1000, 1000, 10, 1.0, 1.0, 0, 0.0, lending=LendingStats(cuts=2, frozen=True), seeded=False
     )
     beats.on_status(tick)
-    beats.swap_seconds, beats.refused = 0.5, (4, "off by 2")
     said = [
-        beats.next_heartbeat(tick, box, state=ExecutorState.READY, version=0, pause_reason="", now=1.0),
+        beats.next_heartbeat(
+            tick,
+            box,
+            state=ExecutorState.READY,
+            version=0,
+            pause_reason="",
+            now=1.0,
+            refused=(4, "off by 2"),
+            swap_seconds=0.5,
+        ),
         beats.next_heartbeat(
             tick, box, state=ExecutorState.STOPPING, version=0, pause_reason="it stops", now=2.0, turns=[]
         ),

@@ -5,14 +5,12 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rose.schemas.arrays import pack_tokens
 from rose.schemas.prompts import Sampling
 from rose.workers.executor.engine_loop import EngineLoop
 from rose.workers.executor.ipc.messages import (
-    ABORTED,
     REPORT_DECODER,
     AbortTurn,
     EngineStatus,
@@ -22,6 +20,7 @@ from rose.workers.executor.ipc.messages import (
     Suspend,
     TurnFinished,
     WorkKind,
+    aborted_before_start,
 )
 from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer, RingBufferFull
 from rose.workers.executor.step_cost import INITIAL_COST, StepCost
@@ -59,19 +58,7 @@ class PlayedEngine:
         if key not in self.turns:
             return None
         self.turns.remove(key)
-        return FinishedTurn(
-            key=key,
-            tokens=[],
-            logprobs=np.zeros(0, np.float32),
-            finish_reason="abort",
-            spans=(),
-            context_tokens=1,
-            cached_tokens=0,
-            added_at=0.0,
-            scheduled_at=0.0,
-            first_token_at=0.0,
-            finished_at=0.0,
-        )
+        return aborted_before_start(key, 0.0).turn
 
     def step(self, _: int | None) -> Any:
         self.steps.append(len(self.turns))
@@ -133,7 +120,8 @@ def test_a_turn_that_was_meant_for_the_guest_before_goes_back_untouched_and_nobo
     dispatch(channel, 1)
     host.tick()
     [done, _] = map(REPORT_DECODER.decode, RingBuffer(channel.reports).read())
-    assert isinstance(done, TurnFinished) and (done.name, done.finish_reason, done.tokens) == ("turn 0", ABORTED, b"")
+    assert isinstance(done, TurnFinished)
+    assert done == aborted_before_start("turn 0", done.turn.times.finished_at, done.reason)
     assert done.reason == "version -1 serves, not 0" and engine.turns == []
 
 
@@ -215,7 +203,7 @@ def test_turns_go_back_although_nobody_reads_and_are_told_in_the_end(
         pass
     host.tick()
     said = [REPORT_DECODER.decode(message) for message in RingBuffer(channel.reports).read()]
-    assert {report.name for report in said if isinstance(report, TurnFinished)} == {"turn 0", "turn 1"}
+    assert {report.turn.name for report in said if isinstance(report, TurnFinished)} == {"turn 0", "turn 1"}
 
 
 def test_a_step_that_stands_still_beats_and_ends_for_a_turn_that_is_to_go_back(
@@ -249,7 +237,7 @@ def test_a_step_that_stands_still_beats_and_ends_for_a_turn_that_is_to_go_back(
     assert stood == [True, True, True, False] and host.granted_bytes == 0
     heard = [REPORT_DECODER.decode(message) for message in reports.read()]
     assert sum(isinstance(report, EngineStatus) for report in heard) == 4
-    assert isinstance(heard[-1], TurnFinished) and heard[-1].name == "turn 0", "as soon as the step is made"
+    assert isinstance(heard[-1], TurnFinished) and heard[-1].turn.name == "turn 0", "as soon as the step is made"
 
 
 @pytest.mark.parametrize("goes_on", [True, False])

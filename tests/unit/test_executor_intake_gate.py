@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from rose.schemas.prompts import Sampling
 from rose.workers.executor.grants import MAX_BLOCKED_SECONDS, UNRESTRICTED, IntakeGate, Permission, allowed_tokens
 from rose.workers.executor.ipc.messages import (
-    ABORTED,
     NO_LIMIT,
     REPORT_DECODER,
     AbortTurn,
@@ -22,6 +21,7 @@ from rose.workers.executor.ipc.messages import (
     SubmitTurn,
     Suspend,
     TurnFinished,
+    aborted_before_start,
 )
 from rose.workers.executor.ipc.shared_memory import RingBuffer, create_ring_memory
 from rose.workers.lender.lifecycle import SuspendedEngine
@@ -91,9 +91,8 @@ def test_one_that_is_parked_hands_back_what_comes_and_hears_when_to_wake() -> No
     orders, reports = create_ring_memory(1 << 12, "orders"), create_ring_memory(1 << 12, "reports")
     serving = ServingStats(5, 2, None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {})
     parked = SuspendedEngine(
-        RingBuffer(orders), MessageSender(RingBuffer(reports)), lambda: serving, status_seconds=0.0
+        RingBuffer(orders), MessageSender(RingBuffer(reports)), lambda: serving, lambda: "a reason", status_seconds=0.0
     )
-    parked.reason = "a reason"
     said, heard = MessageSender(RingBuffer(orders)), RingBuffer(reports)
     for word in (
         SubmitTurn("t", b"", Sampling(max_tokens=1), 3),
@@ -106,7 +105,7 @@ def test_one_that_is_parked_hands_back_what_comes_and_hears_when_to_wake() -> No
     assert parked.busy and not parked.granted_bytes
     parked.tick()
     done, tick = map(REPORT_DECODER.decode, heard.read())
-    assert isinstance(done, TurnFinished) and (done.name, done.tokens, done.finish_reason) == ("t", b"", ABORTED)
+    assert isinstance(done, TurnFinished) and done == aborted_before_start("t", done.turn.times.finished_at)
     assert isinstance(tick, EngineStatus) and (tick.suspended_reason, tick.version, tick.serving) == (
         "a reason",
         -1,

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from rose.schemas.prompts import Sampling
-from rose.schemas.turns import VersionSpan
 from rose.workers.executor.ipc.messages import (
     COMMAND_DECODER,
     REPORT_DECODER,
@@ -19,10 +18,10 @@ from rose.workers.executor.ipc.messages import (
     StageWeights,
     SubmitTurn,
     TensorLayout,
-    TurnFinished,
     WeightsActivated,
 )
 from rose.workers.executor.ipc.shared_memory import RingBuffer, create_ring_memory
+from tests.support.scripted_engine import turn_finished
 
 
 def test_every_word_is_read_as_it_was_said() -> None:
@@ -32,7 +31,7 @@ def test_every_word_is_read_as_it_was_said() -> None:
         ActivateWeights(5),
     ]
     reports = [
-        TurnFinished("g:0/0/0", b"", b"", "stop", (VersionSpan(0, 3, 4),), 1, 0, 1.0, 2.0, 3.0, 0.5),
+        turn_finished("g:0/0/0", [5, 6, 7], version=4),
         WeightsActivated(5, 0.25),
     ]
     descriptor = create_ring_memory(1 << 12, "test")

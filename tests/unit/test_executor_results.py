@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from rose.schemas.arrays import count, pack_logprobs, pack_tokens
 from rose.schemas.limits import MAX_SPANS
-from rose.schemas.turns import MAX_DEVICE_SECONDS, MAX_WORKER_CLASSES, Part, TurnDispatch, VersionSpan
+from rose.schemas.sampled_tokens import VersionSpan
+from rose.schemas.turns import MAX_DEVICE_SECONDS, MAX_WORKER_CLASSES, Part, TurnDispatch
 from rose.schemas.wire import decode, encode
 from rose.workers.executor.results import concatenate_parts, dispatch_error, remaining_sampling, resumed_context
 from tests.support.routing_fixtures import dispatched, request

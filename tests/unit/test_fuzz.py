@@ -49,7 +49,6 @@ from rose.workers.executor.contexts import ContextCache
 from rose.workers.executor.grants import Lease
 from rose.workers.executor.inbox import Inbox
 from rose.workers.executor.inbox import InboxAction as InboxVerdict
-from rose.workers.executor.ipc.messages import TurnFinished
 from rose.workers.executor.results import (
     ExecutorIncarnation,
     dispatch_error,
@@ -65,6 +64,7 @@ from rose.workers.weights.lineage import Lineage
 from rose.workers.weights.trust import Trust
 from tests.golden.examples import EXAMPLES, PROMPT
 from tests.support.fuzz import FuzzGenerator, send_garbage
+from tests.support.scripted_engine import turn_finished
 from tests.support.trajectory_fixtures import RULES, stepped
 
 MESSAGES = 180
@@ -203,7 +203,8 @@ class House:
         elif answer.action is InboxVerdict.ACCEPT:
             context = ContextCache().lookup(dispatch)
             resumed_context(dispatch, context or b""), remaining_sampling(dispatch)
-            done = msgspec.structs.replace(DONE, context_tokens=dispatch.request.context_tokens)
+            turn = msgspec.structs.replace(DONE.turn, context_tokens=dispatch.request.context_tokens)
+            done = msgspec.structs.replace(DONE, turn=turn)
             encode(finished_result(start, dispatch, done, TurnOutcome.COMPLETED, "", received_at=1.0))
 
     def sample(self, sample: Sample, offset: int) -> None:
@@ -250,19 +251,7 @@ class House:
 
 BEAT = next(example for example in EXAMPLES if isinstance(example, SlackHeartbeat))
 """Of an executor that is well: what strangers ask for is dispatched."""
-DONE = TurnFinished(
-    name="g-1:3/2/1",
-    tokens=pack_tokens([9, 7]),
-    logprobs=bytes(8),
-    finish_reason="stop",
-    spans=(),
-    context_tokens=3,
-    cached_tokens=0,
-    scheduled_at=1.0,
-    first_token_at=1.0,
-    finished_at=1.0,
-    device_seconds=0.5,
-)
+DONE = turn_finished("g-1:3/2/1", [9, 7], logprob=0.0)
 
 
 @pytest.mark.slow

@@ -1,10 +1,10 @@
-"""A guest and its link: serving's loop hears nothing of one that cannot be taken up, and who is left alone parks."""
+"""Tests of a guest and its sidecar link: no error of either reaches serving, and an abandoned guest is suspended."""
 
 import logging
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,86 +12,244 @@ from typing import Any
 
 import pytest
 
-from rose.workers.executor.ipc.messages import NO_LIMIT, REPORT_DECODER, EngineLost, EngineStatus, ServingStats
+from rose.workers.executor.ipc.messages import (
+    REPORT_DECODER,
+    AbortTurn,
+    Command,
+    EngineLost,
+    EngineStatus,
+    MessageSender,
+    Report,
+    Resume,
+    ServingStats,
+    Suspend,
+)
 from rose.workers.executor.ipc.shared_memory import RingBuffer
 from rose.workers.executor.step_cost import INITIAL_COST, StepCost
 from rose.workers.lender.config import LendConfig
-from rose.workers.lender.lifecycle import GuestState
+from rose.workers.lender.lifecycle import Building, Dropped, Lending, Profiling, Suspended
 from rose.workers.lender.sidecar_link import Connection, SidecarListener, accept, connect, listen
-from rose.workers.lender.vllm import guest as room
 from rose.workers.lender.vllm import guest_build
 from rose.workers.lender.vllm.guest import FREE_SECONDS, Guest
+from rose.workers.lender.vllm.guest_build import BuiltGuest, GuestBuild
 from rose.workers.lender.watchdog_page import StatusPage
 from tests.support.file_descriptors import no_descriptor_left
 from tests.support.waiting import WAIT_SECONDS, until
 
 MODEL = Path(__file__).parents[2] / "workers/models/calculator"
-
-
 QUIET = ServingStats(0, 0, None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {})
-
-
-CONFIG = LendConfig(model_folder="", socket="")
+CONFIG = LendConfig(model_folder="", socket="", heartbeat_seconds=0.01)
 LOG = logging.getLogger("guest")
 BEAT_SECONDS = 0.05
 
 
-def guest(feeder: Any) -> Guest:
-    unused: Any = None
-    return Guest(CONFIG, feeder, StatusPage(None), StepCost(**INITIAL_COST), lambda: QUIET, unused, LOG, unused)
+class ScriptedEngine:
+    """An engine with at most one turn, which `step` continues."""
+
+    devices = 1
+    version = -1
+    steps = 0
+    next_step_tokens = 1
+    suspended_seconds = 0.0
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.turns = 0
+        self.step_action: Callable[[], None] = lambda: None
+
+    def __len__(self) -> int:
+        return self.turns
+
+    def abort(self, _: str) -> None:
+        """There is no turn of this name."""
+
+    def set_layer_hook(self, _: Callable[[], None]) -> None:
+        """No layer is computed."""
+
+    def step(self, _: int | None) -> Any:
+        self.step_action()
+        self.turns = 0
+        return SimpleNamespace(finished=[], tokens=0, seconds=0.001)
+
+    def load(self) -> Any:
+        counts = {"running": 0, "waiting": 0, "kv_bytes_total": 1, "kv_bytes_free": 1, "kv_bytes_per_token": 1}
+        return SimpleNamespace(device="cpu", **counts)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class ScriptedSharing:
+    """KV memory that a pass without a sidecar gives back, over two passes."""
+
+    busy = can_grow = closed = False
+    room_tokens = 0
+
+    def __init__(self) -> None:
+        self.passes_without_sidecar = 0
+        self.error: Exception | None = None
+
+    def rebalance(self, give_up: object, *, most_bytes: int, grow: bool) -> None:
+        if give_up is None:
+            self.passes_without_sidecar += 1
+            self.busy = self.passes_without_sidecar == 1
+
+    def rebalance_mid_step(self, *, most_bytes: int) -> bool:
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def take_changed(self) -> bool:
+        return False
+
+    def take_stats(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class ScriptedBuild:
+    """A build that ends when `finished` is set."""
+
+    def __init__(self, guest: BuiltGuest) -> None:
+        self.is_running = True
+        self.finished = True
+        self._guest = guest
+
+    def resume(self, _: float) -> BuiltGuest | None:
+        self.is_running = not self.finished
+        return self._guest if self.finished else None
+
+
+class Fixture:
+    """A guest with a scripted build, and the sidecars that connect to it."""
+
+    def __init__(self, folder: Path, *, profiles: bool = False, listener: Any = None) -> None:
+        parts: tuple[Any, Any, Any, Any] = (
+            ScriptedEngine(),
+            ScriptedSharing(),
+            SimpleNamespace(as_guest=nullcontext, as_host=nullcontext),
+            SimpleNamespace(close=lambda: None, step=lambda *_: None, done=False, needs_memory=lambda _: False),
+        )
+        self.engine, self.sharing = parts[:2]
+        self.build: Any = ScriptedBuild(BuiltGuest(*parts))
+        self.page = StatusPage(None)
+        cost = StepCost(**INITIAL_COST)
+        if not profiles:
+            cost.observe(1, 0.001)
+        self._socket = None if listener else listen(folder / "guest")
+        self._folder = folder
+        if listener is None:
+            listener = SimpleNamespace(connection=None, closed=[])
+        self.listener = listener
+        self.guest = Guest(CONFIG, self.listener, self.page, cost, lambda: QUIET, LOG, lambda: self.build)
+        self._open: list[Connection] = []
+
+    def connect(self) -> Connection:
+        """Connect a sidecar, which replaces the one before, and return its end."""
+        assert self._socket is not None
+        sidecar = connect(self._folder / "guest")
+        self.disconnect()
+        self.listener.connection = accept(self._socket.accept()[0])
+        self._open += [sidecar, self.listener.connection]
+        return sidecar
+
+    def disconnect(self) -> None:
+        if self.listener.connection is not None:
+            self.listener.closed.append(self.listener.connection)
+            self._open.remove(self.listener.connection)
+        self.listener.connection = None
+
+    def tick(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.guest.tick(seconds=0.02, tokens=1)
+
+    def lend(self) -> Connection:
+        """Bring the guest to lending, for a new sidecar."""
+        sidecar = self.connect()
+        send(sidecar, Resume())
+        self.tick(4)  # switch, read the command, start the build, end it
+        assert self.guest.state is Lending
+        return sidecar
+
+    def lend_alone(self) -> None:
+        """Bring the guest to lending, without a sidecar."""
+        self.lend()
+        self.disconnect()
+        self.tick()
+
+    def close(self) -> None:
+        for end in (*self._open, self._socket):
+            if end is not None:
+                end.close()
+
+
+@pytest.fixture
+def fixture(tmp_path: Path) -> Iterator[Fixture]:
+    made = Fixture(tmp_path)
+    yield made
+    made.close()
+
+
+def send(sidecar: Connection, command: Command) -> None:
+    MessageSender(RingBuffer(sidecar.channel.commands)).send(command)
+
+
+def reports_of(sidecar: Connection) -> list[Report]:
+    return [REPORT_DECODER.decode(message) for message in RingBuffer(sidecar.channel.reports).read()]
 
 
 def ended(end: Connection) -> bool:
     return bool(select.select([end.connection], [], [], 0)[0])
 
 
-def test_a_link_that_cannot_be_taken_up_ends_and_the_next_one_is(tmp_path: Path) -> None:
-    listener = listen(tmp_path / "socket")
-
-    def met() -> tuple[Connection, Connection]:
-        beside = connect(tmp_path / "socket")
-        return beside, accept(listener.accept()[0])
-
-    first, link = met()
-    feeder = SimpleNamespace(connection=link, closed=[])
-    one = guest(feeder)
-    one.tick(seconds=0.02, tokens=1)
-    second, feeder.connection = met()
-    feeder.closed.append(link)
+def test_unusable_link_ends_and_the_next_link_is_used(fixture: Fixture) -> None:
+    fixture.connect()
+    fixture.tick()
+    second = fixture.connect()
     with no_descriptor_left():
-        one.tick(seconds=0.02, tokens=1)
+        fixture.tick()
     assert ended(second)
-    third, link = met()
-    feeder.closed.append(feeder.connection)
-    feeder.connection = link
-    one.tick(seconds=0.02, tokens=1)
-    one.tick_idle(blocked=False)
-    [tick] = [REPORT_DECODER.decode(message) for message in RingBuffer(third.channel.reports).read()]
-    assert isinstance(tick, EngineStatus) and "built again" in tick.suspended_reason and not ended(third)
-    for end in (first, second, third, link, listener):
-        end.close()
+    third = fixture.connect()
+    fixture.tick()
+    fixture.guest.tick_idle(blocked=False)
+    [status] = reports_of(third)
+    assert isinstance(status, EngineStatus) and "built again" in status.suspended_reason and not ended(third)
 
 
-def test_what_was_poisoned_ends_the_link_of_a_guest_that_is_being_built_and_not_the_build(tmp_path: Path) -> None:
-    listener = listen(tmp_path / "socket")
-    beside = connect(tmp_path / "socket")
-    link = accept(listener.accept()[0])
-    one: Any = guest(SimpleNamespace(connection=link, closed=[]))
-    one.tick(seconds=0.02, tokens=1)
-    one._lifecycle.state, building = GuestState.RESUMING, object()
-    one._build_call = building
-    RingBuffer(beside.channel.commands).write(b"no order")
-    one.tick(seconds=0.02, tokens=1)
-    assert ended(beside) and not one.busy
-    assert one._build_call is building and one._lifecycle.state is GuestState.RESUMING
-    for end in (beside, link, listener):
-        end.close()
+def test_invalid_command_during_a_build_ends_the_link_and_not_the_build(fixture: Fixture) -> None:
+    fixture.build.finished = False
+    sidecar = fixture.connect()
+    send(sidecar, Resume())
+    fixture.tick(3)
+    RingBuffer(sidecar.channel.commands).write(b"no order")
+    fixture.tick()
+    assert ended(sidecar) and not fixture.guest.busy and fixture.guest.state is Building
+    fixture.build.finished = True
+    following = fixture.connect()
+    fixture.tick(2)
+    assert fixture.guest.state is Lending and not ended(following)
+
+
+def test_failed_build_drops_the_guest_and_ends_the_link_after_the_report(fixture: Fixture) -> None:
+    def fail(_: float) -> None:
+        fixture.build.is_running = False
+        raise MemoryError("no room")
+
+    fixture.build.resume = fail
+    sidecar = fixture.connect()
+    send(sidecar, Resume())
+    fixture.tick(3)
+    assert fixture.guest.state is Dropped
+    assert [report.reason for report in reports_of(sidecar) if isinstance(report, EngineLost)] == [
+        "MemoryError: no room"
+    ]
+    assert ended(sidecar)
 
 
 @pytest.mark.parametrize("fails", ["build_engine", "guest_pool"])
-def test_a_build_that_fails_at_its_end_holds_nothing_on_servings_ranks(
-    monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
+def test_failed_build_releases_all_ranks(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     def no_room(*_: object) -> None:
         raise MemoryError
 
@@ -104,215 +262,196 @@ def test_a_build_that_fails_at_its_end_holds_nothing_on_servings_ranks(
     assert asked == ["release"]
 
 
-class Untold(Exception):
-    """An error of which nothing can be said."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_engine_whose_memory_cannot_be_shared_is_closed(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    def share(*_: object) -> Any:
+        if fails:
+            raise MemoryError("no room")
+        return ScriptedSharing()
 
+    engine, unused = ScriptedEngine(), SimpleNamespace()
+    monkeypatch.setattr(guest_build, "build_guest", lambda *_: (engine, unused))
+    monkeypatch.setattr(guest_build, "KvSharing", share)
+    build = GuestBuild(CONFIG, unused, StepCost(**INITIAL_COST), lambda: None, None, LOG)  # type: ignore[arg-type]
+    built: list[BuiltGuest] = []
+
+    def resumed() -> bool:
+        built[:] = filter(None, [build.resume(0.02)])
+        return bool(built)
+
+    with pytest.raises(MemoryError) if fails else nullcontext():
+        until(resumed)
+    assert engine.closed is fails and not build.is_running
+    assert fails or built[0].engine is engine
+
+
+class UnprintableError(Exception):
     def __str__(self) -> str:
-        raise RuntimeError("nor of this")
+        raise RuntimeError("no text")
 
 
-def test_who_is_beside_hears_that_the_guest_is_gone_even_of_an_error_that_cannot_be_told(tmp_path: Path) -> None:
-    """Else it would wait for its turns for ever."""
-    listener = listen(tmp_path / "socket")
-    beside = connect(tmp_path / "socket")
-    link = accept(listener.accept()[0])
-    one: Any = guest(SimpleNamespace(connection=link, closed=[]))
-    one.tick(seconds=0.02, tokens=1)
-    engine = Kept()
-    one._lifecycle.state, one._engine, one._engine_loop, one._sharing = GuestState.LENDING, engine, None, Kept()
-    one._globals = SimpleNamespace(as_guest=nullcontext)
-    one.drop(Untold())
-    reports = [REPORT_DECODER.decode(message) for message in RingBuffer(beside.channel.reports).read()]
-    assert [report.reason for report in reports if isinstance(report, EngineLost)] == [
-        "Untold: it does not let itself be told"
+def test_sidecar_is_told_of_a_dropped_guest_even_if_the_error_has_no_text(fixture: Fixture) -> None:
+    """Otherwise the sidecar would wait for its turns forever."""
+    sidecar = fixture.lend()
+    fixture.guest.drop(UnprintableError())
+    assert [report.reason for report in reports_of(sidecar) if isinstance(report, EngineLost)] == [
+        "UnprintableError: it does not let itself be told"
     ]
-    assert engine.closed and one._lifecycle.state is GuestState.DROPPED
-    for end in (beside, link, listener):
-        end.close()
+    assert fixture.engine.closed and fixture.sharing.closed and fixture.guest.state is Dropped
 
 
-class Kept:
-    """An engine, and its share of the memory."""
+def test_error_of_the_memory_pool_does_not_keep_a_dropped_engine_alive(fixture: Fixture) -> None:
+    def fail() -> None:
+        raise RuntimeError("pool")
 
-    busy = can_grow = closed = False
-    looks = 0
-
-    def rebalance(self, give_up: object, *, most_bytes: int, grow: bool) -> None:
-        """Nobody is there to give a turn up to."""
-        assert give_up is None and not grow
-        self.looks += 1
-        self.busy = self.looks == 1  # pages wait to go back
-
-    def close(self) -> None:
-        self.closed = True
+    fixture.lend()
+    fixture.sharing.close = fail
+    fixture.guest.drop(OSError("a step"))
+    assert fixture.engine.closed and fixture.guest.state is Dropped
 
 
-def test_a_guest_that_nobody_knocks_for_is_kept_until_something_says_stop() -> None:
-    one: Any = guest(SimpleNamespace(connection=None, closed=[]))
-    engine, sharing = Kept(), Kept()
-    one._lifecycle.state, one._granted_bytes = GuestState.LENDING, NO_LIMIT
-    one._engine, one._sharing, one._globals = engine, sharing, SimpleNamespace(as_guest=nullcontext)
-    one.tick(seconds=0.02, tokens=1)
-    assert not one.busy and not engine.closed
-    one._page.on_poll(stop=True)
-    assert one.busy
-    one.tick(seconds=0.02, tokens=1)
-    assert engine.closed and sharing.closed and not one.busy
-    one._page.on_poll(stop=False)
-    one.tick(seconds=0.02, tokens=1)
-    assert not one.busy and one._lifecycle.state is GuestState.SUSPENDED, "nobody is there to build one for"
+def test_guest_without_sidecar_is_kept_until_a_stop(fixture: Fixture) -> None:
+    fixture.lend_alone()
+    fixture.guest.make_room()
+    fixture.tick()
+    assert not fixture.guest.busy and not fixture.engine.closed
+    fixture.page.on_poll(stop=True)
+    assert fixture.guest.busy
+    fixture.tick()
+    assert fixture.engine.closed and fixture.sharing.closed and not fixture.guest.busy
+    fixture.page.on_poll(stop=False)
+    fixture.tick()
+    assert not fixture.guest.busy and fixture.guest.state is Suspended, "there is no sidecar to build a guest for"
 
 
-def test_a_guest_that_nobody_knocks_for_parks_also_where_serving_is_never_idle() -> None:
-    """At once where it might compute, after a moment where it might not."""
-    one: Any = guest(SimpleNamespace(connection=None, closed=[]))
-    engine, sharing = Kept(), Kept()
-    one._lifecycle.state, one._granted_bytes = GuestState.LENDING, NO_LIMIT
-    one._engine, one._sharing, one._globals = engine, sharing, SimpleNamespace(as_guest=nullcontext)
-    one.tick_idle(blocked=True)
-    assert one._lifecycle.state is GuestState.LENDING, "nothing says stop"
-    one._page.on_poll(stop=True)
+def test_guest_without_sidecar_is_suspended_although_serving_is_never_idle(fixture: Fixture) -> None:
+    """At once if the guest may compute, otherwise after FREE_SECONDS."""
+    fixture.lend_alone()
+    fixture.guest.tick_idle(blocked=True)
+    assert fixture.guest.state is Lending, "nothing says stop"
+    fixture.page.on_poll(stop=True)
     began = time.monotonic()
-    while not engine.closed and time.monotonic() < began + 4 * FREE_SECONDS:
-        one.tick_idle(blocked=True)
-    assert engine.closed and sharing.closed and not one.busy
+
+    def freed() -> bool:
+        fixture.guest.tick_idle(blocked=True)
+        return bool(fixture.engine.closed)
+
+    until(freed)
+    assert fixture.sharing.closed and not fixture.guest.busy
     assert time.monotonic() - began > FREE_SECONDS / 2, "an idle moment would have been better"
-    one.tick_idle(blocked=True)
-    assert one._lifecycle.state is GuestState.SUSPENDED
+    fixture.guest.tick_idle(blocked=True)
+    assert fixture.guest.state is Suspended
 
 
-class Built(Kept):
-    """An engine that has just been built."""
-
-    def set_layer_hook(self, _: object) -> None:
-        """Nothing is computed."""
-
-    def abort(self, _: str) -> None:
-        """Nothing is in it."""
-
-
-@pytest.mark.parametrize("priced", [True, False], ids=["lends", "makes its first steps"])
-def test_a_guest_that_nobody_knocks_for_hears_of_a_stop_while_the_loop_sleeps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, priced: bool
-) -> None:
-    """And where there is no guest the loop sleeps on."""
+@pytest.mark.parametrize("profiles", [False, True], ids=["lends", "makes its first steps"])
+def test_guest_without_sidecar_learns_of_a_stop_while_the_loop_sleeps(tmp_path: Path, profiles: bool) -> None:
+    """Without a guest, the loop sleeps on."""
     woken = threading.Semaphore(0)
-    feeder = SidecarListener(tmp_path / "socket", woken.release, heartbeat_seconds=BEAT_SECONDS, log=LOG)
-    one: Any = guest(feeder)
-    feeder.arm_wakeup()
+    listener = SidecarListener(tmp_path / "socket", woken.release, heartbeat_seconds=BEAT_SECONDS, log=LOG)
+    fixture = Fixture(tmp_path, profiles=profiles, listener=listener)
+    listener.arm_wakeup()
     assert not woken.acquire(timeout=4 * BEAT_SECONDS)
 
-    beside = connect(tmp_path / "socket")
+    sidecar = connect(tmp_path / "socket")
     assert woken.acquire(timeout=WAIT_SECONDS)
-    one.tick(seconds=0.02, tokens=1)
-    beside.close()
-    until(lambda: feeder.connection is None)
-    one.tick(seconds=0.02, tokens=1)
-    engine = Built()
-    monkeypatch.setattr(room, "KvSharing", lambda *_: Kept())
-    monkeypatch.setattr(room, "StepProfile", lambda *_: SimpleNamespace(close=lambda: None))
-    one._cost = SimpleNamespace(has_observed=priced)
-    one._globals = SimpleNamespace(as_guest=nullcontext, as_guest_build=nullcontext)
-    done = SimpleNamespace(resume=lambda _: True, result=lambda: (engine, None), slices=1, longest_seconds=0.0)
-    one._lifecycle.state, one._build_call, one._granted_bytes = GuestState.RESUMING, done, NO_LIMIT
-    one._build(0.02)
+    send(sidecar, Resume())
+    fixture.tick(4)
+    assert fixture.guest.state is (Profiling if profiles else Lending)
+    sidecar.close()
+    until(lambda: listener.connection is None)
+    fixture.tick()
+    fixture.guest.make_room()
     while woken.acquire(timeout=4 * BEAT_SECONDS):
         pass
 
-    one._page.on_poll(stop=True)
-    feeder.arm_wakeup()
-    assert woken.acquire(timeout=WAIT_SECONDS) and one.busy
-    one.tick(seconds=0.02, tokens=1)
-    assert engine.closed and one._lifecycle.state is GuestState.SUSPENDED
+    fixture.page.on_poll(stop=True)
+    listener.arm_wakeup(has_guest=fixture.guest.exists)
+    assert woken.acquire(timeout=WAIT_SECONDS) and fixture.guest.busy
+    fixture.tick()
+    assert fixture.engine.closed and fixture.guest.state is Suspended
     while woken.acquire(timeout=4 * BEAT_SECONDS):
         pass
-    feeder.arm_wakeup()
+    listener.arm_wakeup(has_guest=fixture.guest.exists)
     assert not woken.acquire(timeout=4 * BEAT_SECONDS)
 
 
-def test_the_memory_of_a_guest_that_nobody_knocks_for_goes_back() -> None:
-    feeder = SimpleNamespace(connection=None, closed=[])
-    one: Any = guest(feeder)
-    one._lifecycle.state, one._granted_bytes = GuestState.LENDING, NO_LIMIT
-    sharing = Kept()
-    one._engine, one._sharing, one._globals = Kept(), sharing, SimpleNamespace(as_guest=nullcontext)
-    one._sidecar._connection = object()
-    assert one.busy
-    one.tick(seconds=0.02, tokens=1)
-    assert sharing.looks == 1 and one.busy, "the loop goes on until all is given back"
-    one.make_room()
-    assert sharing.looks == 2 and not one.busy
+def test_memory_of_a_guest_without_sidecar_is_given_back(fixture: Fixture) -> None:
+    fixture.lend()
+    fixture.disconnect()
+    assert fixture.guest.busy
+    fixture.tick()
+    assert fixture.sharing.passes_without_sidecar == 1 and fixture.guest.busy, "the loop continues until all is back"
+    fixture.guest.make_room()
+    assert fixture.sharing.passes_without_sidecar == 2 and not fixture.guest.busy
 
 
-class Standing:
-    """A host whose step stands still."""
-
-    granted_bytes, busy = NO_LIMIT, True
-
-    def __init__(self, meanwhile: Callable[[], bool]) -> None:
-        self.meanwhile = meanwhile
-        self.stood: list[bool] = []
-
-    def tick(self, _: int, __: float) -> None:
-        self.stood.append(self.meanwhile())
-
-
-def standing(meanwhile: Callable[[Any], bool]) -> tuple[Any, Standing, Kept]:
-    one: Any = guest(SimpleNamespace(connection=None, closed=[]))
-    host, engine = Standing(lambda: meanwhile(one)), Kept()
-    one._lifecycle.state, one._granted_bytes = GuestState.LENDING, NO_LIMIT
-    one._engine, one._sharing, one._globals = engine, Kept(), SimpleNamespace(as_guest=nullcontext)
-    one._engine_loop = host
-    return one, host, engine
+def test_second_suspension_of_a_guest_frees_the_second_engine(fixture: Fixture) -> None:
+    sidecar = fixture.lend()
+    send(sidecar, Suspend())
+    fixture.tick(2)
+    assert fixture.guest.state is Suspended and fixture.engine.closed
+    fixture.engine.closed = False
+    send(sidecar, Resume())
+    fixture.tick(3)
+    assert fixture.guest.state is Lending
+    send(sidecar, Suspend())
+    fixture.tick(2)
+    assert fixture.guest.state is Suspended and fixture.engine.closed
 
 
-@pytest.mark.parametrize("ends_for", ["nothing", "a turn", "a grant", "a file", "a link"])
-def test_a_step_stands_still_until_something_waits_for_its_end(ends_for: str) -> None:
-    def meanwhile(one: Any) -> bool:
-        def patient(*, blocked: bool) -> bool:
-            assert one._page.guest_since, "who watches for a hang sees this too"
-            return ends_for != "a turn"
+def pause_step(fixture: Fixture, action: Callable[[], None]) -> list[bool]:
+    """Run a step that calls `action` and is then paused. Return whether the step could stay paused."""
+    paused = list[bool]()
 
-        one._engine_loop.tick_mid_step = patient
-        if ends_for == "a grant":
-            one._engine_loop.granted_bytes = 0
-        one._page.on_poll(stop=ends_for == "a file")
-        if ends_for == "a link":
-            one._sidecar._listener.connection = object()
-        one._page.guest_left()
-        stands: bool = one.tick_mid_step(blocked=True)
-        assert not one._page.guest_since
-        return stands
+    def step() -> None:
+        with fixture.guest.as_host():
+            action()
+            may_stay = fixture.guest.make_room_mid_step() and fixture.guest.tick_mid_step(blocked=True)
+            assert not fixture.page.guest_since, "the watchdog sees no hang while the host has the thread"
+        assert fixture.page.guest_since
+        paused.append(may_stay)
 
-    one, host, _ = standing(meanwhile)
-    one.tick(seconds=0.02, tokens=1)
-    assert host.stood == [ends_for == "nothing"]
-    assert one._granted_bytes == (0 if ends_for == "a grant" else NO_LIMIT)
+    fixture.engine.turns, fixture.engine.step_action = 1, step
+    fixture.tick()
+    return paused
 
 
-@pytest.mark.parametrize("what", ["its reports", "its memory"])
-def test_what_fails_while_a_step_stands_still_drops_the_guest_once_the_step_is_made(what: str) -> None:
-    """And is not taken for serving's. It does not stand still again."""
+@pytest.mark.parametrize("end", ["nothing", "abort", "suspend", "stop file", "sidecar"])
+def test_paused_step_must_continue_if_something_waits_for_its_end(fixture: Fixture, end: str) -> None:
+    sidecar = fixture.lend()
 
-    def meanwhile(one: Any) -> bool:
-        def fails(**_: object) -> bool:
-            raise OSError("no line")
+    def action() -> None:
+        match end:
+            case "abort":
+                send(sidecar, AbortTurn("turn"))
+            case "suspend":
+                send(sidecar, Suspend())
+            case "stop file":
+                fixture.page.on_poll(stop=True)
+            case "sidecar":
+                fixture.connect()
 
-        def fine(**_: object) -> bool:
-            return True
+    assert pause_step(fixture, action) == [end == "nothing"]
+    fixture.tick(2)
+    assert (fixture.guest.state is Lending) == (end in ("nothing", "abort", "sidecar"))
 
-        one._engine_loop.tick_mid_step = fails if what == "its reports" else fine
-        one._sharing.rebalance_mid_step = fails if what == "its memory" else fine
-        once = one.make_room_mid_step() and one.tick_mid_step(blocked=True)
-        one._engine_loop.tick_mid_step = fine
-        assert one._lifecycle.state is GuestState.LENDING and not one.tick_mid_step(blocked=True)
-        return bool(once)
 
-    one, host, engine = standing(meanwhile)
-    one.tick(seconds=0.02, tokens=1)
-    assert host.stood == [False] and engine.closed and one._lifecycle.state is GuestState.DROPPED
-    one.tick(seconds=0.02, tokens=1)
-    assert one._lifecycle.state is GuestState.DROPPED and one._failure is None, "it is told of once"
+@pytest.mark.parametrize("part", ["reports", "memory"])
+def test_error_during_a_pause_drops_the_guest_after_the_step_and_once(fixture: Fixture, part: str) -> None:
+    """The error is not taken for an error of serving, and the step is not paused again."""
+    sidecar = fixture.lend()
+
+    def action() -> None:
+        if part == "memory":
+            fixture.sharing.error = OSError("no pages")
+        else:
+            RingBuffer(sidecar.channel.commands).write(b"no order")
+
+    assert pause_step(fixture, action) == [False]
+    assert fixture.engine.closed and fixture.guest.state is Dropped
+    fixture.tick(2)
+    assert fixture.guest.state is Dropped
+    assert sum(isinstance(report, EngineLost) for report in reports_of(sidecar)) == 1
 
 
 class NoRoom:
@@ -340,9 +479,7 @@ class NoRoom:
 
 
 @pytest.mark.parametrize("fails_at", ["fit", "spare"])
-def test_a_guest_whose_building_fails_at_its_end_leaves_no_model_behind(
-    fails_at: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_build_that_fails_at_its_end_leaves_no_model_in_memory(fails_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks would hold it as long as serving lives, and another beside it after the next try."""
     scheduler = SimpleNamespace(
         block_size=16,

@@ -4,87 +4,110 @@ import copy
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from rose.topics.backoff import FIRST_SECONDS, LONGEST_SECONDS, RESET_SECONDS
-from rose.workers.lender.lifecycle import Action, GuestLifecycle, GuestState
+from rose.workers.lender.lifecycle import (
+    Building,
+    Dropped,
+    GuestLifecycle,
+    Lending,
+    Profiling,
+    Suspended,
+    Suspending,
+)
 
 
-class Lives(RuleBasedStateMachine):
-    """A caller that does what it is told, in a world where wishes and faults come as they like."""
+class LifecycleMachine(RuleBasedStateMachine):
+    """A caller that does the work of each state, while grants and faults come at random."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.life = GuestLifecycle()
+        self.lifecycle: GuestLifecycle[int, int] = GuestLifecycle()
         self.now = 0.0
-        self.wanted = False
-        self.doing: Action | None = None
-        """Asked for, and not reported yet."""
+        self.should_lend = False
+        self.builds = 0
         self.waits_until = 0.0
 
-    def follow(self) -> None:
-        due = self.life.has_action(self.wanted, self.now)
-        act = self.life.next_action(self.wanted, self.now)
-        if act is Action.NONE:
-            assert due == (self.doing is not None)
-            return
-        assert due and self.doing is None
-        assert (act is Action.BUILD) == self.wanted
-        assert act is Action.SUSPEND or self.now >= self.waits_until
-        self.doing = act
+    def start_build(self) -> int:
+        assert self.should_lend and self.now >= self.waits_until
+        self.builds += 1
+        return self.builds
 
-    @rule(wanted=st.booleans())
-    def a_wish(self, wanted: bool) -> None:
-        self.wanted = wanted
-        self.follow()
+    def advance(self) -> None:
+        before = self.lifecycle.state
+        due = self.lifecycle.has_action(self.should_lend, self.now)
+        self.lifecycle.advance(self.should_lend, self.now, self.start_build)
+        if not isinstance(before, Dropped) and self.lifecycle.state is not before:
+            assert due
 
-    @precondition(lambda self: self.doing is not None)
-    @rule()
-    def it_is_done(self) -> None:
-        doing, self.doing = self.doing, None
-        (self.life.on_built if doing is Action.BUILD else self.life.on_freed)()
-        self.follow()
+    @rule(should_lend=st.booleans())
+    def change_grant(self, should_lend: bool) -> None:
+        self.should_lend = should_lend
+        self.advance()
 
     @rule()
-    def a_fault(self) -> None:
-        wait = self.life.on_fault(self.now)
+    def do_work(self) -> None:
+        do_work(self.lifecycle)
+        self.advance()
+
+    @rule()
+    def fail(self) -> None:
+        wait = self.lifecycle.on_fault(self.now)
         assert FIRST_SECONDS <= wait <= LONGEST_SECONDS
-        self.doing, self.waits_until = None, self.now + wait
-        self.follow()
+        self.waits_until = self.now + wait
+        self.advance()
 
     @rule(seconds=st.floats(0.0, 2 * RESET_SECONDS))
-    def time_passes(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.follow()
+        self.advance()
 
     @invariant()
-    def who_is_not_wanted_does_not_lend(self) -> None:
-        assert self.wanted or self.life.state is not GuestState.LENDING
+    def guest_that_should_not_lend_does_not_lend(self) -> None:
+        assert self.should_lend or not isinstance(self.lifecycle.state, Lending)
 
     @invariant()
-    def it_comes_to_lend_once_all_is_well(self) -> None:
-        """Whatever has happened: seen on a copy, so that the history goes on as it was."""
-        life, now, doing = copy.deepcopy(self.life), self.now, self.doing
+    def guest_is_the_newest_build(self) -> None:
+        assert self.lifecycle.guest in (None, self.builds)
+
+    @invariant()
+    def guest_lends_once_nothing_fails(self) -> None:
+        """Checked on a copy, so that the history goes on as it was."""
+        lifecycle, now = copy.deepcopy(self.lifecycle), self.now
         for _ in range(4):
-            if doing is not None:
-                (life.on_built if doing is Action.BUILD else life.on_freed)()
-            if life.state is GuestState.DROPPED:
+            do_work(lifecycle)
+            if isinstance(lifecycle.state, Dropped):
                 now += LONGEST_SECONDS
-            act = life.next_action(True, now)
-            doing = None if act is Action.NONE else act
-        assert life.state is GuestState.LENDING
+            lifecycle.advance(True, now, lambda: self.builds + 1)
+        assert isinstance(lifecycle.state, Lending)
 
 
-Lives.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
-TestLives = Lives.TestCase
+def do_work(lifecycle: GuestLifecycle[int, int]) -> None:
+    """Do the work of the present state: build, make the first steps, or free the guest."""
+    match lifecycle.state:
+        case Building(build):
+            lifecycle.on_built(build)
+        case Profiling(guest):
+            lifecycle.on_profiled(guest)
+        case Suspending():
+            lifecycle.on_freed()
 
 
-def test_a_guest_that_was_stopped_while_it_was_built_never_lends() -> None:
-    life = GuestLifecycle()
-    assert life.next_action(True, 0.0) is Action.BUILD
-    assert life.next_action(False, 1.0) is Action.NONE
-    life.on_built()
-    assert life.next_action(False, 2.0) is Action.SUSPEND
-    life.on_freed()
-    assert life.state is GuestState.SUSPENDED
-    assert life.next_action(True, 3.0) is Action.BUILD
+LifecycleMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
+TestLifecycle = LifecycleMachine.TestCase
+
+
+def test_guest_that_is_stopped_during_its_build_is_suspended_at_its_end() -> None:
+    lifecycle: GuestLifecycle[str, str] = GuestLifecycle()
+    lifecycle.advance(True, 0.0, lambda: "build")
+    lifecycle.advance(False, 1.0, lambda: "another build")
+    assert lifecycle.state == Building("build") and lifecycle.guest is None
+    lifecycle.on_built("guest")
+    lifecycle.on_profiled("guest")
+    lifecycle.advance(False, 2.0, lambda: "another build")
+    assert lifecycle.state == Suspending("guest", 2.0) and lifecycle.guest == "guest"
+    lifecycle.on_freed()
+    assert lifecycle.state == Suspended()
+    lifecycle.advance(True, 3.0, lambda: "another build")
+    assert lifecycle.state == Building("another build")

@@ -14,8 +14,9 @@ from rose.pipeline.report.summary import Success, Summary, describe_machine, sum
 from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from rose.schemas.prompts import Sampling
 from rose.schemas.record import Record
+from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
-from rose.schemas.turns import TurnTimes, VersionSpan
+from rose.schemas.turns import TurnTimes
 from rose.schemas.weights import WeightManifest
 
 DIGEST = b"0123456789abcdef"

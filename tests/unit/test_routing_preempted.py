@@ -7,7 +7,8 @@ from rose.pipeline.routing.router import Router
 from rose.pipeline.routing.turn_queue import ReceivedRequest
 from rose.schemas.arrays import pack_logprobs
 from rose.schemas.heartbeats import ExecutorState
-from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
+from rose.schemas.sampled_tokens import VersionSpan
+from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult
 from rose.schemas.wire import decode, encode
 from tests.support.routing_fixtures import (
     CONFIG,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rose.schemas.arrays import pack_logprobs, pack_tokens
 from rose.schemas.limits import MAX_REWARD
 from rose.schemas.prompts import Sampling
+from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import TRUNCATED, Ending, Outcome, Sample, SampleTurn
-from rose.schemas.turns import VersionSpan
 from rose.schemas.wire import encode
 from rose.workers.trainer.algorithms.grpo import group_advantages
 from rose.workers.trainer.groups import CompleteGroup

@@ -28,8 +28,9 @@ from rose.schemas.limits import (
 from rose.schemas.progress import Group
 from rose.schemas.prompts import Prompt, Sampling, trajectory_id
 from rose.schemas.record import Record
+from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Sample, SampleTurn
-from rose.schemas.turns import PlacementCost, TurnDispatch, TurnKey, TurnRequest, TurnResult, TurnTimes, VersionSpan
+from rose.schemas.turns import PlacementCost, TurnDispatch, TurnKey, TurnRequest, TurnResult, TurnTimes
 from rose.schemas.wire import RECORDS, decode, encode
 from tests.golden.examples import EXAMPLES, PROMPT
 

@@ -12,8 +12,8 @@ from rose.schemas.arrays import pack_logprobs, pack_tokens
 from rose.schemas.limits import MAX_CONTEXT_TOKENS, MAX_INFO_BYTES, MAX_RECORD_BYTES, MAX_SPANS
 from rose.schemas.progress import EnvSnapshot
 from rose.schemas.prompts import PromptSampling, Sampling
+from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Ending
-from rose.schemas.turns import VersionSpan
 from rose.schemas.wire import decode
 from rose.workers.environments.trajectory import result_error, turn_sampling, with_full_sampling
 from rose.workers.environments.transitions import first_request

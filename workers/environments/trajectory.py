@@ -25,8 +25,9 @@ from rose.schemas.arrays import count
 from rose.schemas.limits import MAX_CHAIN, MAX_CONTEXT_TOKENS
 from rose.schemas.progress import Applied, TrajectoryProgress
 from rose.schemas.prompts import Prompt, PromptSampling, Sampling, trajectory_id
+from rose.schemas.sampled_tokens import NOTHING_SAMPLED, SampledTokens
 from rose.schemas.samples import SampleTurn
-from rose.schemas.turns import Refusal, TurnOutcome, TurnResult, VersionSpan
+from rose.schemas.turns import Refusal, TurnOutcome, TurnResult, add_device_seconds
 
 
 class ResultVerdict(Enum):
@@ -75,10 +76,8 @@ class Trajectory:
     """Number of tokens of the first observation."""
     sampling: Sampling = field(default_factory=Sampling)
     """Sampling of the current turn."""
-    tokens: bytes = b""
-    mask: bytes = b""
-    logprobs: bytes = b""
-    spans: list[VersionSpan] = field(default_factory=list)
+    context: SampledTokens = NOTHING_SAMPLED
+    """Observations and sampled tokens so far."""
     turns: list[SampleTurn] = field(default_factory=list)
     applied: list[Applied] = field(default_factory=list)
     """The applied results of the turns before the current one."""
@@ -97,6 +96,11 @@ class Trajectory:
     applying: bool = field(default=False, compare=False)
     """A result of the current turn was accepted and its step is running. Not on the log: after a restart a result is
     accepted again."""
+
+    @property
+    def tokens(self) -> bytes:
+        """All tokens of the context, packed."""
+        return self.context.tokens
 
     def classify(self, result: TurnResult) -> ResultVerdict:
         """How to handle this result in the current state."""
@@ -120,11 +124,8 @@ class Trajectory:
         """Append the sampled tokens of the current turn with their metadata. The result must have no `result_error`."""
         assert result.worker is not None
         self._extend_chain()
-        start, sampled = count(self.tokens), count(result.tokens)
-        self.tokens += result.tokens
-        self.mask += b"\x01" * sampled
-        self.logprobs += result.logprobs
-        self.spans += [VersionSpan(span.start + start, span.end + start, span.version) for span in result.spans]
+        start = count(self.tokens)
+        self.context = self.context.followed_by(result.part)
         self.turns.append(
             SampleTurn(
                 turn=result.turn,
@@ -132,7 +133,7 @@ class Trajectory:
                 worker=result.worker,
                 sampling=self.sampling,
                 start=start,
-                end=start + sampled,
+                end=count(self.tokens),
                 cached_tokens=min(result.cached_tokens, start),
                 times=msgspec.structs.replace(
                     result.times, applied_at=applied.applied_at, committed_at=applied.committed_at
@@ -140,8 +141,7 @@ class Trajectory:
                 environment_seconds=applied.environment_seconds,
             )
         )
-        for worker_class, seconds in result.device_seconds.items():
-            self.device_seconds[worker_class] = self.device_seconds.get(worker_class, 0.0) + seconds
+        self.device_seconds = add_device_seconds(self.device_seconds, result.device_seconds)
         self.applied.append(applied)
         self.reward = applied.reward
 
@@ -151,9 +151,7 @@ class Trajectory:
 
     def observe(self, observation: bytes) -> None:
         """Append an observation's tokens and begin the next turn."""
-        self.tokens += observation
-        self.mask += bytes(count(observation))
-        self.logprobs += bytes(len(observation))  # 0.0 for each token
+        self.context = self.context.with_observation(observation)
         if self.turn < 0:
             self.prompted = count(observation)
         self.turn += 1

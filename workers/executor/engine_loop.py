@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from rose.schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
+from rose.schemas.arrays import unpack_tokens
 from rose.schemas.errors import RecordError
 from rose.workers.executor.ipc.messages import (
     COMMAND_DECODER,
@@ -66,13 +66,14 @@ class EngineLoop:
         status_seconds: float,
         serving_stats: Callable[[], ServingStats | None] = lambda: None,
         lending_stats: Callable[[], LendingStats | None] = lambda: None,
+        granted_bytes: int = NO_LIMIT,
     ) -> None:
         """`reports`: sender into the report ring buffer of `channel`. `cost`: observes each step.
 
         `status_seconds`: time between two `EngineStatus` reports. `serving_stats`, `lending_stats`: called for each
         status, for the parts of the same name.
         """
-        self.granted_bytes = NO_LIMIT
+        self.granted_bytes = granted_bytes
         """KV bytes that a guest may hold by the newest Resume or Suspend; 0 for a guest that may not lend."""
         self._engine = engine
         self._channel = channel
@@ -284,21 +285,9 @@ class EngineLoop:
         for finished in step.finished:
             self._reports.send(self._finished(finished))
 
-    def _finished(self, finished: FinishedTurn, reason: str = "") -> TurnFinished:
-        return TurnFinished(
-            name=finished.key,
-            tokens=pack_tokens(finished.tokens),
-            logprobs=pack_logprobs(finished.logprobs),
-            finish_reason=finished.finish_reason,
-            spans=finished.spans,
-            context_tokens=finished.context_tokens,
-            cached_tokens=finished.cached_tokens,
-            scheduled_at=finished.scheduled_at,
-            first_token_at=finished.first_token_at,
-            finished_at=finished.finished_at,
-            device_seconds=self._seconds_per_turn - self._seconds_at_start.pop(finished.key),
-            reason=reason,
-        )
+    def _finished(self, turn: FinishedTurn, reason: str = "") -> TurnFinished:
+        seconds = self._seconds_per_turn - self._seconds_at_start.pop(turn.name)
+        return TurnFinished(turn, device_seconds=seconds, reason=reason)
 
     def report_status(self) -> None:
         """Report the engine's status now."""

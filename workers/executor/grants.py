@@ -73,6 +73,10 @@ class IntakeGate:
         """Whether running turns are returned too."""
         return bool(self.reason) and not self.finishing
 
+    def close(self, reason: str) -> None:
+        """Accept no turn any more, and return running turns too. Do not call `update` afterwards."""
+        self.reason, self.finishing = reason, False
+
     def update(self, status: EngineStatus, *, busy: bool, leaving_for: str | None = None) -> Resume | Suspend | None:
         """Read the permission and update the gate. Return a new command for the engine, or None.
 

@@ -73,8 +73,8 @@ class Inbox:
     def __init__(self, worker: str, incarnation: int, *, max_turns: int, token_budget: int) -> None:
         self.worker = worker
         self.incarnation = incarnation
-        self.max_turns = max_turns
-        self.token_budget = token_budget
+        self._max_turns = max_turns
+        self._token_budget = token_budget
         self.fencing_token = 0
         """The newest fencing token of a router in this inbox."""
         self._held: dict[TurnKey, tuple[TurnDispatch, int]] = {}
@@ -90,6 +90,20 @@ class Inbox:
     def tokens(self) -> int:
         """KV tokens that the held turns may need."""
         return self._tokens
+
+    @property
+    def max_turns(self) -> int:
+        """Most turns that may be held."""
+        return self._max_turns
+
+    @property
+    def token_budget(self) -> int:
+        """Most KV tokens that the held turns may need."""
+        return self._token_budget
+
+    def offer(self, *, max_turns: int, token_budget: int) -> None:
+        """Accept turns up to these limits from now on. Turns that are held stay."""
+        self._max_turns, self._token_budget = max_turns, token_budget
 
     @property
     def listed_turns(self) -> int:

@@ -47,7 +47,7 @@ from rose.workers.executor.cell_membership import CellMembership
 from rose.workers.executor.config import ExecutorConfig
 from rose.workers.executor.contexts import ContextStore
 from rose.workers.executor.grants import IntakeGate
-from rose.workers.executor.heartbeats import Heartbeats, health_summary
+from rose.workers.executor.heartbeat_writer import HeartbeatWriter, health_summary
 from rose.workers.executor.inbox import Inbox, InboxAction
 from rose.workers.executor.ipc.engine_client import EngineClient
 from rose.workers.executor.ipc.messages import (
@@ -152,16 +152,14 @@ class Executor:
         self._log = self._log.bind(cell=membership.cell, slot=slot)
         self._cell = membership.cell
         self._incarnation = ExecutorIncarnation(self._name, self._class, membership.incarnation)
-        self._heartbeats = Heartbeats(self._incarnation, slot, by_grant=self._gate.lends)
+        self._heartbeats = HeartbeatWriter(self._incarnation, slot, by_grant=self._gate.lends)
         self._inbox = Inbox(self._name, membership.incarnation, max_turns=self._max_turns, token_budget=0)
         self._answered.clear()
 
     def _change_inbox(self) -> None:
         """Report STOPPING to the old cell, all of whose answers are stored, and enter the new inbox."""
         self._send_heartbeat(ExecutorState.STOPPING, self._answered)
-        swap_seconds = self._heartbeats.swap_seconds
         self._enter_inbox()
-        self._heartbeats.swap_seconds = swap_seconds
         self._log.info("inbox_changed", incarnation=self._incarnation.incarnation)
 
     def run(self, stop: Event) -> None:
@@ -260,8 +258,9 @@ class Executor:
             self._on_report(report)
         if self._status is not before:
             self._send_heartbeat(self._state)
+            _, refused = self._receiver.refused_newest or (-1, "")
             summary, ready = health_summary(
-                self._version, self._receiver.newest, self._heartbeats.refused[1], pause_reason=self._gate.reason
+                self._version, self._receiver.newest, refused, pause_reason=self._gate.reason
             )
             HEALTH.report(summary, ready=ready)
 
@@ -281,7 +280,8 @@ class Executor:
         if self._membership.advance(self._gate.cell, held_turns=self._inbox.listed_turns):
             self._change_inbox()
         command = self._gate.update(self._status, busy=bool(self._running), leaving_for=self._membership.leaving_for)
-        self._inbox.token_budget, reason = self._gate.allowed_tokens, self._gate.reason
+        self._inbox.offer(max_turns=self._max_turns, token_budget=self._gate.allowed_tokens)
+        reason = self._gate.reason
         if command is not None:
             self._client.send(command)
         if reason and self._gate.evicts_running and not was_shut:
@@ -324,7 +324,7 @@ class Executor:
             case EngineStatus():
                 self._status = report
                 self._engine_lost |= bool(report.suspended_reason) or report.version < 0 <= self._version
-                self._inbox.max_turns = self._max_turns
+                self._inbox.offer(max_turns=self._max_turns, token_budget=self._gate.allowed_tokens)
                 metrics.show_steps(report)
                 self._count_status(report)
 
@@ -339,8 +339,7 @@ class Executor:
         return most if may is None else min(most, may)
 
     def _on_activated(self, report: WeightsActivated) -> None:
-        self._swap.on_activated(report.version)
-        self._heartbeats.swap_seconds = report.seconds
+        self._swap.on_activated(report)
         self._status = msgspec.structs.replace(self._status, version=report.version)  # may be older than this report
         metrics.SWAP_SECONDS.observe(report.seconds)
         self._log.info("version_activated", version=report.version, swap_seconds=round(report.seconds, 4))
@@ -366,7 +365,7 @@ class Executor:
 
         An engine that hangs returns nothing; the router then reissues its turns without the tokens sampled here.
         """
-        self._gate.reason = STOPPED
+        self._gate.close(STOPPED)
         self._abort_all(STOPPED)
         deadline = time.monotonic() + RETURN_SECONDS
         while self._running and time.monotonic() < deadline:
@@ -377,9 +376,9 @@ class Executor:
         self._send_heartbeat(ExecutorState.STOPPING, self._answered)
 
     def _on_finished(self, finished: TurnFinished) -> None:
-        running = self._running.pop(finished.name)
+        running = self._running.pop(finished.turn.name)
         dispatch = self._inbox.release(running.key)
-        given_up = finished.finish_reason == ABORTED
+        given_up = finished.turn.finish_reason == ABORTED
         outcome = TurnOutcome.PREEMPTED if given_up else TurnOutcome.COMPLETED
         reason = (finished.reason or self._gate.reason or SUSPENDED) if given_up else ""
         result = finished_result(
@@ -419,7 +418,6 @@ class Executor:
     def _send_heartbeat(self, state: ExecutorState, turns: Collection[int] | None = None) -> None:
         """Write a heartbeat. `turns`: `held_hash` of the listed turns; None lists the turns of the inbox."""
         status = self._status
-        self._heartbeats.refused = self._receiver.refused_newest or (-1, "")
         metrics.show_held(status, turns=len(self._inbox), version=self._version)
         heartbeat = self._heartbeats.next_heartbeat(
             status,
@@ -429,5 +427,7 @@ class Executor:
             pause_reason=self._gate.reason,
             now=time.time(),
             turns=turns,
+            refused=self._receiver.refused_newest,
+            swap_seconds=self._swap.swap_seconds,
         )
         self._writer.write(HEARTBEATS, heartbeat, key=self._name, partition=self._cell)

@@ -132,9 +132,9 @@ def exported() -> Iterator[None]:
 def count_finished(outcome: TurnOutcome, finished: TurnFinished, *, received_at: float) -> None:
     """Count a turn that the engine has finished. `received_at`: unix seconds, when the turn came to the inbox."""
     TURNS.labels(outcome.value).inc()
-    TOKENS.labels("sampled").inc(count(finished.tokens))
-    TOKENS.labels("cached").inc(finished.cached_tokens)
-    TURN_SECONDS.observe(finished.finished_at - received_at)
+    TOKENS.labels("sampled").inc(count(finished.turn.sampled.tokens))
+    TOKENS.labels("cached").inc(finished.turn.cached_tokens)
+    TURN_SECONDS.observe(finished.turn.times.finished_at - received_at)
 
 
 def show_held(status: EngineStatus, *, turns: int, version: int) -> None:

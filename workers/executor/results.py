@@ -20,7 +20,6 @@ from rose.schemas.turns import (
     TurnOutcome,
     TurnResult,
     TurnTimes,
-    VersionSpan,
 )
 from rose.workers.executor.ipc.messages import TurnFinished
 
@@ -59,28 +58,7 @@ def dispatch_error(dispatch: TurnDispatch, *, homes: int) -> str | None:
 
 def concatenate_parts(earlier: Part | None, rest: Part) -> Part:
     """Return the turn so far: `earlier`, then `rest`. Device seconds are added by worker class."""
-    if earlier is None:
-        return rest
-    seconds = dict(earlier.device_seconds)
-    for worker_class, more in rest.device_seconds.items():
-        seconds[worker_class] = seconds.get(worker_class, 0.0) + more
-    return Part(
-        tokens=earlier.tokens + rest.tokens,
-        logprobs=earlier.logprobs + rest.logprobs,
-        spans=_concatenate_spans(earlier.spans, rest.spans, count(earlier.tokens)),
-        device_seconds=seconds,
-    )
-
-
-def _concatenate_spans(
-    first: tuple[VersionSpan, ...], later: tuple[VersionSpan, ...], tokens: int
-) -> tuple[VersionSpan, ...]:
-    """Concatenate spans; `later` is shifted by `tokens`. Adjacent spans of one version become one span."""
-    moved = [VersionSpan(span.start + tokens, span.end + tokens, span.version) for span in later]
-    if first and moved and first[-1].version == moved[0].version:
-        moved[0] = VersionSpan(first[-1].start, moved[0].end, moved[0].version)
-        first = first[:-1]
-    return (*first, *moved)
+    return rest if earlier is None else earlier.followed_by(rest)
 
 
 MAX_REASON_CHARACTERS = 4_096
@@ -109,27 +87,19 @@ def finished_result(
 
     `outcome`: COMPLETED, or PREEMPTED with a `reason`. `received_at`: unix seconds, when the turn came to the inbox.
     """
-    sampled = Part(
-        tokens=finished.tokens,
-        logprobs=finished.logprobs,
-        spans=finished.spans,
-        device_seconds={start.worker_class.value: finished.device_seconds},
-    )
-    whole = concatenate_parts(dispatch.begun, sampled)
+    turn = finished.turn
+    sampled = Part(**turn.sampled.record_fields(), device_seconds={start.worker_class.value: finished.device_seconds})
     times = msgspec.structs.replace(
-        _times(dispatch, received_at, finished.finished_at),
-        scheduled_at=finished.scheduled_at,
-        first_token_at=finished.first_token_at,
+        _times(dispatch, received_at, turn.times.finished_at),
+        scheduled_at=turn.times.scheduled_at,
+        first_token_at=turn.times.first_token_at,
     )
     return msgspec.structs.replace(
         _result(start, dispatch, outcome, reason, times),
-        tokens=whole.tokens,
-        logprobs=whole.logprobs,
-        finish_reason=finished.finish_reason if outcome is TurnOutcome.COMPLETED else "",
-        spans=whole.spans,
-        context_tokens=finished.context_tokens,
-        cached_tokens=finished.cached_tokens,
-        device_seconds=whole.device_seconds,
+        **concatenate_parts(dispatch.begun, sampled).record_fields(),
+        finish_reason=turn.finish_reason if outcome is TurnOutcome.COMPLETED else "",
+        context_tokens=turn.context_tokens,
+        cached_tokens=turn.cached_tokens,
     )
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 
 from rose.workers.executor.ipc.engine_client import EngineClient
-from rose.workers.executor.ipc.messages import ActivateWeights, StageWeights, WeightsRejected
+from rose.workers.executor.ipc.messages import ActivateWeights, StageWeights, WeightsActivated, WeightsRejected
 from rose.workers.weights.receive import StagedVersion, WeightReceiver
 
 
@@ -38,6 +38,8 @@ class VersionSwap:
         """
         self.serving_version = -1
         """The version that serves in this engine; -1 for none."""
+        self.swap_seconds = 0.0
+        """How long turns waited for the latest swap."""
         self._client = client
         self._receiver = receiver
         self._drains = drain_first
@@ -84,9 +86,9 @@ class VersionSwap:
         """Record that the engine can activate the next version."""
         self._phase = SwapPhase.STAGED
 
-    def on_activated(self, version: int) -> None:
-        """Record that the engine serves `version`."""
-        self.serving_version = version
+    def on_activated(self, report: WeightsActivated) -> None:
+        """Record that the engine serves the next version."""
+        self.serving_version, self.swap_seconds = report.version, report.seconds
         if self._keeps:
             self._kept = self._next
         self._next = None

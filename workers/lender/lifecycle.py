@@ -7,17 +7,19 @@ Keeps true
 - A fault drops the guest in any state, and the next build waits for the back-off (`backoff`); nothing shortens it.
 - No state is permanent: a guest that should lend, and whose builds succeed, lends within the longest wait.
 
-    SUSPENDED --should lend--> RESUMING --built--> LENDING --should not lend--> SUSPENDING --freed--> SUSPENDED
-       ^                          \-------------------|----------------------------/
-       |                                            fault
-       \----------------- waited ----------------- DROPPED ---- waited, should lend --> RESUMING
+    Suspended --should lend--> Building --built--> Profiling --> Lending --should not lend--> Suspending --> Suspended
+       ^                          \\--------------------|------------|---------------------------/
+       |                                             fault
+       \\----------------- waited ------------------ Dropped ---- waited, should lend --> Building
 
-Pure; times are seconds on any clock. The caller carries out what `next_action` returns and reports how it ended.
+Pure; times are seconds on any clock. The caller carries out the work of each state and reports how it ended.
 """
 
+import math
 import time
 from collections.abc import Callable
-from enum import Enum
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from rose.topics.backoff import Backoff
 from rose.workers.executor.ipc.messages import (
@@ -32,8 +34,6 @@ from rose.workers.executor.ipc.messages import (
 )
 from rose.workers.executor.ipc.shared_memory import RingBuffer
 
-NOT_RESUMED = "it was not told to lend"
-
 
 class SuspendedEngine:
     """Stub that answers the channel in place of an `EngineLoop` while there is no engine. Every turn is returned."""
@@ -43,13 +43,15 @@ class SuspendedEngine:
         commands: RingBuffer,
         reports: MessageSender,
         serving_stats: Callable[[], ServingStats],
+        reason: Callable[[], str],
         *,
         status_seconds: float,
+        granted_bytes: int = 0,
     ) -> None:
-        self.granted_bytes = 0
+        """`reason`: tells why there is no engine; called for each status, as `serving_stats` is."""
+        self.granted_bytes = granted_bytes
         """KV bytes that the guest may hold by the newest Resume or Suspend; 0: the guest may not lend."""
-        self.reason = NOT_RESUMED
-        """Why there is no engine."""
+        self._reason = reason
         self._commands = commands
         self._reports = reports
         self._serving_stats = serving_stats
@@ -61,8 +63,11 @@ class SuspendedEngine:
         """Whether a tick has something to do."""
         return bool(self._commands)
 
-    def tick(self) -> None:
-        """Execute commands, and report the status if it is due. Commands about weights and aborts are ignored."""
+    def tick(self, most_tokens: int | None = None, most_seconds: float = math.inf) -> None:
+        """Execute commands, and report the status if it is due. Commands about weights and aborts are ignored.
+
+        The limits of `EngineLoop.tick` are met by any tick, which is always short.
+        """
         self._reports.flush()
         for message in self._commands.read():
             match command := COMMAND_DECODER.decode(message):
@@ -74,7 +79,7 @@ class SuspendedEngine:
                     pass
         if time.monotonic() >= self._next_status:
             self._next_status = time.monotonic() + self._status_seconds
-            self._reports.send(_suspended_status(self.reason, self._serving_stats()))
+            self._reports.send(_suspended_status(self._reason(), self._serving_stats()))
 
     def tick_idle(self, *, blocked: bool = False) -> None:
         """Do the same as `tick`, which is always short."""
@@ -107,75 +112,107 @@ def _suspended_status(reason: str, serving_stats: ServingStats) -> EngineStatus:
     )
 
 
-class GuestState(Enum):
-    """State of a guest in its lifecycle."""
+Build = TypeVar("Build")
+"""A build that is under way."""
 
-    SUSPENDED = "parked"
-    """Weights in host memory at most, no KV."""
-    RESUMING = "waking"
-    """The guest is built."""
-    LENDING = "lending"
-    SUSPENDING = "parking"
+Built = TypeVar("Built")
+"""A guest that has been built, with its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """There is no guest: weights in host memory at most, no KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class Building(Generic[Build]):
+    """The guest is built, one piece at a time. A build cannot be ended."""
+
+    build: Build
+
+
+@dataclass(frozen=True, slots=True)
+class Profiling(Generic[Built]):
+    """The guest makes its first steps, and takes no turns yet."""
+
+    guest: Built
+
+
+@dataclass(frozen=True, slots=True)
+class Lending(Generic[Built]):
+    """The guest runs turns."""
+
+    guest: Built
+
+
+@dataclass(frozen=True, slots=True)
+class Suspending(Generic[Built]):
     """The guest returns its turns, then frees its memory."""
-    DROPPED = "dropped"
+
+    guest: Built
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
     """The guest was removed after a fault, and waits for its back-off."""
 
 
-class Action(Enum):
-    """The next action of the caller."""
-
-    NONE = "nothing"
-    BUILD = "build"
-    """Start to build the guest; `on_built` or `on_fault` follows."""
-    SUSPEND = "park"
-    """Start to return the guest's turns, then free its memory; `on_freed` or `on_fault` follows."""
-
-
-class GuestLifecycle:
-    """State machine of one guest."""
+class GuestLifecycle(Generic[Build, Built]):
+    """State machine of one guest. Each state holds what exists in that state, and nothing else does."""
 
     def __init__(self) -> None:
-        self.state = GuestState.SUSPENDED
+        self.state: Suspended | Building[Build] | Profiling[Built] | Lending[Built] | Suspending[Built] | Dropped = (
+            Suspended()
+        )
         self._backoff = Backoff()
 
-    def next_action(self, should_lend: bool, now: float) -> Action:
-        """Advance the state and return what the caller must do now.
+    @property
+    def guest(self) -> Built | None:
+        """The guest, in a state that has one."""
+        match self.state:
+            case Profiling(guest) | Lending(guest) | Suspending(guest):
+                return guest
+            case _:
+                return None
 
-        `should_lend`: whether a grant allows the guest to lend and no stop forbids it.
+    def advance(self, should_lend: bool, now: float, start_build: Callable[[], Build]) -> None:
+        """Start to build or to suspend the guest if it is time to.
+
+        `should_lend`: whether a grant allows the guest to lend and no stop forbids it. `start_build`: called for a new
+        build; `on_built` or `on_fault` follows. `on_freed` or `on_fault` follows the state Suspending.
         """
-        if self.state is GuestState.DROPPED and now >= self._backoff.until:
-            self.state = GuestState.SUSPENDED
-        if self.state is GuestState.SUSPENDED and should_lend:
-            self.state = GuestState.RESUMING
-            return Action.BUILD
-        if self.state is GuestState.LENDING and not should_lend:
-            self.state = GuestState.SUSPENDING
-            return Action.SUSPEND
-        return Action.NONE
+        match self.state:
+            case Suspended() | Dropped() if should_lend and now >= self._backoff.until:
+                self.state = Building(start_build())
+            case Dropped() if now >= self._backoff.until:
+                self.state = Suspended()
+            case Lending(guest) if not should_lend:
+                self.state = Suspending(guest, now)
 
     def has_action(self, should_lend: bool, now: float) -> bool:
         """Whether the lifecycle has work to do, besides the guest's turns."""
         match self.state:
-            case GuestState.RESUMING | GuestState.SUSPENDING:
+            case Building() | Profiling() | Suspending():
                 return True
-            case GuestState.LENDING:
+            case Lending():
                 return not should_lend
-            case GuestState.SUSPENDED:
-                return should_lend
-            case GuestState.DROPPED:
+            case Suspended() | Dropped():
                 return should_lend and now >= self._backoff.until
 
-    def on_built(self) -> None:
+    def on_built(self, guest: Built) -> None:
         """Record that the build has succeeded."""
-        assert self.state is GuestState.RESUMING
-        self.state = GuestState.LENDING
+        self.state = Profiling(guest)
+
+    def on_profiled(self, guest: Built) -> None:
+        """Record that the first steps of the guest are over."""
+        self.state = Lending(guest)
 
     def on_freed(self) -> None:
         """Record that the guest's turns are returned and its memory is free."""
-        assert self.state is GuestState.SUSPENDING
-        self.state = GuestState.SUSPENDED
+        self.state = Suspended()
 
     def on_fault(self, now: float) -> float:
         """Record that the guest or its build failed. Return the seconds until the guest may be built again."""
-        self.state = GuestState.DROPPED
+        self.state = Dropped()
         return self._backoff.failed(now)

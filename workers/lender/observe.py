@@ -14,7 +14,7 @@ from rose.topics.metrics import register, unregister
 from rose.workers.executor.ipc.engine_client import EngineClient
 from rose.workers.executor.ipc.messages import ObservationReport
 from rose.workers.executor.metrics import SERVING_REQUESTS
-from rose.workers.lender.idle_time import STRETCH_BOUNDS
+from rose.workers.lender.idle_stretches import STRETCH_BOUNDS
 
 LOG_SECONDS = 60.0
 """Seconds between two log lines."""

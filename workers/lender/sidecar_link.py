@@ -22,7 +22,7 @@ from rose.schemas.errors import UsageError
 from rose.workers.executor.ipc.messages import EngineLost, MessageSender
 from rose.workers.executor.ipc.shared_memory import DESCRIPTOR_COUNT, ChannelFds, RingBuffer, SharedMemoryInvalid
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the messages and ring buffers of this release."""
 
 CREDENTIALS = struct.Struct("3i")
@@ -132,29 +132,31 @@ class SidecarListener:
         self.connection: Connection | None = None
         self.closed: list[Connection] = []
         """Ended connections, which the engine's loop closes when it no longer uses them."""
-        self.has_guest = False
-        """Whether there is a guest; the engine's loop sets it before it sleeps."""
         self._wake = wake
         self._heartbeat_seconds = heartbeat_seconds
         self._log = log
         self._path = path
         self._listener = listen(path)
         self._arm = os.eventfd(0, os.EFD_NONBLOCK)
-        self._armed = False
+        self._armed = self._has_guest = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._arm, selectors.EVENT_READ)
         Thread(target=self._run, name="rose-feeder", daemon=True).start()
 
-    def arm_wakeup(self) -> None:
-        """Wake the engine's loop, which is about to sleep, at the next command or when a status is due."""
+    def arm_wakeup(self, *, has_guest: bool = False) -> None:
+        """Wake the engine's loop, which is about to sleep, at the next command or when a status is due.
+
+        `has_guest`: whether a guest must learn of a stop although no sidecar is connected.
+        """
+        self._has_guest = has_guest
         if not self._armed:
             self._armed = True
             os.eventfd_write(self._arm, 1)
 
     def _run(self) -> None:
         while True:
-            heartbeats_due = self._armed and (self.connection is not None or self.has_guest)
+            heartbeats_due = self._armed and (self.connection is not None or self._has_guest)
             patience = self._heartbeat_seconds if heartbeats_due else None
             ready = {key.fileobj for key, _ in self._selector.select(patience)}
             if self._listener in ready:

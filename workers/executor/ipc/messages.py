@@ -10,8 +10,10 @@ from enum import Enum
 import msgspec
 
 from rose.schemas.prompts import Sampling
-from rose.schemas.turns import VersionSpan
+from rose.schemas.sampled_tokens import NOTHING_SAMPLED
+from rose.schemas.turns import TurnTimes
 from rose.workers.executor.ipc.shared_memory import RingBuffer, RingBufferFull
+from rose.workers.executor.vllm.types import FinishedTurn
 
 
 class TensorLayout(msgspec.Struct, frozen=True, array_like=True):
@@ -102,18 +104,9 @@ class Suspend(Message, frozen=True):
 
 
 class TurnFinished(Message, frozen=True):
-    """From the engine: a turn has left the engine. The fields are those of `FinishedTurn`."""
+    """From the engine: a turn has left the engine."""
 
-    name: str
-    tokens: bytes
-    logprobs: bytes
-    finish_reason: str
-    spans: tuple[VersionSpan, ...]
-    context_tokens: int
-    cached_tokens: int
-    scheduled_at: float
-    first_token_at: float
-    finished_at: float
+    turn: FinishedTurn
     device_seconds: float
     """The turn's share of the steps during its time in the engine, summed over the devices."""
     reason: str = ""
@@ -240,7 +233,7 @@ class ObservationReport(Message, frozen=True):
     idle_seconds: float
     """Part of `seconds` without a request."""
     stretches: tuple[int, ...]
-    """Number of ended idle stretches, by bucket as in `rose.workers.lender.idle_time`."""
+    """Number of ended idle stretches, by bucket as in `rose.workers.lender.idle_stretches`."""
     stretch_seconds: float
     """Sum of the ended idle stretches."""
     running: int
@@ -273,20 +266,15 @@ _encode = msgspec.msgpack.Encoder().encode
 
 def aborted_before_start(name: str, at: float, reason: str = "") -> TurnFinished:
     """Return the report of a turn that was aborted before any computation. `at`: unix seconds."""
-    return TurnFinished(
+    turn = FinishedTurn(
         name=name,
-        tokens=b"",
-        logprobs=b"",
+        sampled=NOTHING_SAMPLED,
         finish_reason=ABORTED,
-        spans=(),
         context_tokens=0,
         cached_tokens=0,
-        scheduled_at=0.0,
-        first_token_at=0.0,
-        finished_at=at,
-        device_seconds=0.0,
-        reason=reason,
+        times=TurnTimes(finished_at=at),
     )
+    return TurnFinished(turn, device_seconds=0.0, reason=reason)
 
 
 class MessageSender:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -30,7 +29,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
 from rose.schemas.prompts import Sampling
-from rose.schemas.turns import VersionSpan
+from rose.schemas.sampled_tokens import SampledTokensBuilder
+from rose.schemas.turns import TurnTimes
 from rose.workers.executor.vllm.backend import InProcessBackend, ModelBackend
 from rose.workers.executor.vllm.cpu_runner import zero_new_blocks
 from rose.workers.executor.vllm.folder import read_folder
@@ -76,18 +76,10 @@ class _Turn:
     """A turn in the engine."""
 
     request: Request
-    added_at: float
     scheduled_at: float = 0.0
     first_token_at: float = 0.0
     cached_tokens: int = 0
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)
-
-    def close_span(self, version: int) -> None:
-        """Add a span of `version` over the tokens that were sampled since the last span."""
-        start = self.spans[-1].end if self.spans else 0
-        if len(self.logprobs) > start:
-            self.spans.append(VersionSpan(start, len(self.logprobs), version))
+    sampled: SampledTokensBuilder = field(default_factory=SampledTokensBuilder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +165,7 @@ class Engine:
             block_hasher=self._core.request_block_hasher,
         )
         self._core.add_request(request)
-        self._turns[key] = turn = _Turn(request, added_at=time.time())
+        self._turns[key] = turn = _Turn(request)
         self._unscheduled.append(turn)
 
     def set_layer_hook(self, hook: Callable[[], None]) -> None:
@@ -225,26 +217,20 @@ class Engine:
         if not turn.first_token_at:
             turn.first_token_at = now
             turn.cached_tokens = output.prefill_stats.num_cached_tokens
-        turn.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+        turn.sampled.append(output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist())
         if output.finish_reason is None:
             return None
         del self._turns[output.request_id]
         return self._finish(turn, str(output.finish_reason), now)
 
     def _finish(self, turn: _Turn, reason: str, now: float) -> FinishedTurn:
-        turn.close_span(self.version)
         return FinishedTurn(
-            key=turn.request.request_id,
-            tokens=list(turn.request.output_token_ids),
-            logprobs=np.array(turn.logprobs, dtype=np.float32),
+            name=turn.request.request_id,
+            sampled=turn.sampled.build(self.version),
             finish_reason=reason,
-            spans=tuple(turn.spans),
             context_tokens=turn.request.num_prompt_tokens,
             cached_tokens=turn.cached_tokens,
-            added_at=turn.added_at,
-            scheduled_at=turn.scheduled_at,
-            first_token_at=turn.first_token_at,
-            finished_at=now,
+            times=TurnTimes(scheduled_at=turn.scheduled_at, first_token_at=turn.first_token_at, finished_at=now),
         )
 
     def self_test(self) -> None:
@@ -300,7 +286,7 @@ class Engine:
         prepared, self._staged = self._staged, None
         self._weights.activate(prepared)
         for turn in self._turns.values():
-            turn.close_span(self.version)
+            turn.sampled.end_span(self.version)
         self.version = version
         self._swaps += 1
         return time.perf_counter() - began

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+import msgspec
 
 from rose.schemas.errors import RoseError, UsageError
-from rose.schemas.turns import VersionSpan
+from rose.schemas.sampled_tokens import SampledTokens
+from rose.schemas.turns import TurnTimes
 
 LINE_CHARACTERS = 300
 """Longest line of an error text that is not cut, in characters."""
@@ -64,27 +64,19 @@ class EngineConfig:
     """Further arguments of `vllm.EngineArgs`, such as `gpu_memory_utilization` or `quantization`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedTurn:
-    """A turn that has left the engine. Times are unix seconds, 0.0 for a stage that the turn did not reach."""
+class FinishedTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn that has left an engine."""
 
-    key: str
-    tokens: list[int]
-    """Sampled tokens, the stop token included."""
-    logprobs: npt.NDArray[np.float32]
-    """Logprob of each sampled token, natural logarithm, (tokens,): see `Engine`."""
+    name: str
+    sampled: SampledTokens
+    """Sampled tokens, the stop token included; see `Engine` for the logprobs."""
     finish_reason: str
     """`stop`, `length` or `abort`."""
-    spans: tuple[VersionSpan, ...]
-    """The versions whose weights sampled `tokens`, without gaps."""
     context_tokens: int
     cached_tokens: int
     """Context tokens that were found in the prefix cache instead of computed."""
-    added_at: float
-    scheduled_at: float
-    """Start of the step that computed the first context token."""
-    first_token_at: float
-    finished_at: float
+    times: TurnTimes
+    """The engine's times: start of the step that computed the first context token, first token and end."""
 
 
 @dataclass(frozen=True, slots=True)

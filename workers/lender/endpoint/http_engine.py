@@ -16,8 +16,8 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -25,10 +25,11 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
-from rose.schemas.arrays import logprob_error, pack_logprobs, pack_tokens, unpack_tokens
+from rose.schemas.arrays import logprob_error, unpack_tokens
 from rose.schemas.errors import RecordError
-from rose.schemas.prompts import MIN_TEMPERATURE
-from rose.schemas.turns import VersionSpan
+from rose.schemas.prompts import MIN_TEMPERATURE, Sampling
+from rose.schemas.sampled_tokens import SampledTokensBuilder
+from rose.schemas.turns import TurnTimes
 from rose.workers.executor.config import ExecutorConfig
 from rose.workers.executor.ipc.messages import (
     ABORTED,
@@ -48,11 +49,10 @@ from rose.workers.executor.ipc.messages import (
 )
 from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
 from rose.workers.executor.ipc.weight_buffers import StagedTensors
-from rose.workers.executor.vllm.types import EngineBroken, EngineRefusal, SwapRefused
-from rose.workers.lender.endpoint.api import TPOT, TTFT, VllmEndpoint
+from rose.workers.executor.vllm.types import EngineBroken, EngineRefusal, FinishedTurn, SwapRefused
+from rose.workers.lender.config import EndpointConfig
 from rose.workers.lender.endpoint.concurrency_limit import AimdLimit, LatencyWindow, TokenRates, exceeds_budget
-from rose.workers.lender.endpoint.config import EndpointConfig
-from rose.workers.lender.endpoint.turn import EndpointTurn, TurnLost
+from rose.workers.lender.endpoint.protocol import Endpoint, TurnChunk, TurnLost
 from rose.workers.lender.endpoint.versions import EndpointVersions
 
 LATENCY_WINDOW_SECONDS = 1.0
@@ -73,22 +73,48 @@ class KvAllowance:
     bytes_per_token: int
 
 
+@dataclass(slots=True, eq=False)
+class EndpointTurn:
+    """A turn that waits in this process or runs at the endpoint. Times are unix seconds."""
+
+    name: str
+    context: list[int]
+    sampling: Sampling
+    version: int
+    sampled: SampledTokensBuilder = field(default_factory=SampledTokensBuilder)
+    cached_tokens: int = 0
+    sent_at: float = 0.0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+    first_tokens: int = 0
+    """Tokens in the first chunk with tokens."""
+    counted: int = 0
+    """Tokens that earlier latency windows have counted."""
+    counted_at: float = 0.0
+    share_before: float = 0.0
+    """Running sum of seconds per turn when the turn was sent."""
+    task: asyncio.Task[None] | None = None
+
+
 class HttpEngine:
     """Answers the channel of one incarnation of an executor."""
 
     def __init__(
         self,
-        api: VllmEndpoint,
+        endpoint: Endpoint,
         versions: EndpointVersions,
         channel: ChannelFds,
         config: ExecutorConfig,
-        endpoint: EndpointConfig,
+        promise: EndpointConfig,
         *,
         vocabulary: int,
         kv: KvAllowance,
     ) -> None:
-        """`vocabulary`: size of the policy's vocabulary. Call it within a running event loop."""
-        self._api = api
+        """`promise`: the latencies that the endpoint keeps. `vocabulary`: size of the policy's vocabulary.
+
+        Call it within a running event loop.
+        """
+        self._endpoint = endpoint
         self._versions = versions
         self._channel = channel
         self._config = config
@@ -96,9 +122,9 @@ class HttpEngine:
         self._kv = kv
         self._commands = RingBuffer(channel.commands)
         self._reports = MessageSender(RingBuffer(channel.reports))
-        self._budgets = {TTFT: endpoint.ttft_seconds, TPOT: endpoint.tpot_seconds}
+        self._budgets = promise.ttft_seconds, promise.tpot_seconds
         self._limit = AimdLimit(
-            ttft_seconds=endpoint.ttft_seconds, tpot_seconds=endpoint.tpot_seconds, max_limit=config.max_turns
+            ttft_seconds=promise.ttft_seconds, tpot_seconds=promise.tpot_seconds, max_limit=config.max_turns
         )
         self._rates = TokenRates()
         self._waiting: deque[EndpointTurn] = deque()
@@ -125,7 +151,7 @@ class HttpEngine:
         finally:
             loop.remove_reader(self._channel.wake_event)
             for turn in [*self._running.values(), *self._waiting]:
-                self._abort_turn(turn, f"{self._api.url} is away")
+                self._abort_turn(turn, f"{self._endpoint.url} is away")
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -210,19 +236,16 @@ class HttpEngine:
         sampling = msgspec.structs.replace(turn.sampling, max_tokens=min(room, turn.sampling.max_tokens))
         ended = ""
         try:
-            async for cached, tokens, logprobs, reason in self._api.stream_turn(
-                turn.context, sampling, salt=self._versions.salt
-            ):
-                self._on_tokens(turn, tokens, logprobs)
-                turn.cached_tokens = max(cached, turn.cached_tokens)
-                ended = reason or ended
+            async for chunk in self._endpoint.stream_turn(turn.context, sampling, salt=self._versions.salt):
+                self._on_chunk(turn, chunk)
+                ended = chunk.finish_reason or ended
             if ended not in ("stop", "length"):
-                message = f"{self._api.url} broke a turn off: {ended or 'it fell silent'}"
+                message = f"{self._endpoint.url} broke a turn off: {ended or 'it fell silent'}"
                 raise TurnLost(message, failed=ended != "abort")  # a pause of the server ends turns with "abort"
-            if ended == "stop" and not set(turn.tokens[-1:]) & set(sampling.stop_token_ids):
-                raise EngineRefusal(f"{self._api.url} ended it at a token that nobody asked for")
+            if ended == "stop" and not set(turn.sampled.tokens[-1:]) & set(sampling.stop_token_ids):
+                raise EngineRefusal(f"{self._endpoint.url} ended it at a token that nobody asked for")
         except TurnLost as lost:
-            await self._api.check_unchanged()
+            await self._endpoint.check_unchanged()
             self._on_turn_lost(turn, lost)
         except EngineRefusal as refusal:
             self._remove(turn)
@@ -242,25 +265,26 @@ class HttpEngine:
             self._ttft.append(inf)
         self._fails = lost.failed
         self._remove(turn)
-        refused = lost.failed and not turn.tokens
+        refused = lost.failed and not turn.sampled.tokens
         self._reports.send(TurnRejected(turn.name, str(lost)) if refused else self._finished(turn, ABORTED, str(lost)))
 
-    def _on_tokens(self, turn: EndpointTurn, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+    def _on_chunk(self, turn: EndpointTurn, chunk: TurnChunk) -> None:
+        turn.cached_tokens = max(chunk.cached_tokens, turn.cached_tokens)
+        tokens, logprobs = chunk.tokens, chunk.logprobs
         if not tokens:
             return
         if len(tokens) != len(logprobs):
-            raise EngineBroken(f"{self._api.url} told {len(tokens)} tokens with {len(logprobs)} logprobs")
+            raise EngineBroken(f"{self._endpoint.url} told {len(tokens)} tokens with {len(logprobs)} logprobs")
         if not all(0 <= token < self._vocabulary for token in tokens):
-            raise EngineBroken(f"{self._api.url} told tokens outside the vocabulary of {self._vocabulary}")
+            raise EngineBroken(f"{self._endpoint.url} told tokens outside the vocabulary of {self._vocabulary}")
         if impossible := logprob_error(np.array(logprobs)):
-            raise EngineRefusal(f"{self._api.url} answered with {impossible}")
+            raise EngineRefusal(f"{self._endpoint.url} answered with {impossible}")
         turn.last_token_at = time.time()
-        if not turn.tokens:
+        if not turn.sampled.tokens:
             turn.first_token_at = turn.counted_at = turn.last_token_at
             turn.counted = turn.first_tokens = len(tokens)
             self._ttft.append(turn.first_token_at - turn.sent_at)
-        turn.tokens += tokens
-        turn.logprobs += logprobs
+        turn.sampled.append(tokens, logprobs)
 
     def _abort_turn(self, turn: EndpointTurn, reason: str) -> None:
         """Abort a turn and return it with its tokens. `reason`: empty if the executor has aborted it."""
@@ -277,25 +301,21 @@ class HttpEngine:
             return
         if turn.first_token_at:
             self._rates.on_first_token(len(turn.context) - turn.cached_tokens, turn.first_token_at - turn.sent_at)
-        if later := len(turn.tokens) - turn.first_tokens:
+        if later := len(turn.sampled.tokens) - turn.first_tokens:
             self._rates.on_decoded((turn.last_token_at - turn.first_token_at) / later, running)
 
     def _finished(self, turn: EndpointTurn, finish_reason: str, reason: str = "") -> TurnFinished:
-        spans = (VersionSpan(0, len(turn.tokens), turn.version),) if turn.tokens else ()
-        return TurnFinished(
+        times = TurnTimes(scheduled_at=turn.sent_at, first_token_at=turn.first_token_at, finished_at=time.time())
+        finished = FinishedTurn(
             name=turn.name,
-            tokens=pack_tokens(turn.tokens),
-            logprobs=pack_logprobs(turn.logprobs),
+            sampled=turn.sampled.build(turn.version),
             finish_reason=finish_reason,
-            spans=spans,
             context_tokens=len(turn.context),
             cached_tokens=turn.cached_tokens,
-            scheduled_at=turn.sent_at,
-            first_token_at=turn.first_token_at,
-            finished_at=time.time(),
-            device_seconds=self._seconds_per_turn - turn.share_before if turn.sent_at else 0.0,
-            reason=reason,
+            times=times,
         )
+        seconds = self._seconds_per_turn - turn.share_before if turn.sent_at else 0.0
+        return TurnFinished(finished, device_seconds=seconds, reason=reason)
 
     def _share_seconds(self) -> None:
         """Divide the time since the last call among the lender's turns at the endpoint; other requests are unknown."""
@@ -330,7 +350,7 @@ class HttpEngine:
             loads = self._versions.loads
             try:
                 if not loads % 2:
-                    await self._api.check_alive()
+                    await self._endpoint.check_alive()
             except EngineBroken:
                 if loads == self._versions.loads:  # otherwise a load began, during which the endpoint does not answer
                     raise
@@ -339,14 +359,13 @@ class HttpEngine:
             await asyncio.sleep(self._config.heartbeat_seconds)
 
     async def _adjust_limit(self) -> None:
-        before, loads = await self._api.histograms(), self._versions.loads
+        before, loads = await self._endpoint.histograms(), self._versions.loads
         while True:
             await asyncio.sleep(LATENCY_WINDOW_SECONDS)
-            after = await self._api.histograms()
+            after = await self._endpoint.histograms()
             others_late = any(
-                exceeds_budget(before.get(kind, {}), after[kind], budget)
-                for kind, budget in self._budgets.items()
-                if kind in after
+                exceeds_budget(earlier, later, budget)
+                for earlier, later, budget in zip(before, after, self._budgets, strict=True)
             )
             window = self._window(others_late)
             if loads == self._versions.loads and not loads % 2:  # latencies during a load say nothing about turns
@@ -357,19 +376,19 @@ class HttpEngine:
         """Return the latencies since the window before. A token that has not come yet counts with its present delay."""
         now, ttft, tpot = time.time(), self._ttft, []
         for turn in self._running.values():
-            if not turn.tokens:
+            if not turn.sampled.tokens:
                 ttft.append(now - turn.sent_at)
                 continue
-            new = len(turn.tokens) - turn.counted
+            new = len(turn.sampled.tokens) - turn.counted
             tpot.append((turn.last_token_at - turn.counted_at) / new if new else now - turn.counted_at)
             if new:
-                turn.counted, turn.counted_at = len(turn.tokens), turn.last_token_at
+                turn.counted, turn.counted_at = len(turn.sampled.tokens), turn.last_token_at
         full, self._was_full, self._ttft = self._was_full, False, []
         return LatencyWindow(ttft, tpot, full, others_late)
 
     def _abort_above(self, limit: int) -> None:
         """Return the turns above the limit, turns with the fewest tokens first."""
-        running = sorted(self._running.values(), key=lambda turn: len(turn.tokens), reverse=True)
+        running = sorted(self._running.values(), key=lambda turn: len(turn.sampled.tokens), reverse=True)
         surplus = [*running[limit:], *list(self._waiting)[max(0, limit - len(running)) :]]
         for turn in surplus:
             self._abort_turn(turn, KEEPS_LATENCY)
@@ -379,7 +398,7 @@ class HttpEngine:
 
     def _status(self) -> EngineStatus:
         turns = [*self._running.values(), *self._waiting]
-        held = sum(len(turn.context) + len(turn.tokens) for turn in turns)
+        held = sum(len(turn.context) + len(turn.sampled.tokens) for turn in turns)
         return EngineStatus(
             version=self._versions.version,
             device=DEVICE,

@@ -32,10 +32,11 @@ from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
 from rose.workers.executor.main import run_executor
 from rose.workers.executor.vllm.folder import check_folder
 from rose.workers.executor.vllm.types import EngineBroken
-from rose.workers.lender.endpoint.api import VllmConfig, VllmEndpoint
-from rose.workers.lender.endpoint.config import EndpointConfig
+from rose.workers.lender.config import EndpointConfig
 from rose.workers.lender.endpoint.http_engine import HttpEngine, KvAllowance
+from rose.workers.lender.endpoint.protocol import Endpoint, EndpointInfo
 from rose.workers.lender.endpoint.versions import EndpointVersions, resume_paused
+from rose.workers.lender.endpoint.vllm_client import VllmEndpoint
 from rose.workers.lender.endpoint.weights_proof import ReferenceModel
 from rose.workers.weights.config import WeightsConfig
 
@@ -115,28 +116,33 @@ class HttpEngineThread:
             os.eventfd_write(self._liveness_fd, 1)
 
     async def _run_engine(self) -> None:
-        api = VllmEndpoint(self._endpoint.url, self._endpoint.model)
-        async with aclosing(api):
+        endpoint = VllmEndpoint(self._endpoint.url, self._endpoint.model)
+        async with aclosing(endpoint):
             folder = self._endpoint.folder.resolve() / self._endpoint.folder_name
-            server = await self._wait_for_endpoint(api, folder)
-            log.info("endpoint_found", url=api.url, model=api.model, dtype=server.dtype)
-            versions = EndpointVersions(api, server, self._vocabulary, self._expected, folder)
-            kv = kv_allowance(server, self._config)
-            player = HttpEngine(
-                api, versions, self._channel, self._config, self._endpoint, vocabulary=self._vocabulary, kv=kv
+            info = await self._wait_for_endpoint(endpoint, folder)
+            log.info("endpoint_found", url=endpoint.url, model=endpoint.model, dtype=info.dtype)
+            versions = EndpointVersions(endpoint, info, self._vocabulary, self._expected, folder)
+            engine = HttpEngine(
+                endpoint,
+                versions,
+                self._channel,
+                self._config,
+                self._endpoint,
+                vocabulary=self._vocabulary,
+                kv=kv_allowance(info, self._config),
             )
-            await player.run()
+            await engine.run()
 
-    async def _wait_for_endpoint(self, api: VllmEndpoint, folder: Path) -> VllmConfig:
-        """Wait until the endpoint answers, and return its configuration. Raises EngineStartError if it cannot lend.
+    async def _wait_for_endpoint(self, endpoint: Endpoint, folder: Path) -> EndpointInfo:
+        """Wait until the endpoint answers, and return what it says of itself.
 
-        `folder`: the folder of its versions.
+        `folder`: the folder of its versions. Raises EngineStartError if the endpoint cannot lend.
         """
         waited = False
         while True:
             try:
-                await resume_paused(api, folder)
-                return await api.check(self._shapes, self._config.max_model_len)
+                await resume_paused(endpoint, folder)
+                return await endpoint.check(self._shapes, self._config.max_model_len)
             except EngineBroken as broken:
                 if not waited:
                     log.warning("endpoint_unreachable", reason=str(broken))
@@ -145,7 +151,7 @@ class HttpEngineThread:
                 await asyncio.sleep(RETRY_SECONDS)
 
 
-def kv_allowance(server: VllmConfig, config: ExecutorConfig) -> KvAllowance:
+def kv_allowance(info: EndpointInfo, config: ExecutorConfig) -> KvAllowance:
     """Return the KV memory that turns may use: the smaller of the configured size and the endpoint's cache.
 
     Bytes per token are those of plain attention.
@@ -153,7 +159,7 @@ def kv_allowance(server: VllmConfig, config: ExecutorConfig) -> KvAllowance:
     model: dict[str, Any] = json.loads((config.model_folder / "config.json").read_bytes())
     heads, layers = int(model["num_attention_heads"]), int(model["num_hidden_layers"])
     size = int(model.get("head_dim") or model["hidden_size"] // heads)
-    number = 4 if server.dtype == "float32" else 2
+    number = 4 if info.dtype == "float32" else 2
     per_token = 2 * layers * int(model.get("num_key_value_heads") or heads) * size * number
-    there = (server.cache_config.num_gpu_blocks or 0) * server.cache_config.block_size * per_token
+    there = info.kv_tokens * per_token
     return KvAllowance(min(config.kv_cache_bytes, there or config.kv_cache_bytes), per_token)

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rose.workers.executor.vllm.types import EngineBroken, SwapRefused
-from rose.workers.lender.endpoint.api import HEAD, TOP_LOGPROBS, VISIBILITY_TENSOR, VllmConfig, VllmEndpoint
+from rose.workers.lender.endpoint.protocol import HEAD, VISIBILITY_TENSOR, Endpoint, EndpointInfo
 from rose.workers.lender.endpoint.weights_proof import (
     TOLERANCES,
     ReferenceModel,
@@ -56,16 +56,16 @@ class EndpointVersions:
     """The versions of one endpoint, for one incarnation of an executor."""
 
     def __init__(
-        self, api: VllmEndpoint, server: VllmConfig, vocabulary: int, expected: ReferenceModel, folder: Path
+        self, endpoint: Endpoint, info: EndpointInfo, vocabulary: int, expected: ReferenceModel, folder: Path
     ) -> None:
-        """`server`: the configuration from `api.check`. `folder`: the folder of versions, which is emptied."""
-        self._api = api
-        self._server = server
+        """`info`: the result of `endpoint.check`. `folder`: the folder of versions, which is emptied."""
+        self._endpoint = endpoint
+        self._info = info
         self._vocabulary = vocabulary
         self._expected = expected
         self._folder = folder
         shutil.rmtree(folder, ignore_errors=True)  # files of an earlier incarnation
-        self._active = EndpointWeights(-1, Path(server.model_config.model))
+        self._active = EndpointWeights(-1, info.model_folder)
         self._staged: EndpointWeights | None = None
         self.salt = ""
         """Cache salt of the loaded weights: cached KV is reused only under the same salt."""
@@ -94,8 +94,8 @@ class EndpointVersions:
         seen = self._folder / "seen"
         try:
             await asyncio.to_thread(_save, seen, {f"{VISIBILITY_TENSOR}.seen": torch.zeros(1)})
-            if not await self._api.can_read(seen):
-                raise SwapRefused(f"{self._api.url} cannot read {self._folder}, where versions are written for it")
+            if not await self._endpoint.can_read(seen):
+                raise SwapRefused(f"{self._endpoint.url} cannot read {self._folder}, where versions are written for it")
             await asyncio.to_thread(_save, weights.folder, _with_head(weights.tensors))
         except (OSError, SafetensorError) as error:
             raise SwapRefused(f"{weights.folder} cannot be written: {error}") from None
@@ -117,7 +117,7 @@ class EndpointVersions:
             log.error("version_not_proven", version=weights.version, reason=sentence)
             worse = await self._load(self._active)
             if worse:
-                raise EngineBroken(f"{self._api.url} does not take back what it served: {worse}")
+                raise EngineBroken(f"{self._endpoint.url} does not take back what it served: {worse}")
             raise SwapRefused(sentence)
         finally:
             self.loads += 1
@@ -130,9 +130,9 @@ class EndpointVersions:
             await self._load_and_resume(weights.folder)
             if weights.tensors is None:
                 return None
-            most = min(TOP_LOGPROBS, self._server.model_config.max_logprobs, self._vocabulary)
+            most = min(self._info.max_logprobs, self._vocabulary)
             context = probe_context(self._vocabulary, weights.version)
-            probed = await self._api.probe(context, salt=self.salt, likeliest=most)
+            probed = await self._endpoint.probe(context, salt=self.salt, likeliest=most)
         except SwapRefused as refusal:
             return str(refusal)
         if lacking := probe_error(probed, self._vocabulary):
@@ -141,7 +141,7 @@ class EndpointVersions:
         known, before = self._active.tensors, None
         if known is not None and known is not weights.tensors:
             before = await asyncio.to_thread(self._expected.logprobs, known, probed)
-        return proof_error(probed.logprobs, new, before, TOLERANCES[self._server.dtype])
+        return proof_error(probed.logprobs, new, before, TOLERANCES[self._info.dtype])
 
     async def _load_and_resume(self, folder: Path) -> None:
         """Make the endpoint load `folder`, and resume it in any case. Raises SwapRefused or EngineBroken."""
@@ -151,19 +151,19 @@ class EndpointVersions:
         except OSError as error:
             raise SwapRefused(f"{paused} cannot be written: {error.strerror}") from None
         try:
-            await self._api.load_weights(folder)
+            await self._endpoint.load_weights(folder)
         finally:
-            await self._api.resume_serving()
+            await self._endpoint.resume_serving()
             paused.unlink(missing_ok=True)
 
 
-async def resume_paused(api: VllmEndpoint, folder: Path) -> None:
+async def resume_paused(endpoint: Endpoint, folder: Path) -> None:
     """Resume an endpoint whose lender was killed during a load. Raises EngineBroken."""
     paused = folder / PAUSED
     if paused.exists():
-        log.warning("endpoint_resumed", url=api.url)
-        with suppress(SwapRefused):  # `api.check` finds what is wrong with the endpoint
-            await api.resume_serving()
+        log.warning("endpoint_resumed", url=endpoint.url)
+        with suppress(SwapRefused):  # `check` finds what is wrong with the endpoint
+            await endpoint.resume_serving()
             paused.unlink(missing_ok=True)
 
 

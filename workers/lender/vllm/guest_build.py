@@ -3,6 +3,10 @@
 Keeps true: a build that fails leaves nothing in memory, on any rank.
 """
 
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from logging import Logger
 from pathlib import Path
 
@@ -13,7 +17,10 @@ from rose.workers.executor.vllm.backend import InProcessBackend, ModelBackend
 from rose.workers.executor.vllm.engine import Engine, EngineConfig
 from rose.workers.lender.config import LendConfig
 from rose.workers.lender.vllm.kv_pool import KvPool
-from rose.workers.lender.vllm.kv_sharing import guest_pool
+from rose.workers.lender.vllm.kv_sharing import KvSharing, guest_pool
+from rose.workers.lender.vllm.process_globals import GlobalsSwap, globals_for_build
+from rose.workers.lender.vllm.serving import ServingMemory
+from rose.workers.lender.vllm.time_sliced import TimeSlicedCall
 from rose.workers.lender.vllm.tp_driver import TpBackend, TpDriver
 
 SIZE_GROWTH = 4
@@ -93,18 +100,85 @@ def profile_sizes(room_tokens: int) -> list[int]:
     return [*reversed(found * ROUNDS), 1] if found else []
 
 
-def build_guest(config: LendConfig, driver: TpDriver | None, log: Logger) -> tuple[Engine, KvPool]:
-    """Build the guest's engine and its KV pool, on all ranks of `driver` or in this process without one.
+@dataclass(frozen=True, slots=True)
+class BuiltGuest:
+    """A guest's engine, with all that exists as long as the engine does."""
 
-    Takes seconds. Raises ModelFolderError or EngineStartError.
-    """
-    backend: ModelBackend = InProcessBackend() if driver is None else TpBackend(driver, log)
-    try:
-        engine = build_engine(config, backend)
-        return engine, guest_pool(engine)
-    except Exception:
-        backend.release()
-        raise
+    engine: Engine
+    sharing: KvSharing
+    """Shares the KV memory of serving and the engine."""
+    globals: GlobalsSwap
+    profile: StepProfile
+    """The first steps."""
+
+    @property
+    def needs_memory(self) -> bool:
+        """Whether the first steps wait for more KV memory, and the budget can grow."""
+        return self.sharing.can_grow and self.profile.needs_memory(self.sharing.room_tokens)
+
+    def close(self) -> None:
+        """Give all KV memory to serving, and free the memory of the engine."""
+        try:
+            self.sharing.close()
+        finally:
+            with self.globals.as_guest():
+                self.engine.close()
+
+
+class GuestBuild:
+    """The build of one guest, on a thread that advances only while it is resumed."""
+
+    def __init__(
+        self,
+        config: LendConfig,
+        serving: ServingMemory,
+        cost: StepCost,
+        layer_hook: Callable[[], None],
+        driver: TpDriver | None,
+        log: Logger,
+    ) -> None:
+        """Begin to build a guest.
+
+        `cost` observes the first steps. `layer_hook` is called between two layers of the guest's steps, if the model is
+        in this process. `driver` calls serving's workers; None if serving has one rank.
+        """
+        self.is_running = True
+        """Whether the thread still builds: it cannot be ended."""
+        self._config = config
+        self._serving = serving
+        self._cost = cost
+        self._layer_hook = layer_hook
+        self._driver = driver
+        self._log = log
+        self._began = time.monotonic()
+        self._globals = globals_for_build()
+        self._call = TimeSlicedCall(partial(build_guest, config, driver, log), "rose-guest-build")
+
+    def resume(self, seconds: float) -> BuiltGuest | None:
+        """Build for `seconds`. Return the guest when it is built. Raises what the build raised."""
+        if self._driver is not None and self._driver.has_pending_call:
+            self._driver.resume_pending(seconds)
+            return None
+        with self._globals.as_guest_build():
+            if not self._call.resume(seconds):
+                return None
+        self.is_running = False
+        engine, pool = self._call.result()
+        try:
+            engine.set_layer_hook(self._layer_hook)
+            sharing = KvSharing(self._serving, engine, pool, self._config)
+        except Exception:
+            with self._globals.as_guest():
+                engine.close()
+            raise
+        pieces, longest_seconds = (0, 0.0) if self._driver is None else self._driver.take_timings()
+        self._log.info(
+            "rose: guest_built seconds=%.2f slices=%d longest_slice_seconds=%.4f",
+            time.monotonic() - self._began,
+            pieces + self._call.slices,
+            max(longest_seconds, self._call.longest_seconds),
+        )
+        return BuiltGuest(engine, sharing, self._globals, StepProfile(engine, self._cost))
 
 
 def build_engine(config: LendConfig, backend: ModelBackend | None = None) -> Engine:
@@ -122,3 +196,17 @@ def build_engine(config: LendConfig, backend: ModelBackend | None = None) -> Eng
     )
     engine.allocate_spare()
     return engine
+
+
+def build_guest(config: LendConfig, driver: TpDriver | None, log: Logger) -> tuple[Engine, KvPool]:
+    """Build the guest's engine and its KV pool, on all ranks of `driver` or in this process without one.
+
+    Takes seconds. Raises ModelFolderError or EngineStartError.
+    """
+    backend: ModelBackend = InProcessBackend() if driver is None else TpBackend(driver, log)
+    try:
+        engine = build_engine(config, backend)
+        return engine, guest_pool(engine)
+    except Exception:
+        backend.release()
+        raise

@@ -13,6 +13,7 @@ Keeps true
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from logging import Logger
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from rose.workers.lender.admission import Admission, AdmissionDecision, ServingS
 from rose.workers.lender.config import LendConfig
 from rose.workers.lender.sidecar_link import SidecarListener
 from rose.workers.lender.vllm.guest import Guest
+from rose.workers.lender.vllm.guest_build import GuestBuild
 from rose.workers.lender.vllm.serving import ServingMemory, ServingView
 from rose.workers.lender.vllm.tp_driver import TpDriver
 from rose.workers.lender.watchdog_page import StatusPage
@@ -85,8 +87,9 @@ class StepInterleaver:
         """When admission is next asked for a guest without work."""
         self._admission = Admission(config.promise, serving_step_tokens=core.scheduler.max_num_scheduled_tokens)
         self._view = ServingView(core, self._admission)
-        learned = self._admission.guest, self._serving_stats
-        self._guest = Guest(config, listener, page, *learned, ServingMemory(core), log, self._yield_to_serving, driver)
+        cost, memory = self._admission.guest, ServingMemory(core)
+        start_build = partial(GuestBuild, config, memory, cost, self._yield_to_serving, driver, log)
+        self._guest = Guest(config, listener, page, cost, self._serving_stats, log, start_build)
         self._log = log
         self._disabled = False
         """Whether lending has ended because of an unexpected error about serving."""
@@ -103,6 +106,11 @@ class StepInterleaver:
     def guest_ready(self) -> bool:
         """Whether the guest has work, and may compute without another message to serving first."""
         return not self._disabled and not self._stalled and self._guest.busy
+
+    @property
+    def has_guest(self) -> bool:
+        """Whether there is a guest, with or without a sidecar."""
+        return self._guest.exists
 
     def step(self, process_engine_step: Callable[[], bool]) -> bool:
         """Give serving its memory, run its step, then a guest piece if admission allows one.
@@ -260,7 +268,7 @@ def interleave(core: Any, config: LendConfig, page: StatusPage, log: Logger) -> 
     def take_input() -> None:
         core.process_input_queue_block = idle = not interleaver.guest_ready
         if idle:
-            listener.arm_wakeup()
+            listener.arm_wakeup(has_guest=interleaver.has_guest)
             if interleaver.guest_ready:  # the wake-up for a command that has just come may be over
                 core.process_input_queue_block = False
         process_input_queue()

@@ -14,7 +14,7 @@ from vllm.v1.engine import EngineCoreRequestType
 from rose.workers.executor.ipc.messages import MessageSender, ObservationReport
 from rose.workers.executor.ipc.shared_memory import RingBuffer
 from rose.workers.lender.config import LendConfig
-from rose.workers.lender.idle_time import IdleTime
+from rose.workers.lender.idle_stretches import IdleStretches
 from rose.workers.lender.sidecar_link import Connection, SidecarListener
 
 REPORT_SECONDS = 1.0
@@ -56,7 +56,7 @@ class Observer:
     """The observation of one server."""
 
     def __init__(self, scheduler: Any, listener: SidecarListener) -> None:
-        self.idleness = IdleTime(time.monotonic())
+        self.idleness = IdleStretches(time.monotonic())
         self.link: Connection | None = None
         """The listener's connection at the last step."""
         self._listener = listener

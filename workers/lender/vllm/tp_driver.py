@@ -118,9 +118,11 @@ class TpDriver:
 
 def _check(wrong: Sequence[str]) -> None:
     """Raise TpRankFailed if a rank has an error. `wrong`: error texts by rank, empty for success."""
-    failed = [f"rank {rank}: {what}" for rank, what in enumerate(wrong) if what]
+    failed = {rank: what for rank, what in enumerate(wrong) if what}
+    if len(failed) > 1:  # a log line is cut after a first long sentence: every rank must come before that
+        failed = {rank: what.partition(". ")[0] for rank, what in failed.items()}
     if failed:
-        raise TpRankFailed("; ".join(failed))
+        raise TpRankFailed("; ".join(f"rank {rank}: {what}" for rank, what in failed.items()))
 
 
 class TpExecutor(Executor):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Client of an endpoint: vLLM 0.32's HTTP API, including its development API.
+"""An endpoint of vLLM 0.32: a client of its HTTP API, including its development API.
 
 Keeps true
 - An endpoint whose versions cannot be proven, or that returns no token ids, is refused with a message before the
@@ -15,16 +15,17 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from rose.schemas.errors import RoseError
 from rose.schemas.prompts import Sampling
 from rose.workers.executor.vllm.folder import check_folder
 from rose.workers.executor.vllm.types import EngineBroken, EngineRefusal, EngineStartError, SwapRefused
-from rose.workers.lender.endpoint.turn import (
-    BUSY_STATUSES,
-    Choice,
-    CompletionChunk,
-    StreamBroken,
+from rose.workers.lender.endpoint.protocol import (
+    HEAD,
+    VISIBILITY_TENSOR,
+    EndpointInfo,
+    LatencyHistograms,
+    TurnChunk,
     TurnLost,
-    error_for_status,
 )
 from rose.workers.lender.endpoint.weights_proof import ANSWER_TOKENS, TOLERANCES, ProbeAnswer
 from rose.workers.model_config import max_context_tokens_of
@@ -59,8 +60,11 @@ TTFT, TPOT = "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_secon
 TOKEN_PREFIX = "token_id:"
 """Prefix of a token id in the name of a token."""
 
-VISIBILITY_TENSOR = "rose"
-"""Name of a tensor that no model has."""
+FATAL_STATUSES = (401, 403, 404, 405)
+"""HTTP statuses that every turn would meet: the endpoint cannot run turns."""
+
+BUSY_STATUSES = (408, 429, 503, 504)
+"""HTTP statuses of a turn for which the endpoint has no room at the moment."""
 
 NOT_VLLM = (
     "only a vLLM 0.32 server that was started with VLLM_SERVER_DEV_MODE=1 is known to load a policy version that can "
@@ -150,8 +154,57 @@ class Models(msgspec.Struct):
     data: list[Model]
 
 
+class Logprobs(msgspec.Struct):
+    """Logprobs of the tokens of a choice. Tokens are named by TOKEN_PREFIX and their id."""
+
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float] | None] = []
+
+
+class Choice(msgspec.Struct):
+    """The new tokens of an answer. Token ids are present because the request asks for them."""
+
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CachedTokens(msgspec.Struct):
+    """Details of the prompt in a usage object."""
+
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    """Usage object of a completion."""
+
+    prompt_tokens_details: CachedTokens | None = None
+
+
+class CompletionChunk(msgspec.Struct):
+    """One chunk of a streamed answer, or a whole answer."""
+
+    choices: list[Choice]
+    usage: Usage | None = None
+
+
+class StreamError(msgspec.Struct):
+    """Why the endpoint has ended a stream."""
+
+    message: str
+    code: int
+    """An HTTP status."""
+
+
+class StreamBroken(msgspec.Struct):
+    """The last chunk of a stream that the endpoint has ended with an error."""
+
+    error: StreamError
+
+
 class VllmEndpoint:
-    """Client of one server. Every method raises EngineBroken if the server is unreachable or broken."""
+    """Client of one vLLM server. Implements `protocol.Endpoint`, where the methods are described."""
 
     def __init__(self, url: str, model: str) -> None:
         """`model`: the model's name at the server; empty for its only one. Call it within a running event loop."""
@@ -168,11 +221,8 @@ class VllmEndpoint:
         """Close the connections."""
         await self._session.close()
 
-    async def check(self, shapes: Mapping[str, Sequence[int]], max_model_len: int) -> VllmConfig:
-        """Return the server's configuration. `shapes`: tensor shapes of the policy.
-
-        Raises EngineStartError if the lender cannot use the server.
-        """
+    async def check(self, shapes: Mapping[str, Sequence[int]], max_model_len: int) -> EndpointInfo:
+        """Check the server by `/version`, `/server_info` and a request, as `Endpoint.check` says."""
         version = await self._get("/version")
         info = await self._get("/server_info?config_format=json", INFO_SECONDS) if version is not None else None
         if version is None or info is None:
@@ -195,13 +245,19 @@ class VllmEndpoint:
             raise EngineStartError(f"{self.url} serves {', '.join(names)}: set endpoint.model to the policy's name")
         await self._check_tokens()
         self._checked_config = config.without_instance
-        return config
+        cache = config.cache_config
+        return EndpointInfo(
+            model_folder=Path(config.model_config.model),
+            dtype=config.dtype,
+            max_logprobs=min(TOP_LOGPROBS, config.model_config.max_logprobs),
+            kv_tokens=(cache.num_gpu_blocks or 0) * cache.block_size,
+        )
 
     async def _check_tokens(self) -> None:
         sampling = Sampling(max_tokens=1, temperature=0.0)
         try:
-            async for _, tokens, logprobs, _ in self.stream_turn([0, 1], sampling, salt="rose"):
-                if tokens and len(tokens) == len(logprobs):
+            async for chunk in self.stream_turn([0, 1], sampling, salt="rose"):
+                if chunk.tokens and len(chunk.tokens) == len(chunk.logprobs):
                     return
         except EngineRefusal as refusal:
             raise EngineStartError(f"{self.url} answers no turn: {refusal}") from None
@@ -210,43 +266,35 @@ class VllmEndpoint:
         raise EngineStartError(f"{self.url} does not tell the token ids that it draws: turns are never tokenised again")
 
     async def check_alive(self) -> None:
-        """Make the server's engine answer between two of its steps."""
+        """Check the engine's health, as `Endpoint.check_alive` says."""
         try:
             await self._post("/collective_rpc", {"method": "check_health"}, ANSWER_SECONDS)
         except SwapRefused as refusal:
             raise EngineBroken(str(refusal)) from None
 
     async def check_unchanged(self) -> None:
-        """Check that the server answers and is the one that was checked: a lost turn may have been its end."""
+        """Compare `/server_info` with the first one, as `Endpoint.check_unchanged` says."""
         await self.check_alive()
         info = await self._get("/server_info?config_format=json", INFO_SECONDS)
         if info is None or self._decoded(info, ServerInfo).vllm_config.without_instance != self._checked_config:
             raise EngineBroken(f"{self.url} is another server than it was")
 
-    async def histograms(self) -> dict[str, dict[float, float]]:
-        """Return the latency histograms of all requests so far, by name; empty if the server exports none.
-
-        A histogram is the cumulative number of latencies by upper bound in seconds.
-        """
+    async def histograms(self) -> LatencyHistograms:
+        """Read the latency histograms from `/metrics`."""
         text = await self._get("/metrics")
-        found: dict[str, dict[float, float]] = {}
+        ttft: dict[float, float] = {}
+        tpot: dict[float, float] = {}
         for family in text_string_to_metric_families((text or b"").decode()):
             if family.name in (TTFT, TPOT):
-                buckets = found.setdefault(family.name, {})
+                buckets = ttft if family.name == TTFT else tpot
                 for sample in family.samples:
                     if sample.name.endswith("_bucket"):
                         bound = float(sample.labels["le"])
                         buckets[bound] = buckets.get(bound, 0.0) + sample.value
-        return found
+        return LatencyHistograms(ttft, tpot)
 
-    async def stream_turn(
-        self, context: Sequence[int], sampling: Sampling, *, salt: str
-    ) -> AsyncIterator[tuple[int, list[int], list[float], str]]:
-        """Run a turn. Yields cached context tokens, new tokens, their logprobs, and the finish reason (empty before).
-
-        `salt`: cached KV is reused only under the same salt. Raises EngineRefusal if the server rejects the turn, and
-        TurnLost if the stream ends early; `check_unchanged` then tells whether the server is still there.
-        """
+    async def stream_turn(self, context: Sequence[int], sampling: Sampling, *, salt: str) -> AsyncIterator[TurnChunk]:
+        """Stream a completion of token ids, as `Endpoint.stream_turn` says."""
         body = {**self._body(context, sampling, salt), "stream": True, "stream_options": {"include_usage": True}}
         silence = aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_SECONDS, sock_read=SILENT_SECONDS)
         try:
@@ -266,22 +314,19 @@ class VllmEndpoint:
         except ValueError as error:
             raise EngineBroken(f"{self.url} answers a turn with what is none: {_reason(error)}") from None
 
-    def _parse_chunk(self, piece: CompletionChunk, context: Sequence[int]) -> tuple[int, list[int], list[float], str]:
+    def _parse_chunk(self, piece: CompletionChunk, context: Sequence[int]) -> TurnChunk:
         details = piece.usage.prompt_tokens_details if piece.usage is not None else None
         cached = details.cached_tokens or 0 if details is not None else 0
         if not piece.choices:
-            return cached, [], [], ""
+            return TurnChunk([], [], cached, "")
         choice = piece.choices[0]
         if choice.prompt_token_ids is not None and choice.prompt_token_ids != list(context):
             raise EngineRefusal(f"{self.url} changes the tokens of a context: turns are never tokenised again")
         logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else []
-        return cached, choice.token_ids or [], logprobs, choice.finish_reason or ""
+        return TurnChunk(choice.token_ids or [], logprobs, cached, choice.finish_reason or "")
 
     async def probe(self, context: Sequence[int], *, salt: str, likeliest: int) -> ProbeAnswer:
-        """Return the server's completion of a context, sampled as for a turn, with the `likeliest` tokens' logprobs.
-
-        Raises SwapRefused if token ids or logprobs are missing.
-        """
+        """Request a few tokens with the likeliest logprobs, as `Endpoint.probe` says."""
         sampling = Sampling(max_tokens=ANSWER_TOKENS)
         body = {**self._body(context, sampling, salt), "logprobs": likeliest}
         answer = self._decoded(await self._post("/v1/completions", body, SILENT_SECONDS), CompletionChunk)
@@ -296,7 +341,7 @@ class VllmEndpoint:
         return ProbeAnswer(context, choice.token_ids, ids)
 
     async def can_read(self, folder: Path) -> bool:
-        """Whether the server can read `folder`, which holds a tensor that no model has.
+        """Whether the server can read `folder`.
 
         vLLM is asked to load the folder without the model's loader: it names the unknown tensor in its error, and
         changes no weights.
@@ -309,17 +354,14 @@ class VllmEndpoint:
         return False
 
     async def load_weights(self, folder: Path) -> None:
-        """Load the safetensors of `folder`. The server answers no request until `resume_serving`.
-
-        Its running requests wait, and are computed again with the new weights. Raises SwapRefused.
-        """
+        """Pause the server, load the weights and empty the prefix cache, as `Endpoint.load_weights` says."""
         await self._post("/pause?mode=keep", {}, LOAD_SECONDS)
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._post("/collective_rpc", body, LOAD_SECONDS)
         await self._post("/reset_prefix_cache?reset_running_requests=true", {}, LOAD_SECONDS)
 
     async def resume_serving(self) -> None:
-        """Make the server answer requests again. Raises SwapRefused."""
+        """Resume a paused server."""
         await self._post("/resume", {}, LOAD_SECONDS)
 
     def _body(self, context: Sequence[int], sampling: Sampling, salt: str) -> dict[str, Any]:
@@ -408,8 +450,15 @@ def _model_error(folder: Path, shapes: Mapping[str, Sequence[int]], *, on_cpu: b
     return None
 
 
-HEAD = "lm_head.weight"
-"""Name of the head's tensor; a model without it ties the head to the embedding."""
+def error_for_status(url: str, status: int, message: str) -> RoseError:
+    """Return the exception for a turn that is answered with `status`: EngineBroken, EngineRefusal or TurnLost."""
+    if status < 400 or status in FATAL_STATUSES:
+        return EngineBroken(f"{url} answers a turn with {status}: {message}")
+    if status in BUSY_STATUSES:
+        return TurnLost(f"{url} has no room for a turn: {message}", failed=False)
+    if status < 500:
+        return EngineRefusal(f"{url} does not take the turn: {message}")
+    return TurnLost(f"{url} fails at a turn: {message}", failed=True)
 
 
 async def _error_text(response: aiohttp.ClientResponse) -> str:

@@ -10,14 +10,14 @@ from prometheus_client import REGISTRY
 
 from rose.workers.executor.ipc.messages import ObservationReport, Report
 from rose.workers.executor.vllm.types import EngineBroken
-from rose.workers.lender.idle_time import STRETCH_BOUNDS, IdleTime
+from rose.workers.lender.idle_stretches import STRETCH_BOUNDS, IdleStretches
 from rose.workers.lender.observe import ObservationCollector, log_fields, observe
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 500.0)), max_size=60))
 def test_all_time_is_idle_or_busy_and_each_stretch_is_counted(history: list[tuple[bool, float]]) -> None:
     """What serving comes to be, idle or not, and how long after what came before."""
-    idleness, now, idle, stretches, since = IdleTime(0.0), 0.0, 0.0, list[float](), 0.0
+    idleness, now, idle, stretches, since = IdleStretches(0.0), 0.0, 0.0, list[float](), 0.0
     is_idle = True
     for becomes_idle, seconds in history:
         now += seconds

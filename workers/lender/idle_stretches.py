@@ -12,7 +12,7 @@ STRETCH_BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.
 """Upper bounds of the histogram of idle stretches, in seconds. A further bucket counts longer stretches."""
 
 
-class IdleTime:
+class IdleStretches:
     """Idle time of one server, which is idle at the start."""
 
     def __init__(self, now: float) -> None:

@@ -6,13 +6,10 @@ the log.
 
 from collections.abc import Collection
 
-from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, Tenant
+from rose.schemas.heartbeats import TTL_SECONDS, ExecutorState, Hardware, SlackHeartbeat, Tenant
 from rose.workers.executor.inbox import Inbox, packed_hashes
 from rose.workers.executor.ipc.messages import EngineStatus
 from rose.workers.executor.results import MAX_REASON_CHARACTERS, ExecutorIncarnation
-
-TTL_SECONDS = 2.0
-"""How long a heartbeat is valid: an executor that is silent for longer is taken to have no slack."""
 
 MAX_VERSIONS_BEHIND = 1
 """An executor that is at most so many versions behind the log is ready: the newest version may be in transfer."""
@@ -35,14 +32,10 @@ def health_summary(version: int, newest: int, refused: str, *, pause_reason: str
     return f"serves version {version}", True
 
 
-class Heartbeats:
+class HeartbeatWriter:
     """Makes the heartbeats of one incarnation of an executor."""
 
     def __init__(self, incarnation: ExecutorIncarnation, slot: int, *, by_grant: bool = False) -> None:
-        self.swap_seconds = 0.0
-        """Seconds for which turns waited for the latest version swap."""
-        self.refused: tuple[int, str] = (-1, "")
-        """The newest version that was refused, and why; (-1, "") for none."""
         self._incarnation = incarnation
         self._slot = slot
         self._by_grant = by_grant
@@ -64,12 +57,16 @@ class Heartbeats:
         pause_reason: str | None,
         now: float,
         turns: Collection[int] | None = None,
+        refused: tuple[int, str] | None = None,
+        swap_seconds: float = 0.0,
     ) -> SlackHeartbeat:
         """Return the next heartbeat.
 
         `turns`: `held_hash` of the turns to list; None lists the turns of `inbox`. `pause_reason`: why no turns are
-        taken, None if turns are taken. `now`: unix seconds.
+        taken, None if turns are taken. `now`: unix seconds. `refused`: the newest version that was refused, and why.
+        `swap_seconds`: how long turns waited for the latest version swap.
         """
+        refused_version, refused_reason = refused or (-1, "")
         beat = SlackHeartbeat(
             worker=self._incarnation.worker,
             incarnation=self._incarnation.incarnation,
@@ -96,11 +93,11 @@ class Heartbeats:
             token_budget=inbox.token_budget,
             ttl_seconds=TTL_SECONDS,
             holds=packed_hashes(inbox.listed_hashes if turns is None else turns),
-            refused_version=self.refused[0],
-            refused_reason=self.refused[1][:MAX_REASON_CHARACTERS],
+            refused_version=refused_version,
+            refused_reason=refused_reason[:MAX_REASON_CHARACTERS],
             paused_reason=(pause_reason or "")[:MAX_REASON_CHARACTERS],
             sent_at=now,
-            swap_seconds=self.swap_seconds,
+            swap_seconds=swap_seconds,
             cuts=self._cuts,
             frozen=status.lending is not None and status.lending.frozen,
             seeded=status.seeded,

@@ -3,7 +3,7 @@
 import pytest
 
 from rose.schemas.errors import UsageError
-from rose.workers.lender.endpoint.config import EndpointConfig
+from rose.workers.lender.config import EndpointConfig
 
 
 @pytest.mark.parametrize("url", ["server:8000", "file:///etc/passwd", "http://", "http://me:secret@server:8000"])

@@ -1,0 +1,121 @@
+"""The protocol of an endpoint: what a lender by requests needs of a server, whatever server it is.
+
+A server of another kind is one class beside `vllm_client.VllmEndpoint`.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from rose.schemas.errors import RoseError
+from rose.schemas.prompts import Sampling
+from rose.workers.lender.endpoint.weights_proof import ProbeAnswer
+
+HEAD = "lm_head.weight"
+"""Name of the head's tensor; a model without it ties the head to the embedding."""
+
+VISIBILITY_TENSOR = "rose"
+"""First part of the name of a tensor that no model has."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointInfo:
+    """What a server that was checked says of itself."""
+
+    model_folder: Path
+    """The weights that it was started with."""
+    dtype: str
+    """Element type of its computation, such as "float32"."""
+    max_logprobs: int
+    """Most tokens at each position of a probe whose logprobs it tells."""
+    kv_tokens: int
+    """Tokens that its KV cache holds; 0 if it does not say."""
+
+
+class TurnChunk(NamedTuple):
+    """A part of the answer to a turn."""
+
+    tokens: Sequence[int]
+    """New tokens."""
+    logprobs: Sequence[float]
+    """Logprob (natural logarithm) of each new token."""
+    cached_tokens: int
+    """Context tokens that were found in the prefix cache, as far as the server has said yet."""
+    finish_reason: str
+    """`stop`, `length` or `abort`; empty before the end."""
+
+
+class LatencyHistograms(NamedTuple):
+    """Latencies of all requests of a server so far: their cumulative number by upper bound in seconds.
+
+    A histogram is empty if the server does not export it.
+    """
+
+    ttft: Mapping[float, float]
+    """From a request to its first token."""
+    tpot: Mapping[float, float]
+    """From one token of a request to the next."""
+
+
+class TurnLost(RoseError):
+    """A turn did not start or did not end, while the endpoint may be healthy."""
+
+    def __init__(self, reason: str, *, failed: bool) -> None:
+        """`failed`: whether the endpoint failed at this turn, and may fail again; False if it had no room."""
+        super().__init__(reason)
+        self.failed = failed
+
+
+class Endpoint(Protocol):
+    """Client of one server. Every method but `aclose` raises EngineBroken if the server is unreachable or broken."""
+
+    url: str
+    model: str
+    """The model's name at the server."""
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+
+    async def check(self, shapes: Mapping[str, Sequence[int]], max_model_len: int) -> EndpointInfo:
+        """Check that the lender can use the server. `shapes`: tensor shapes of the policy.
+
+        Raises EngineStartError if the lender cannot use the server.
+        """
+
+    async def check_alive(self) -> None:
+        """Make the server's engine answer between two of its steps."""
+
+    async def check_unchanged(self) -> None:
+        """Check that the server answers and is the one that was checked: a lost turn may have been its end."""
+
+    async def histograms(self) -> LatencyHistograms:
+        """Return the latencies of all requests so far, those of other clients included."""
+
+    def stream_turn(self, context: Sequence[int], sampling: Sampling, *, salt: str) -> AsyncIterator[TurnChunk]:
+        """Run a turn. A caller that stops to iterate aborts the turn at the server.
+
+        `salt`: cached KV is reused only under the same salt. Raises EngineRefusal if the server rejects the turn, and
+        TurnLost if the stream ends early; `check_unchanged` then tells whether the server is still there.
+        """
+
+    async def probe(self, context: Sequence[int], *, salt: str, likeliest: int) -> ProbeAnswer:
+        """Return the server's completion of a context, sampled as for a turn, with the `likeliest` tokens' logprobs.
+
+        Raises SwapRefused if token ids or logprobs are missing.
+        """
+
+    async def can_read(self, folder: Path) -> bool:
+        """Return whether the server can read `folder`, whose file has one tensor: the visibility tensor.
+
+        The server's weights do not change.
+        """
+
+    async def load_weights(self, folder: Path) -> None:
+        """Load the safetensors of `folder`. The server answers no request until `resume_serving`.
+
+        Its running requests wait, and are computed again with the new weights. Raises SwapRefused.
+        """
+
+    async def resume_serving(self) -> None:
+        """Make the server answer requests again. Raises SwapRefused."""
