@@ -39,6 +39,10 @@ class Backoff:
         self.until = now + wait
         return wait
 
+    def reset(self) -> None:
+        """Allow a try at once, which counts as the first one: the cause of the failures may be gone."""
+        self.failures, self.until = 0, 0.0
+
     def succeeded(self) -> None:
         """Record a success: the next failure counts as the first one."""
         self.failures = 0

@@ -5,6 +5,7 @@ Keeps true
 - Nothing is imported until its name is asked for.
 """
 
+import _thread
 import importlib
 import inspect
 import signal
@@ -40,16 +41,24 @@ class Registry:
         module_name, colon, attribute = target.partition(":")
         if not (module_name and colon and attribute):
             raise self.error(f"unknown {self.kind} {name!r}: {self._choices()}")
+        start_thread = _thread.start_new_thread
         try:
             module = importlib.import_module(module_name)
             factory = getattr(module, attribute, None)
         except BaseException as error:  # a user's module may raise anything, as `sys.exit` does
             if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 raise  # it may be of Ctrl-C, which a program with a handler of its own hears otherwise
-            hint = _name_taken(_module_of(error), module_name) or self._choices()
+            advice = _name_taken(_module_of(error), module_name)
+            if isinstance(error, ImportError):
+                advice = advice or self._choices()
+            cause = f"cannot import {module_name} ({describe_error(error)})"
+            raise self.error(f"{self.kind} {name!r}: {cause}{f'; {advice}' if advice else ''}") from error
+        if _thread.start_new_thread is not start_thread:
+            _thread.start_new_thread = start_thread
             raise self.error(
-                f"{self.kind} {name!r}: cannot import {module_name} ({describe_error(error)}); {hint}"
-            ) from error
+                f"{self.kind} {name!r}: {module_name} replaces Python's threads, as gevent.monkey.patch_all() does: do "
+                "that in a child process"
+            )
         if factory is None:
             hint = _name_taken(module_name) or self._choices()
             raise self.error(f"{self.kind} {name!r}: {module_name} has no {attribute}; {hint}")

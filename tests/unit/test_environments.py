@@ -227,7 +227,16 @@ METHODS = "".join(f"    async def {name}(self, *given): ...\n" for name in regis
             "import abc\nclass Any(abc.ABC):\n    @abc.abstractmethod\n    def x(self): ...\n" + METHODS,
             "has abstract methods",
         ),
-        ("def __getattr__(name): raise OSError(name)\n", "cannot import.*OSError: Any"),
+        ("def __getattr__(name): raise OSError(name)\n", r"cannot import.*OSError: Any\)$"),
+        (
+            "class Any:\n" + METHODS.replace("reset(self, *given)", "reset(self, *, seed=None, options=None)"),
+            r"has a reset that does not take \(self, seed, arguments\) by position: too many",
+        ),
+        (
+            "class Any:\n" + METHODS.replace("close(self, *given)", "close()"),
+            r"has a close that does not take \(self\) by",
+        ),
+        ("import _thread\n_thread.start_new_thread = lambda *given: 1\n", "replaces Python's threads, as gevent"),
     ],
 )
 def test_what_makes_no_environment_is_refused_with_what_to_write(
@@ -246,6 +255,7 @@ def test_a_method_that_a_decorator_hides_and_a_class_with_defaults_are_taken(
     (tmp_path / "decorated.py").write_text(
         "import functools\ndef passed(call):\n    return functools.wraps(call)(lambda *given: call(*given))\n"
         f"class Any:\n    def __init__(self, path=''): ...\n{METHODS}    step = passed(step)\n"
+        "    async def close(self, client, *, why): ...\n    close = passed(close)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     load_environment("decorated:Any")()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from rose.schemas.errors import UsageError
 from rose.workers.environments.protocol import Environment
-from rose.workers.import_path import Registry, class_error
+from rose.workers.import_path import Registry, binding_error, class_error
 
 BUILT_IN = {
     "calculator": "rose.workers.environments.calculator:Calculator",
@@ -17,7 +17,14 @@ BUILT_IN = {
 }
 """Name to `module:class`."""
 
-METHODS = ("reset", "step", "snapshot", "restore", "close")
+METHODS = {
+    "reset": ("seed", "arguments"),
+    "step": ("action",),
+    "snapshot": (),
+    "restore": ("state",),
+    "close": (),
+}
+"""Methods of an environment, with the arguments that they are called with, by position."""
 
 
 class UnknownEnvironment(UsageError):
@@ -35,9 +42,16 @@ def load_environment(name: str) -> Callable[[], Environment]:
 def _factory_error(factory: object) -> str | None:
     """Why nothing like this makes an environment; None if it may."""
     unbound = "cannot be made without arguments ({error}): what a task needs comes to `reset`"
-    if wrong := class_error(factory, methods=METHODS, arguments=0, unbound=unbound):
+    if wrong := class_error(factory, methods=tuple(METHODS), arguments=0, unbound=unbound):
         return wrong
-    if isinstance(factory, type) and (plain := [name for name in METHODS if _is_plain(getattr(factory, name))]):
+    if not isinstance(factory, type):
+        return None
+    for name, arguments in METHODS.items():
+        method = getattr(factory, name)
+        is_plain = inspect.isfunction(method) and not hasattr(method, "__wrapped__")  # a decorator may add arguments
+        if is_plain and (error := binding_error(method, 1 + len(arguments))):
+            return f"has a {name} that does not take ({', '.join(('self', *arguments))}) by position: {error}"
+    if plain := [name for name in METHODS if _is_plain(getattr(factory, name))]:
         return f"has {', '.join(plain)} that nobody can await: write `async def {plain[0]}(...)`, without `yield`"
     return None
 

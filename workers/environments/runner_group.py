@@ -313,6 +313,7 @@ class RunnerGroup:
         if len(place.jobs) == 1 and place.isolated:
             known, culprit = True, next(iter(place.jobs.values()))
         self._kill_slot(place)
+        self._backoff.reset()  # it may have held what another runner needs, such as a port
         others = [each for each in place.jobs.values() if each is not culprit]
         at = culprit and culprit.job.trajectory_id
         self._log.error("environment_runner_blocked", trajectory=at, restarted_jobs=len(others))
@@ -330,6 +331,8 @@ class RunnerGroup:
         metrics.PROCESSES_ENDED.inc()
         known, culprit = place.blocking()
         self._kill_slot(place)
+        if place.runner.ready:
+            self._backoff.reset()
         waiting = list(place.jobs.values())
         at = culprit and culprit.job.trajectory_id
         how = place.runner.load_error or (place.exit_reason or "").strip()
