@@ -27,12 +27,13 @@ from rose.pipeline.monitor.follower import RunFollower, follow_run
 from rose.pipeline.monitor.screen import executor_table, finding_lines, work_line
 from rose.pipeline.process.terminal import WaitNotice
 from rose.schemas.errors import RoseError
+from rose.schemas.heartbeats import TTL_SECONDS
 from rose.topics.acl import VIEW, connect_as
 from rose.topics.errors import BrokerUnreachable
 from rose.topics.settings import BusSettings
 
-LOOK_SECONDS = 2.5
-"""Time after which an executor that was not heard is silent: a heartbeat is valid for 2 s."""
+LOOK_SECONDS = TTL_SECONDS + 0.5
+"""Time after which an executor that was not heard is silent: longer than a heartbeat is valid."""
 
 LONGEST_SECONDS = 20.0
 """Maximum time to read the present state of the log, and maximum time of one look."""

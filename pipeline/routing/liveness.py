@@ -29,7 +29,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from rose.pipeline.routing.turn import Turn
-from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat
+from rose.schemas.heartbeats import TTL_SECONDS, ExecutorState, SlackHeartbeat
 
 MAX_SKEW_SECONDS = 5.0
 """A larger clock skew is reported. Synchronised clocks differ by milliseconds."""
@@ -90,7 +90,7 @@ class ClockSkews:
             self.seconds.pop(worker, None)
 
 
-RESTORED_TTL_SECONDS = 2.0
+RESTORED_TTL_SECONDS = TTL_SECONDS
 """How long an executor that is known only from the log may be silent before its turns are reissued."""
 
 MAX_CLOCK_STEP_SECONDS = 0.5

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-LARGEST = 1e12
-
 PROGRESS_FILES = "step-*.msgpack"
 """Pattern of the last file of each checkpoint in the folder of checkpoints."""
+
+LARGEST = 1e12
 """Upper limit of bounds, for a bound that is meant to have no effect. Products and squares in a step overflow beyond
 it."""
 
