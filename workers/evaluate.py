@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -36,6 +36,9 @@ from rose.workers.environments.transitions import StepResult
 from rose.workers.environments.turn_format import TurnFormat
 from rose.workers.executor.vllm.folder import check_folder
 from rose.workers.executor.vllm.types import EngineConfig
+
+if TYPE_CHECKING:
+    from rose.workers.executor.vllm.engine import Engine
 
 SEED_BYTES = 7
 """Bytes of a turn's seed: the seed stays below 2**63."""
@@ -213,7 +216,7 @@ class _Environments:
 class _GameLoop:
     """Runs all tasks on one engine."""
 
-    engine: Any
+    engine: "Engine"
     environments: _Environments
     sampling: Sampling
     max_turns: int
@@ -224,7 +227,7 @@ class _GameLoop:
         for number, game in enumerate(games):
             self._ask(number, game)
         while len(self.engine):
-            actions = {int(turn.key): turn.tokens for turn in self.engine.step().finished}
+            actions = {int(turn.name): unpack_tokens(turn.sampled.tokens) for turn in self.engine.step().finished}
             for number, action in actions.items():
                 games[number].tokens += action
             for number, stepped in self.environments.step(actions):

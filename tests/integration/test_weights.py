@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -14,12 +15,12 @@ from torch import Tensor
 from rose.schemas.errors import UsageError
 from rose.schemas.weights import WeightChunk, WeightManifest
 from rose.topics.admin import connect, create_topics
-from rose.topics.catalog import CHUNKS, MANIFESTS, Partitions
+from rose.topics.catalog import CHUNKS, MANIFESTS, Partitions, Retention
 from rose.topics.log_reader import read_whole_topics
 from rose.topics.reader import Reader
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
-from rose.workers.weights import manifests, retention
+from rose.workers.weights import manifests
 from rose.workers.weights.checks import Refusal
 from rose.workers.weights.config import DEFAULT_RUN, WeightsConfig
 from rose.workers.weights.layout import Box, digest_of
@@ -367,11 +368,11 @@ def test_a_sharded_receiver_fetches_what_its_shard_meets(trainer: Trainer) -> No
         assert version.bytes < staged(whole).bytes * 0.6, "of what came over the link, not of what was asked for"
 
 
-def test_chunks_that_no_version_needs_any_more_are_deleted(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_that_no_version_needs_any_more_are_deleted(trainer: Trainer) -> None:
     """Two anchors back, and only then."""
-    monkeypatch.setattr(retention, "UNDER_WAY_SECONDS", 0.0)
+    settings = replace(trainer.settings, retention=Retention(weights=0.0))
     for version in range(3):
-        with WeightPublisher(trainer.settings, MODEL, anchor_every=0) as publisher:
+        with WeightPublisher(settings, MODEL, anchor_every=0) as publisher:
             publisher.publish(tensors_of(version).items())
     reader = Reader(trainer.settings, "test", group="test")
     try:

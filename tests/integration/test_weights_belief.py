@@ -1,6 +1,7 @@
 """Versions that can be believed: forged ones, strangers, breaks and steps back, over a real broker."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from rose.schemas.weights import FirstChunk, WeightManifest
 from rose.topics.admin import create_topics
-from rose.topics.catalog import CHUNKS, Partitions
+from rose.topics.catalog import CHUNKS, Partitions, Retention
 from rose.topics.reader import Reader
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
@@ -94,8 +95,8 @@ def test_a_forged_manifest_of_any_number_keeps_no_honest_one_from_being_taken(se
     assert WeightPublisher(settings, MODEL, key=KEY).next_version == 5
 
 
-def test_forged_anchors_delete_no_honest_chunk(settings: BusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "UNDER_WAY_SECONDS", 0.0)
+def test_forged_anchors_delete_no_honest_chunk(settings: BusSettings) -> None:
+    settings = replace(settings, retention=Retention(weights=0.0))
     with WeightPublisher(settings, MODEL, key=KEY) as publisher:
         first = publish(publisher, 0)
         late = tuple(FirstChunk(partition=partition, offset=10**6) for partition in range(2))

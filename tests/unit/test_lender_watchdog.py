@@ -261,11 +261,11 @@ def test_a_process_is_known_by_its_id_and_its_start(tmp_path: Path) -> None:
     until(lambda: process_state(found) == "S")
     descriptor = open_pidfd(found)
     earlier = found._replace(started=found.started - 1)
-    assert descriptor is not None and (open_pidfd(earlier), process_state(earlier)) == (None, "")
+    assert descriptor is not None and (open_pidfd(earlier), process_state(earlier)) == (None, None)
     process.kill()
     process.wait()
     os.close(descriptor)
-    assert (open_pidfd(found), process_state(found), process_id_of(process.pid)) == (None, "", None)
+    assert (open_pidfd(found), process_state(found), process_id_of(process.pid)) == (None, None, None)
 
 
 LOOKS = st.tuples(st.integers(0, 3), st.booleans(), st.floats(0.01, 5.0))

@@ -231,7 +231,7 @@ def stop_file_exists(file: Path) -> bool:
 
 def is_halted(process: ProcessId) -> bool:
     """Whether the process is stopped or gone."""
-    return process_state(process) in ("", "Z", "X") or is_stopped(process)
+    return process_state(process) in (None, "Z", "X") or is_stopped(process)
 
 
 def is_stopped(process: ProcessId) -> bool:

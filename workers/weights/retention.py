@@ -4,7 +4,7 @@ Keeps true
 - What a version from the run's second-newest anchor on may need is kept, so a receiver in the middle of the older chain
   can finish.
 - What another run's or model's manifest names is kept until that manifest has a tombstone, however old it is.
-- What is younger than UNDER_WAY_SECONDS is kept: it may belong to a version whose manifest is not written yet.
+- What is younger than the retention of weights is kept: it may belong to a version whose manifest is not written yet.
 - Only what the run's own trusted manifests have given up is deleted. An untrusted manifest deletes nothing; at worst it
   keeps something until its tombstone.
 - A manifest's tombstone is written after the files that it names are deleted. Compaction keeps the manifest until then,
