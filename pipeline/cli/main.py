@@ -137,10 +137,7 @@ def evaluate(
 @with_common
 def export(
     common: Common,
-    target: Annotated[
-        Path | None,
-        typer.Option("--to", metavar="FOLDER", help="Folder to write or replace; default: the run's `model`."),
-    ] = None,
+    target: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Folder to write; it must not be there yet.")],
 ) -> None:
     """Write the newest policy of a run as a model folder, also of a run that has not ended."""
     from rose.pipeline.cli.run_commands import export_run

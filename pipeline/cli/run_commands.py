@@ -86,11 +86,9 @@ def report_run(common: Common) -> None:
     print_summary(Console(), summary, config.run_folder)
 
 
-def export_run(common: Common, target: Path | None) -> None:
-    """`rose export`: writes the newest policy of a run as a model folder. Raises UsageError if there is none."""
+def export_run(common: Common, target: Path) -> None:
+    """`rose export`: writes the newest policy of a run to a new model folder. Raises UsageError if there is none."""
     from rose.workers.trainer.export import export_newest
 
-    trainer = load(common).settings.trainer
-    folder = target or trainer.exported
-    version = export_newest(trainer, folder)
-    print_line(f"policy version {version} is in {folder}")
+    version = export_newest(load(common).settings.trainer, target)
+    print_line(f"policy version {version} is in {target}")

@@ -24,8 +24,9 @@ MOST_COPIES = 32_767
 MIN_RETENTION_SECONDS = 60.0
 MAX_RETENTION_SECONDS = 100 * YEAR_SECONDS
 
-MIN_OUTCOME_RETENTION_SECONDS = 3600.0
-"""A group whose outcomes are deleted counts as settled, so outcomes must outlast the training of their group."""
+MIN_OUTCOME_RETENTION_SECONDS = 7 * 24 * 3600.0
+"""A trainer that starts again reads from its oldest open group, and knows groups that it settled since only by their
+outcomes. Outcomes must outlast every open group; a turn may wait for seven days."""
 
 MIN_WEIGHTS_RETENTION_SECONDS = 3600.0
 """Chunks are written before their manifest; the largest anchor takes less time than this over any usable uplink."""

@@ -141,7 +141,8 @@ def _export_newest(
         f"stopped early, after {settings.run.time_limit_seconds:.0f} s as run.time_limit_seconds says, before all "
         f"{settings.tasks.steps} steps were done: the newest policy is measured"
     )
-    role = Role("export", ("export", "--config", str(configuration)), ends_run_with=settings.trainer.exported)
+    arguments = ("export", "--to", str(settings.trainer.exported), "--config", str(configuration))
+    role = Role("export", arguments, ends_run_with=settings.trainer.exported)
     _run_alone(config, role, fork_server, serving, console, "exporting the newest policy")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rose.pipeline.config.sections import WARM_START
 from tests.support.brokers import EMBEDDED, KAFKA
 from tests.support.rose_command import TRAJECTORIES, Rose, small
 
@@ -34,6 +35,15 @@ def test_the_demo_trains_settles_every_trajectory_and_reports(rose: Rose) -> Non
     rose("export", "--run", "demo", "--to", "newest")
     name = "model.safetensors"
     assert (rose.folder / "newest" / name).read_bytes() == (run / "model" / name).read_bytes()
+    for taken, reason in (
+        ("newest", "is there already"),
+        ("runs", "is there already"),
+        (str(WARM_START / "x"), "lies in"),
+    ):
+        with rose.start("export", "--run", "demo", "--to", taken) as refused:
+            assert reason in refused.communicate(timeout=60)[0]
+        assert refused.returncode == 2
+    assert (run / "checkpoints").is_dir()
     with rose.start("demo", "--name", "demo") as again:
         assert "is there already" in again.communicate(timeout=60)[0]
     assert again.returncode == 2

@@ -1,12 +1,17 @@
 """Exports a policy as a model folder: the final policy of a run, or the policy of its newest checkpoint."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from rose.schemas.errors import UsageError
 from rose.workers.trainer.checkpoint import CheckpointRefused, Checkpoints
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.optimizer import make_optimizer
@@ -22,30 +27,56 @@ WEIGHT_PATTERNS = (
 
 HIDDEN_PATTERN = ".*"
 
+TRIES = 8
+"""How often the newest checkpoint of a run is looked for while its trainer writes others."""
+
 
 def export_newest(config: TrainerConfig, target: Path) -> int:
-    """Export the policy of the run's newest checkpoint; returns its version. Replaces `target`.
+    """Export the policy of the run's newest checkpoint to a new folder; returns its version.
 
-    Raises CheckpointRefused if there is no whole checkpoint, UsageError for a broken model folder, or OSError.
+    The run may go on meanwhile. Raises UsageError if `target` exists, lies in the model folder or has no parent folder,
+    and for a broken model folder; CheckpointRefused if there is no whole checkpoint; OSError.
     """
+    target, source = target.absolute(), config.model_folder.resolve()
+    for taken in (target, _partial_of(target)):
+        if os.path.lexists(taken):
+            raise UsageError(f"{taken} is there already: name a folder that is not there yet")
+    if target.resolve().is_relative_to(source):
+        raise UsageError(f"{target} lies in the model folder {source}: name a folder elsewhere")
+    if not target.parent.is_dir():
+        raise UsageError(f"{target.parent} is no folder: make it, or name another place for the policy")
     checkpoints = Checkpoints(config.checkpoints, None)
-    progress = next(checkpoints.newest_first(), None)
-    if progress is None:
-        raise CheckpointRefused(f"{checkpoints.folder} has no whole checkpoint: the trainer has not saved a policy yet")
     model = load_policy(config.model_folder)
-    checkpoints.restore(progress, model, make_optimizer(model, learning_rate=config.learning_rate))
+    version = _restore_newest(checkpoints, model, make_optimizer(model, learning_rate=config.learning_rate))
     export_policy(FolderTensors(model, config.model_folder), target)
-    return progress.version
+    return version
+
+
+def _restore_newest(checkpoints: Checkpoints, model: Any, optimizer: torch.optim.Optimizer) -> int:
+    """Restore the newest checkpoint and return its version. A trainer that runs may delete it before it is read."""
+    for _ in range(TRIES):
+        progress = next(checkpoints.newest_first(), None)
+        if progress is None:
+            break
+        with suppress(FileNotFoundError):
+            checkpoints.restore(progress, model, optimizer)
+            return progress.version
+    raise CheckpointRefused(f"{checkpoints.folder} has no whole checkpoint: the trainer has not saved a policy yet")
 
 
 def export_policy(tensors: FolderTensors, target: Path) -> None:
     """Write the weights and copy all other files of the policy's folder; replaces `target`. Raises OSError."""
-    partial = target.with_name(f"{target.name}.partial")
+    partial = _partial_of(target)
     shutil.rmtree(partial, ignore_errors=True)
     _copy_other_files(tensors.folder.resolve(), partial.resolve())
     _write(tensors, partial)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
+
+
+def _partial_of(target: Path) -> Path:
+    """The folder in which an export is written before it takes the place of `target`."""
+    return target.with_name(f"{target.name}.partial")
 
 
 def _write(tensors: FolderTensors, target: Path) -> None:

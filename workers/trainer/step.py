@@ -27,7 +27,7 @@ from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.policy import microbatches, pad_rows, produces_nonfinite, token_logprobs
 from rose.workers.trainer.training_sample import TrainingSample
 
-LEAST_COMPARED_TOKENS = 64
+LEAST_COMPARED_TOKENS = 16
 """Fewer on-policy tokens say too little about the engines."""
 
 
@@ -204,8 +204,10 @@ def _gradients(
         sums.loss += float(loss.summed.detach())
         _observe(sums, batch, loss.clipped)
         own = torch.tensor([[row.sample.oldest_version == version] for row in part]) & batch.loss_mask
-        sums.on_policy += int(own.sum())
-        sums.on_policy_difference += float((batch.logprobs.detach() - batch.behaviour_logprobs)[own].abs().sum())
+        difference = (batch.logprobs.detach() - batch.behaviour_logprobs)[own].abs()
+        difference = difference[difference.isfinite()]  # a minibatch with other values is skipped
+        sums.on_policy += len(difference)
+        sums.on_policy_difference += float(difference.sum())
     return sums
 
 

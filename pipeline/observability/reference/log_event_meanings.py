@@ -155,7 +155,7 @@ MEANINGS = {
         "Offsets were not committed. The process continues; a restart reads more.", "Check that the broker answers."
     ),
     "outcomes_expired": Meaning(
-        "Outcomes were deleted by time before they were read. The groups count as settled.",
+        "Outcomes were deleted by time before they were read. A trainer may train groups again that it has settled.",
         "Do not stop a run for longer than outcomes are kept.",
     ),
     "park_granted": Meaning("The control app tells a lender to stop lending."),

@@ -4,7 +4,17 @@ import inspect
 
 from rose.pipeline.observability.reference.pages import Page, code, page, table
 from rose.topics.acl import ROLES
-from rose.topics.catalog import DAY, DEAD_LETTERS, HOUR, MINUTE, RECORD_TOPICS, Partitions, PartitionSetting, Topic
+from rose.topics.catalog import (
+    DAY,
+    DEAD_LETTERS,
+    DEFAULT_RETENTION,
+    HOUR,
+    MINUTE,
+    RECORD_TOPICS,
+    Partitions,
+    PartitionSetting,
+    Topic,
+)
 
 INTRODUCTION = """ROSE has one topic for each kind of record. `rose topics create` creates the topics;
 `rose topics check` compares a broker with this page. `broker.namespace` is put before every name.
@@ -73,8 +83,9 @@ def _partitions(topic: Topic) -> str:
 
 
 def _retention(topic: Topic) -> str:
-    milliseconds = int(topic.config.get("retention.ms", "-1"))
-    if "compact" in topic.config["cleanup.policy"] and milliseconds < 0:
+    config = topic.config_with(DEFAULT_RETENTION)
+    milliseconds = int(config.get("retention.ms", "-1"))
+    if "compact" in config["cleanup.policy"] and milliseconds < 0:
         return "the newest record of each key"
     if milliseconds < 0:
         return DELETED
