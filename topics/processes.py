@@ -64,11 +64,12 @@ def set_process_name(name: str) -> None:
 def lower_priority(niceness: int) -> None:
     """Make this process, its threads and its future children nicer by `niceness` (0 to 19). Call it in a new session.
 
-    Where Linux groups processes by session (autogroup), the nice value of a process counts only within the session; the
-    group of the session has a nice value of its own, which is set too.
+    With 0, the new session becomes as nice as the process is already. Where Linux groups processes by session
+    (autogroup), the nice value of a process counts only within the session; the group of the session has a nice value
+    of its own, which is set too.
     """
-    os.nice(niceness)
-    for _ in range(AUTOGROUP_TRIES if niceness else 0):
+    niceness = os.nice(niceness)
+    for _ in range(AUTOGROUP_TRIES if niceness > 0 else 0):
         try:
             Path("/proc/self/autogroup").write_text(str(niceness), encoding="utf-8")
             return

@@ -3,7 +3,7 @@
 Keeps true
 - While leaders and coordinators move, the loop goes on after a wait.
 - The loop ends if only a person can remove the cause: missing rights, another process with the same name, or a topic
-  that has never been there or has been missing for MISSING_SECONDS.
+  that has never been there or has been missing for MISSING_SECONDS since the loop last worked.
 """
 
 from confluent_kafka import KafkaError
@@ -25,19 +25,20 @@ class RetryPolicy:
         """`first_seconds`: the wait after the first error; it doubles up to `longest_seconds`."""
         self._backoff = Backoff(first_seconds, longest_seconds, reset_seconds=CALM_SECONDS)
         self._has_worked = False
-        self._first_error_at = 0.0
+        self._missing_since: float | None = None
+        """Time of the first TopicMissing since the loop last worked."""
 
     def on_success(self) -> None:
         """The loop has done its work once."""
-        self._has_worked = True
+        self._has_worked, self._missing_since = True, None
 
     def on_error(self, error: Exception, now: float) -> float:
         """Return the seconds to wait before the loop goes on. Raises `error` if waiting does not help."""
         wait = self._backoff.failed(now)
-        if self._backoff.failures == 1:
-            self._first_error_at = now
-        if isinstance(error, TopicMissing) and (not self._has_worked or now - self._first_error_at > MISSING_SECONDS):
-            raise error
+        if isinstance(error, TopicMissing):
+            self._missing_since = now if self._missing_since is None else self._missing_since
+            if not self._has_worked or now - self._missing_since > MISSING_SECONDS:
+                raise error
         if isinstance(error, BusError) and (error.is_permanent or error.code == KafkaError.FENCED_INSTANCE_ID):
             raise error
         return wait

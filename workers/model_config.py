@@ -145,6 +145,11 @@ def _check_angles(folder: Path, config: Mapping[str, Any]) -> None:
                 f"{folder}/{CONFIG} scales rotary angles by rope_type {kind}, which transformers does not know: take "
                 "the scaling out, or write the rope_type as transformers does"
             )
+        if kind == "linear" and not isinstance(angles.get("factor"), float):  # vLLM takes a list or a float
+            raise ConfigRefused(
+                f"{folder}/{CONFIG} has the factor {json.dumps(angles.get('factor'))} for rope_type linear: write it "
+                "with a decimal point, as 2.0"
+            )
         if kind == "dynamic" and not (config.get("model_type") in ALPHA and angles.get("alpha")):
             raise ConfigRefused(
                 f"{folder}/{CONFIG} scales rotary angles by rope_type dynamic, which transformers and vLLM compute "

@@ -433,8 +433,8 @@ def _check_values(settings: Settings, origins: Mapping[str, str]) -> None:
             for file in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(file, Path) and "\0" in str(file):
                     raise UsageError(f"{origin}{path} ({str(file)!r}) names no file: it has a NUL in it")
-                if isinstance(file, Path) and str(file).startswith("~"):
-                    raise UsageError(f"{origin}{path} ({file}): ~ is not expanded, write the whole path")
+                if isinstance(file, Path) and str(file).startswith(("~", "$", "%")):
+                    raise UsageError(f"{origin}{path} ({file}): {str(file)[0]} is not expanded, write the whole path")
 
 
 def _texts(value: list[str] | dict[str, str]) -> Iterable[str]:
@@ -471,6 +471,10 @@ def _check_together(settings: Settings) -> None:
             topics.cells <= min(topics.home_partitions, topics.inbox_slots)
         ),
         f"topics.cells ({topics.cells}) must be 1 to 65536": 1 <= topics.cells <= 2**16,
+        f"topics.turns_retention_seconds ({topics.turns_retention_seconds:.12g}) is less than environment."
+        f"turn_patience_seconds ({environment.turn_patience_seconds:.12g}): turns could be deleted while they wait": (
+            topics.turns_retention_seconds >= environment.turn_patience_seconds
+        ),
         f"environment.max_context_tokens ({environment.max_context_tokens}) is more than executor.max_model_len "
         f"({executor.max_model_len})": environment.max_context_tokens <= executor.max_model_len,
     }

@@ -99,7 +99,8 @@ def run_demo(common: Common) -> None:
                         began=began,
                     )
                 except TimeLimitReached:
-                    _export_newest(config, fork_server, configuration, serving, console)
+                    if not settings.trainer.exported.exists():  # else the trainer was done when it was asked to stop
+                        _export_newest(config, fork_server, configuration, serving, console)
                 after = measure(settings.trainer.exported, "after")
         except RunInterrupted:
             console.print(f"ended before it was done; `rose up --run {settings.run.name}` goes on with the training")

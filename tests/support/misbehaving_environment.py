@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import inspect
 import io
 import os
 import resource
@@ -213,6 +214,18 @@ async def do_in_a_task(deed: str) -> None:
     DEEDS[deed]()
 
 
+async def coroutine_state() -> str:
+    """As anyio looks at the task of a scope that is cancelled."""
+    task = asyncio.current_task()
+    assert task is not None
+    return inspect.getcoroutinestate(task.get_coro())  # type: ignore[arg-type]
+
+
+async def block_in_a_moment() -> None:
+    await asyncio.sleep(0.2)
+    time.sleep(1.6)
+
+
 def print_much() -> None:
     sys.stderr.write("x" * 9000)
     sys.stderr.flush()
@@ -269,6 +282,7 @@ class Wild:
     def __init__(self) -> None:
         self.steps = 0
         self.large = False
+        self.left: asyncio.Task[None] | None = None
 
     async def reset(self, seed: int, arguments: Mapping[str, JsonValue]) -> str:
         if deed := arguments.get("deed"):
@@ -287,6 +301,15 @@ class Wild:
                 await asyncio.create_task(do_in_a_task(action.removeprefix("task: ")))
         if action.startswith("gather: "):
             await asyncio.gather(do_in_a_task(action.removeprefix("gather: ")), asyncio.sleep(0))
+        if action == "inspect":
+            states = await asyncio.gather(coroutine_state(), coroutine_state())
+            assert states == ["CORO_RUNNING"] * 2
+        if action == "leave a block":
+            self.left = asyncio.create_task(block_in_a_moment())
+        if action == "long":
+            with (Path(os.environ[FOLDER]) / "long").open("a") as begun:
+                begun.write("x")
+            await asyncio.sleep(9.0)
         if action == "use":
             await self.use()
         if action == "capture":

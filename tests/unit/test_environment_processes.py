@@ -154,6 +154,28 @@ def test_who_blocks_its_process_holds_up_nobody_and_fails_in_time(folder: Path, 
 
 
 @pytest.mark.slow
+def test_long_step_is_not_repeated_without_end_beside_tasks_that_block_after_their_step(folder: Path) -> None:
+    with processes(folder) as stage:
+        stage.start([step("long", "long", b"4")])
+        ended: dict[str, JobResult] = {}
+        for number in range(8):
+            for name, action in ((f"t{number}", "leave a block"), (f"p{number}", "pause")):
+                stage.start([step(name, action, b"4")])
+                while name not in ended:
+                    ended |= {job.trajectory_id: answer for job, answer in stage.results(WAIT_SECONDS)}
+        while "long" not in ended:
+            ended |= {job.trajectory_id: answer for job, answer in stage.results(WAIT_SECONDS)}
+        assert {stepped(answer) for answer in ended.values()} == {b"5"}
+    assert len((folder / "long").read_text()) <= runner_group.MAX_SHARED_EXITS + 1
+
+
+@pytest.mark.slow
+def test_child_task_of_an_environment_can_be_inspected(folder: Path) -> None:
+    with processes(folder) as stage:
+        assert stepped(answers(stage, [step("a", "inspect", b"4")])["a"]) == b"5"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("deed", "timeout_seconds"), [("doze", 8.0), ("nap", 3.0)])
 def test_steps_that_all_block_for_a_moment_come_to_an_end_one_after_another(
     folder: Path, deed: str, timeout_seconds: float

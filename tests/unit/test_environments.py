@@ -256,6 +256,7 @@ def test_a_method_that_a_decorator_hides_and_a_class_with_defaults_are_taken(
         "import functools\ndef passed(call):\n    return functools.wraps(call)(lambda *given: call(*given))\n"
         f"class Any:\n    def __init__(self, path=''): ...\n{METHODS}    step = passed(step)\n"
         "    async def close(self, client, *, why): ...\n    close = passed(close)\n"
+        "    @staticmethod\n    async def snapshot(): ...\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     load_environment("decorated:Any")()

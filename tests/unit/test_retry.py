@@ -75,4 +75,16 @@ def test_a_loop_waits_for_a_missing_topic_only_if_it_has_worked_before_and_for_a
     assert set(waits) == {1.0}
     with pytest.raises(TopicMissing):
         policy.on_error(TopicMissing("t"), 101.0 + MISSING_SECONDS)
-    assert policy.on_error(TopicMissing("t"), 103.0 + MISSING_SECONDS + CALM_SECONDS) == 1.0
+    with pytest.raises(TopicMissing):
+        policy.on_error(TopicMissing("t"), 103.0 + MISSING_SECONDS + CALM_SECONDS)
+    policy.on_success()
+    assert policy.on_error(TopicMissing("t"), 200.0) == 1.0
+
+
+def test_topic_that_is_missing_now_and_then_is_waited_for_while_the_loop_works_in_between() -> None:
+    policy = RetryPolicy(1.0, 1.0)
+    for minute in range(30):
+        policy.on_success()
+        for second in range(0, 40, 8):
+            policy.on_error(BusError("reading", KafkaError(KafkaError.NOT_COORDINATOR)), 60.0 * minute + second)
+        policy.on_error(TopicMissing("t"), 60.0 * minute + 45.0)

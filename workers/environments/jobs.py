@@ -249,6 +249,10 @@ class TrackedCall(Coroutine[Any, Any, T]):
         """Close the call's coroutine."""
         self._code.close()
 
+    def __getattr__(self, name: str) -> Any:
+        """Return what libraries look up of a task's coroutine, such as `cr_frame` and `cr_running`."""
+        return getattr(self._code, name)
+
     def __await__(self) -> Generator[Any, Any, T]:
         return self._code.__await__()
 

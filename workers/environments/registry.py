@@ -48,8 +48,9 @@ def _factory_error(factory: object) -> str | None:
         return None
     for name, arguments in METHODS.items():
         method = getattr(factory, name)
+        is_static = isinstance(inspect.getattr_static(factory, name), staticmethod)
         is_plain = inspect.isfunction(method) and not hasattr(method, "__wrapped__")  # a decorator may add arguments
-        if is_plain and (error := binding_error(method, 1 + len(arguments))):
+        if is_plain and (error := binding_error(method, len(arguments) + (not is_static))):
             return f"has a {name} that does not take ({', '.join(('self', *arguments))}) by position: {error}"
     if plain := [name for name in METHODS if _is_plain(getattr(factory, name))]:
         return f"has {', '.join(plain)} that nobody can await: write `async def {plain[0]}(...)`, without `yield`"

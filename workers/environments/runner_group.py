@@ -300,11 +300,12 @@ class RunnerGroup:
         self._log.warning(
             "environment_isolated", trajectory=culprit and culprit.job.trajectory_id, restarted_jobs=len(others)
         )
-        if culprit is None:
+        if culprit is None:  # code of a job that was answered: others may meet it again, but not without end
             self._stop_slot(place)
+            self._start_again(others)
         else:
             place.isolated, place.jobs = True, {id(culprit.job): culprit}
-        self.start(others)
+            self.start(others)
 
     def _on_blocked(self, place: RunnerSlot) -> JobResults:
         """Give up a silent runner: the job that blocks it fails, and the others start again."""
@@ -352,11 +353,15 @@ class RunnerGroup:
         if culprit is not None:
             self.quarantine.append([culprit])
         others = [each for each in waiting if each is not culprit]
-        for each in others:
-            each.ends += 1
-        self._bisect([each for each in others if each.ends >= MAX_SHARED_EXITS])
-        self.start([each for each in others if each.ends < MAX_SHARED_EXITS])
+        self._start_again(others)
         return []
+
+    def _start_again(self, jobs: Sequence[InFlight]) -> None:
+        """Start jobs again whose runner was lost. Jobs that have lost several are divided, to find the cause."""
+        for each in jobs:
+            each.ends += 1
+        self._bisect([each for each in jobs if each.ends >= MAX_SHARED_EXITS])
+        self.start([each for each in jobs if each.ends < MAX_SHARED_EXITS])
 
     def _on_lone_exit(self, waiting: InFlight, reason: str) -> JobResults:
         waiting.deaths += 1

@@ -20,7 +20,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from rose.topics.processes import POLL_SECONDS, adopt_orphans, die_with_parent, set_process_name
+from rose.topics.processes import (
+    POLL_SECONDS,
+    adopt_orphans,
+    die_with_parent,
+    lower_priority,
+    set_process_name,
+)
 
 GRACE_SECONDS = 0.5
 """Time between SIGTERM and SIGKILL for processes that an environment leaves behind."""
@@ -44,6 +50,7 @@ def main(line: int, signs: int) -> NoReturn:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
+        lower_priority(0)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number in (1, 2):
             _open_anew(number)

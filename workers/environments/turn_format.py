@@ -114,6 +114,8 @@ class TurnFormat:
 
     def __init__(self, model_folder: Path) -> None:
         """Raises TurnFormatError when a file is missing, does not parse, or contradicts another."""
+        if not model_folder.is_dir():
+            raise TurnFormatError(f"{model_folder.absolute()} is no folder: name the model folder")
         own = (model_folder / FORMAT_FILE).exists()
         if not own and not has_template(model_folder):
             raise TurnFormatError(f"{model_folder} has neither a {TEMPLATE_FILE} nor a {FORMAT_FILE}: {FIX}")

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -38,9 +39,8 @@ def export_newest(config: TrainerConfig, target: Path) -> int:
     and for a broken model folder; CheckpointRefused if there is no whole checkpoint; OSError.
     """
     target, source = target.absolute(), config.model_folder.resolve()
-    for taken in (target, _partial_of(target)):
-        if os.path.lexists(taken):
-            raise UsageError(f"{taken} is there already: name a folder that is not there yet")
+    if os.path.lexists(target):
+        raise UsageError(f"{target} is there already: name a folder that is not there yet")
     if target.resolve().is_relative_to(source):
         raise UsageError(f"{target} lies in the model folder {source}: name a folder elsewhere")
     if not target.parent.is_dir():
@@ -48,7 +48,9 @@ def export_newest(config: TrainerConfig, target: Path) -> int:
     checkpoints = Checkpoints(config.checkpoints, None)
     model = load_policy(config.model_folder)
     version = _restore_newest(checkpoints, model, make_optimizer(model, learning_rate=config.learning_rate))
-    export_policy(FolderTensors(model, config.model_folder), target)
+    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as partial:
+        export_policy(FolderTensors(model, config.model_folder), Path(partial) / target.name)
+        (Path(partial) / target.name).rename(target)
     return version
 
 
@@ -66,17 +68,12 @@ def _restore_newest(checkpoints: Checkpoints, model: Any, optimizer: torch.optim
 
 def export_policy(tensors: FolderTensors, target: Path) -> None:
     """Write the weights and copy all other files of the policy's folder; replaces `target`. Raises OSError."""
-    partial = _partial_of(target)
+    partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     _copy_other_files(tensors.folder.resolve(), partial.resolve())
     _write(tensors, partial)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
-
-
-def _partial_of(target: Path) -> Path:
-    """The folder in which an export is written before it takes the place of `target`."""
-    return target.with_name(f"{target.name}.partial")
 
 
 def _write(tensors: FolderTensors, target: Path) -> None:

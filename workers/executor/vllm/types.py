@@ -116,9 +116,13 @@ class EngineLoad:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error text; of a long line its first sentence, cut at LINE_CHARACTERS."""
+    """Return the first line of an error text; of a long line its first sentence, cut at LINE_CHARACTERS.
+
+    A line that ends with a colon is continued with the next line.
+    """
     text = f"{type(error).__name__} {error}" if isinstance(error, KeyError) else str(error)
-    line = next((line.strip() for line in text.splitlines() if line.strip()), "") or _where(error)
+    first, *others = [line.strip() for line in text.splitlines() if line.strip()] or [_where(error)]
+    line = f"{first} {others[0]}" if others and first.endswith(":") else first
     return line if len(line) <= LINE_CHARACTERS else line.partition(". ")[0][:LINE_CHARACTERS]
 
 
