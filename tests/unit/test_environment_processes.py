@@ -432,7 +432,7 @@ def alive(folder: Path) -> set[int]:
 @pytest.mark.parametrize("how", ["killed", "blocked and killed", "closed"])
 def test_nothing_that_an_environment_started_outlives_the_worker(folder: Path, how: str) -> None:
     deed = "hold" if how.startswith("blocked") else "wait"
-    waits = f'stage.start([step("b", "{deed}")]); stage.answers(3600.0)'
+    waits = f'stage.start([step("b", "{deed}")]); stage.results(3600.0)'
     then = "pass" if how == "closed" else waits
     program = WORKER.format(path=sys.path, folder=str(folder), first="children", then=then)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as worker:
