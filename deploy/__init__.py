@@ -1,1 +1,1 @@
-"""What is deployed: images, compose file, chart; and `generate`, which writes what of them follows from the code."""
+"""Images, compose file and chart, and `generate`, which writes the parts of them that follow from the code."""

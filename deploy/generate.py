@@ -115,7 +115,7 @@ def role(**own: Schema) -> Schema:
 
 
 def of_field(annotation: Any) -> Schema:
-    """What a field of a section may be."""
+    """Return the JSON Schema of a field of a section."""
     if isinstance(annotation, types.UnionType):
         annotation = next(each for each in typing.get_args(annotation) if each is not types.NoneType)
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
@@ -230,7 +230,7 @@ def topics() -> list[Schema]:
 
 
 def generated() -> dict[Path, str]:
-    """What each file holds."""
+    """Return the content of each file."""
     made = {CHART / "values.schema.json": values_schema(), CHART / "files" / "topics.json": topics()}
     return {path: json.dumps(value, indent=1) + "\n" for path, value in made.items()}
 

@@ -1,4 +1,4 @@
-"""What an executor says of itself, several times a second. Silence past the TTL means: no slack."""
+"""Heartbeats: the state of an executor, several times a second. After the TTL an executor counts as silent."""
 
 from enum import Enum
 from typing import Annotated, ClassVar

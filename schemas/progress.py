@@ -1,4 +1,4 @@
-"""What an environment worker keeps on the log of what is open: its groups, its trajectories and their environments.
+"""Records of an environment worker's open work: groups, trajectories and the states of environments.
 
 Keeps true: a trajectory is written down by places. Its tokens lie in its requests and results, once.
 """

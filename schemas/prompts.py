@@ -1,4 +1,4 @@
-"""What is asked for: a prompt opens one group of trajectories."""
+"""Prompts. A prompt opens one group of trajectories."""
 
 import hashlib
 from typing import Annotated, Any, ClassVar

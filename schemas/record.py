@@ -1,4 +1,4 @@
-"""What all records share.
+"""Base of all records.
 
 Keeps true, from 0.2.0 on
 - Fields are only ever added, with defaults; unknown fields are ignored, but of a prompt. Nothing becomes narrower:

@@ -1,4 +1,4 @@
-"""What the processes of a run say of themselves."""
+"""Records of the starts of a run's processes."""
 
 from typing import Annotated, ClassVar
 

@@ -1,4 +1,4 @@
-"""What a policy has sampled: token ids, with a logprob and a policy version for each token.
+"""Sampled tokens: token ids, with a logprob and a policy version for each token.
 
 One struct carries these values from the engine to the sample. `FinishedTurn` and a trajectory hold it, `Part` extends
 it, and the records `TurnResult` and `Sample` have its fields under the same names: `from_record` and `record_fields`

@@ -122,7 +122,7 @@ class TurnRequest(Record, frozen=True, kw_only=True):
 
 
 class Part(SampledTokens, frozen=True, kw_only=True):
-    """What was sampled of a turn up to some token of it, and what that cost."""
+    """Tokens that were sampled of a turn so far, and their cost."""
 
     device_seconds: DeviceSeconds = {}
 

@@ -1,4 +1,4 @@
-"""What serving's users waited: a line of `serving.jsonl` in a run's folder. It is on no topic: users are not ROSE's."""
+"""Latency of serving's users: a line of `serving.jsonl` in a run's folder. The record is on no topic."""
 
 import msgspec
 

@@ -24,7 +24,7 @@ class Registry:
     """The classes of one kind."""
 
     kind: str
-    """What the classes are, as sentences call them."""
+    """Name of the kind in sentences."""
     built_in: Mapping[str, str]
     """Name to `module:class`."""
     error: type[UsageError]
@@ -110,7 +110,7 @@ def with_import_paths(paths: Iterable[Path]) -> list[str]:
 
 
 def _name_taken(*names: str) -> str | None:
-    """What to do about a user's module whose name another module had before; None if there is none."""
+    """Return advice about a user's module whose name another module had before; None if there is none."""
     for name in names:
         top = name.partition(".")[0]
         loaded = getattr(sys.modules.get(top), "__spec__", None)

@@ -1,34 +1,29 @@
 """`rose demo`: trains a policy over the bus, measures held-out success before and after, and writes a report."""
 
 from dataclasses import replace
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from time import monotonic, time
 
 import msgspec
-from rich.console import Console
 from rich.text import Text
 
 from rose.pipeline.accounting.audit import AuditFailed
 from rose.pipeline.config.load import Config, load
 from rose.pipeline.config.options import Common
 from rose.pipeline.config.sections import TasksSection
-from rose.pipeline.local.broker import run_broker
-from rose.pipeline.local.fork_server import ForkServer
 from rose.pipeline.local.run import (
-    LOG_FOLDER,
-    RunConsole,
+    LocalRun,
     RunInterrupted,
     TimeLimitReached,
+    config_flags,
     lending_servers,
-    prepare_run,
-    role_fork_server,
+    open_run,
     run_roles,
 )
 from rose.pipeline.local.supervisor import Role, Supervisor
 from rose.pipeline.process.process_setup import stop_on_signals
-from rose.pipeline.process.run_folder import RUN_LOCK, ensure_folder, run_folder_lock
+from rose.pipeline.process.run_folder import ensure_folder
 from rose.pipeline.process.terminal import escape_control_chars
 from rose.pipeline.report.summary import Success, Summary
 from rose.pipeline.report.write import print_summary, run_metadata, write_report
@@ -74,41 +69,29 @@ def run_demo(common: Common) -> None:
     Raises UsageError, RoleFailed, BrokerFailed, or AuditFailed if the audit finds lost or doubled trajectories.
     """
     config = _configuration(common)
-    settings, console = config.settings, RunConsole()
+    settings, started_at = config.settings, time()
     prompts = training_prompts(
         settings.tasks, run=settings.run.name, seed=settings.run.seed, groups=settings.trainer.total_groups
     )
-    started_at, began = time(), monotonic()
-    with run_folder_lock(config.run_folder, RUN_LOCK), role_fork_server() as fork_server, run_broker(config) as broker:
-        console.print(f"[bold]ROSE[/bold] on {broker.settings.bootstrap} ({broker.name}), in {config.run_folder}")
-        configuration = prepare_run(config, broker)
+    with open_run(config) as run:
         try:
-            with lending_servers(config, configuration, fork_server) as serving:
-                measure = partial(_measure, config, fork_server, configuration, serving, console)
-                before = measure(settings.model.folder, "before")
-                _wait_for_users(config, serving, console)
+            with lending_servers(run) as serving:
+                before = _measure(run, serving, settings.model.folder, "before")
+                _wait_for_users(run, serving)
                 try:
-                    run_roles(
-                        config,
-                        broker,
-                        fork_server,
-                        console,
-                        configuration=configuration,
-                        serving=serving,
-                        prompts=prompts,
-                        began=began,
-                    )
+                    run_roles(run, serving, prompts)
                 except TimeLimitReached:
-                    if not settings.trainer.exported.exists():  # else the trainer was done when it was asked to stop
-                        _export_newest(config, fork_server, configuration, serving, console)
-                after = measure(settings.trainer.exported, "after")
+                    _export_newest(run, serving)
+                after = _measure(run, serving, settings.trainer.exported, "after")
         except RunInterrupted:
-            console.print(f"ended before it was done; `rose up --run {settings.run.name}` goes on with the training")
+            name = settings.run.name
+            run.console.print(f"ended before it was done; `rose up --run {name}` goes on with the training")
             return
         success = Success(before=before.success, after=after.success, n=after.tasks)
-        facts = run_metadata(broker.name, started_at=started_at, seconds=monotonic() - began, success=success)
-        summary = write_report(config, broker.settings, facts)
-    print_summary(console, summary, config.run_folder)
+        seconds = monotonic() - run.began
+        facts = run_metadata(run.broker.name, started_at=started_at, seconds=seconds, success=success)
+        summary = write_report(config, run.broker.settings, facts)
+    print_summary(run.console, summary, config.run_folder)
     _check_audit(summary)
 
 
@@ -133,70 +116,58 @@ def _configuration(common: Common) -> Config:
     return load(common)
 
 
-def _export_newest(
-    config: Config, fork_server: ForkServer, configuration: Path, serving: Supervisor, console: Console
-) -> None:
+def _export_newest(run: LocalRun, serving: Supervisor) -> None:
     """Export the newest policy of a run that has reached its time limit. Raises RunInterrupted or RoleFailed."""
-    settings = config.settings
-    console.print(
+    settings = run.config.settings
+    run.console.print(
         f"stopped early, after {settings.run.time_limit_seconds:.0f} s as run.time_limit_seconds says, before all "
         f"{settings.tasks.steps} steps were done: the newest policy is measured"
     )
-    arguments = ("export", "--to", str(settings.trainer.exported), "--config", str(configuration))
+    arguments = ("export", "--to", str(settings.trainer.exported), *config_flags(run.config))
     role = Role("export", arguments, ends_run_with=settings.trainer.exported)
-    _run_alone(config, role, fork_server, serving, console, "exporting the newest policy")
+    _run_alone(run, serving, role, "exporting the newest policy")
 
 
-def _wait_for_users(config: Config, serving: Supervisor, console: Console) -> None:
+def _wait_for_users(run: LocalRun, serving: Supervisor) -> None:
     """Wait until serving has answered its first request. Raises RunInterrupted or RoleFailed."""
     stop = stop_on_signals()
-    with console.status("the serving engine comes up"):
-        while config.settings.run.lenders and not read_request_log(config.run_folder):
+    with run.console.status("the serving engine comes up"):
+        while run.config.settings.run.lenders and not read_request_log(run.config.run_folder):
             if stop.wait(LOOK_SECONDS):
                 raise RunInterrupted
-            _print_events(serving, console)
+            _print_events(run, serving)
 
 
-def _print_events(serving: Supervisor, console: Console) -> None:
+def _print_events(run: LocalRun, serving: Supervisor) -> None:
     """Print the events of serving and of its load generator."""
     for happened in serving.tick():
-        console.print(Text(escape_control_chars(happened)))
+        run.console.print(Text(escape_control_chars(happened)))
 
 
-def _run_alone(
-    config: Config, role: Role, fork_server: ForkServer, serving: Supervisor, console: Console, doing: str
-) -> None:
+def _run_alone(run: LocalRun, serving: Supervisor, role: Role, doing: str) -> None:
     """Run a role beside the servers until it is done. Raises RunInterrupted or RoleFailed."""
-    supervisor = Supervisor([role], config.run_folder / LOG_FOLDER, fork_server)
+    supervisor = run.supervisor_of([role])
     stop = stop_on_signals()
     try:
         supervisor.start()
-        with console.status(doing):
+        with run.console.status(doing):
             while not (supervisor.finished or stop.wait(LOOK_SECONDS)):
                 supervisor.tick()
-                _print_events(serving, console)
+                _print_events(run, serving)
     finally:
         supervisor.stop()
     if not supervisor.finished:
         raise RunInterrupted
 
 
-def _measure(
-    config: Config,
-    fork_server: ForkServer,
-    configuration: Path,
-    serving: Supervisor,
-    console: Console,
-    model: Path,
-    moment: str,
-) -> Evaluation:
+def _measure(run: LocalRun, serving: Supervisor, model: Path, moment: str) -> Evaluation:
     """Measure held-out success in a process of its own. Raises RunInterrupted or RoleFailed."""
-    output = config.run_folder / f"success-{moment}.json"
-    arguments = ("evaluate", str(model), "--json", str(output), "--config", str(configuration))
+    output = run.config.run_folder / f"success-{moment}.json"
+    arguments = ("evaluate", str(model), "--json", str(output), *config_flags(run.config))
     role = Role(f"evaluate-{moment}", arguments, ends_run_with=output)
-    _run_alone(config, role, fork_server, serving, console, f"measuring held-out success {moment} training")
+    _run_alone(run, serving, role, f"measuring held-out success {moment} training")
     evaluation = msgspec.json.decode(output.read_bytes(), type=Evaluation)
-    console.print(
+    run.console.print(
         f"held-out success {moment} training: [bold]{evaluation.success:.3f}[/bold] "
         f"({evaluation.tasks} tasks, temperature 1)",
         highlight=False,

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic, time
 
@@ -46,33 +46,51 @@ class RunConsole(Console):
         os.close(nowhere)
 
 
-def run_up(common: Common, prompts_file: Path | None, without: Path | None) -> None:
-    """Until the trainer is done or the user ends it; the same name again goes on where the run was."""
-    config = load(common)
-    console = RunConsole()
-    prompts = read_prompts(prompts_file, config.environments, without=without) if prompts_file is not None else []
-    started_at, began = time(), monotonic()
+@dataclass(frozen=True, slots=True)
+class LocalRun:
+    """A run on this machine whose broker answers, with its topics and the configuration that its roles read."""
+
+    config: Config
+    broker: RunBroker
+    fork_server: ForkServer
+    console: Console
+    began: float
+    """monotonic() seconds at the start of the command; the time limit counts from it."""
+
+    def supervisor_of(self, roles: Sequence[Role]) -> Supervisor:
+        """Return a supervisor of these roles, which log to the run's folder."""
+        return Supervisor(roles, self.config.run_folder / LOG_FOLDER, self.fork_server)
+
+
+@contextmanager
+def open_run(config: Config) -> Iterator[LocalRun]:
+    """Lock the run's folder, start or find its broker, and prepare the run; undo what must not stay at the end.
+
+    Raises UsageError, BrokerFailed, BusError or RightsMissing.
+    """
+    console, began = RunConsole(), monotonic()
     with run_folder_lock(config.run_folder, RUN_LOCK), role_fork_server() as fork_server, run_broker(config) as broker:
         console.print(f"[bold]ROSE[/bold] on {broker.settings.bootstrap} ({broker.name}), in {config.run_folder}")
+        prepare_run(config, broker)
+        yield LocalRun(config, broker, fork_server, console, began)
+
+
+def run_up(common: Common, prompts_file: Path | None, without: Path | None) -> None:
+    """Run all roles until the trainer is done or the user ends the run; the same name again continues the run."""
+    config = load(common)
+    prompts = read_prompts(prompts_file, config.environments, without=without) if prompts_file is not None else []
+    started_at = time()
+    with open_run(config) as run:
         try:
-            configuration = prepare_run(config, broker)
-            with lending_servers(config, configuration, fork_server) as serving:
-                run_roles(
-                    config,
-                    broker,
-                    fork_server,
-                    console,
-                    configuration=configuration,
-                    serving=serving,
-                    prompts=prompts,
-                    began=began,
-                )
+            with lending_servers(run) as serving:
+                run_roles(run, serving, prompts)
         except TimeLimitReached:
-            console.print(f"stopped after {monotonic() - began:.0f} s, as run.time_limit_seconds says; {GO_ON}")
+            run.console.print(f"stopped after {monotonic() - run.began:.0f} s, as run.time_limit_seconds says; {GO_ON}")
         except RunInterrupted:
-            console.print(f"ended before the trainer was done; {GO_ON}")
-        facts = run_metadata(broker.name, started_at=started_at, seconds=monotonic() - began, success=Success())
-        print_summary(console, write_report(config, broker.settings, facts), config.run_folder)
+            run.console.print(f"ended before the trainer was done; {GO_ON}")
+        seconds = monotonic() - run.began
+        facts = run_metadata(run.broker.name, started_at=started_at, seconds=seconds, success=Success())
+        print_summary(run.console, write_report(config, run.broker.settings, facts), config.run_folder)
 
 
 GO_ON = "the same command goes on from here"
@@ -97,7 +115,7 @@ class TimeLimitReached(RunInterrupted):
     """The run has taken `run.time_limit_seconds`."""
 
 
-def prepare_run(config: Config, broker: RunBroker) -> Path:
+def prepare_run(config: Config, broker: RunBroker) -> None:
     """Create the topics, and write the configuration that the roles read.
 
     Raises BusError, RightsMissing, or UsageError where versions would not be signed and have to be.
@@ -105,7 +123,7 @@ def prepare_run(config: Config, broker: RunBroker) -> Path:
     require_signing_key(broker.settings, config.weights.signing_key, "signing_key")
     require_signing_key(broker.settings, config.weights.trusted_key, "trusted_key")
     create_topics(broker.settings, config.partitions, replication_factor=config.settings.topics.replication_factor)
-    return write_configuration(config, broker)
+    write_configuration(config, broker)
 
 
 def write_configuration(config: Config, broker: RunBroker) -> Path:
@@ -140,9 +158,17 @@ def role_fork_server() -> ForkServer:
     return ForkServer(environment=without_settings(os.environ))
 
 
-def roles_of(config: Config, configuration: Path) -> list[Role]:
-    """The processes of a run, those first that import least: they work while a fork_server imports for the others."""
-    common = ("--config", str(configuration))
+def config_flags(config: Config) -> tuple[str, str]:
+    """Return the flags by which a role reads what `write_configuration` has written."""
+    return ("--config", str(config.run_folder / RESOLVED))
+
+
+def roles_of(config: Config) -> list[Role]:
+    """Return the processes of a run.
+
+    Processes that import little come first: they work while the fork server imports for the others.
+    """
+    common = config_flags(config)
     run = config.settings.run
     executors = [Role(f"executor-{n}", ("executor", "--name", f"executor-{n}", *common)) for n in range(run.executors)]
     workers = [
@@ -157,9 +183,9 @@ def roles_of(config: Config, configuration: Path) -> list[Role]:
     return [replace(role, niceness=NICENESS_BESIDE_SERVERS) for role in roles] if run.lenders else roles
 
 
-def lending_server_roles(config: Config, configuration: Path) -> list[Role]:
-    """The servers that lend, each with its users. As executors they are numbered on from the dedicated ones."""
-    common = ("--config", str(configuration))
+def lending_server_roles(config: Config) -> list[Role]:
+    """Return the servers that lend, each with its load generator. Their executors are numbered after the dedicated."""
+    common = config_flags(config)
     run, serving = config.settings.run, config.settings.serving
     roles = []
     for number, port in enumerate(free_ports(run.lenders), run.executors):
@@ -173,9 +199,9 @@ def lending_server_roles(config: Config, configuration: Path) -> list[Role]:
 
 
 @contextmanager
-def lending_servers(config: Config, configuration: Path, fork_server: ForkServer) -> Iterator[Supervisor]:
-    """The servers that lend, and their users, until the end of the block. Tick what it gives."""
-    supervisor = Supervisor(lending_server_roles(config, configuration), config.run_folder / LOG_FOLDER, fork_server)
+def lending_servers(run: LocalRun) -> Iterator[Supervisor]:
+    """Run the servers that lend, and their load generators, until the end of the block. Tick the supervisor."""
+    supervisor = run.supervisor_of(lending_server_roles(run.config))
     try:
         supervisor.start()
         yield supervisor
@@ -183,30 +209,19 @@ def lending_servers(config: Config, configuration: Path, fork_server: ForkServer
         supervisor.stop()
 
 
-def run_roles(
-    config: Config,
-    broker: RunBroker,
-    fork_server: ForkServer,
-    console: Console,
-    *,
-    configuration: Path,
-    serving: Supervisor,
-    prompts: Sequence[Prompt],
-    began: float,
-) -> None:
-    """Run everything until the trainer is done. Of the prompts those are sent that the log does not know.
-
-    `began`: monotonic() seconds from which the time limit counts.
+def run_roles(run: LocalRun, serving: Supervisor, prompts: Sequence[Prompt]) -> None:
+    """Run everything until the trainer is done. Only prompts that the log does not know are sent.
 
     Raises RunInterrupted, TimeLimitReached, RoleFailed, BrokerFailed, BusError, or UsageError for a prompt that is
     known as another.
     """
+    config, broker, console = run.config, run.broker, run.console
     trainer, limit = config.settings.trainer, config.settings.run.time_limit_seconds
-    deadline = began + limit if limit else math.inf
+    deadline = run.began + limit if limit else math.inf
     work = remaining_work(broker.settings, prompts, config.run_folder)
     if work.known:
         console.print(f"{work.known} of {len(prompts)} prompts are on the log already, and are not sent again")
-    supervisor = Supervisor(roles_of(config, configuration), config.run_folder / LOG_FOLDER, fork_server)
+    supervisor = run.supervisor_of(roles_of(config))
     stop = stop_on_signals()
     watch = follow_run(config, broker.settings, whole=work.trajectories > 0)
     executors = [f"executor-{n}" for n in range(config.settings.run.executors + config.settings.run.lenders)]

@@ -135,9 +135,14 @@ class Supervisor:
         return happened
 
     def stop(self) -> None:
-        """Ask every process to stop, and kill those that do not stop within STOP_SECONDS."""
+        """Ask every process to stop, and kill those that do not stop within STOP_SECONDS.
+
+        A role that was about to finish its work may finish the work now.
+        """
         for first in (True, False):
-            self._end([each.process for each in self._supervised if each.process and each.role.leaves_first is first])
+            asked = [each for each in self._supervised if each.process and each.role.leaves_first is first]
+            self._end([each.process for each in asked if each.process])
+            self.finished = self.finished or any(each.finished_work for each in asked)
 
     def _end(self, running: Sequence[ForkedProcess]) -> None:
         for process in running:

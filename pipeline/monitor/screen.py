@@ -152,7 +152,7 @@ class Screen:
         )
 
     def _total_text(self) -> str:
-        """What was asked for, if that is known, without what was refused; and what others have asked for since."""
+        """Return the number of trajectories asked for, if known, without refused ones, with those of others since."""
         view = self._follower.run_state
         return f" of {max(self._total - view.refused, view.opened)}" if self._total else ""
 
@@ -215,7 +215,7 @@ def work_line(facts: Facts) -> Text:
 
 
 def finding_lines(findings: Sequence[Finding]) -> list[Text]:
-    """What is to be known, a line each."""
+    """Return one line for each finding."""
     return [
         Text.assemble(
             (f"{finding.severity.value:<8}", STYLES[finding.severity]),

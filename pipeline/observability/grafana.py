@@ -18,13 +18,13 @@ class Panel:
 
     title: str
     sentence: str
-    """What it tells, and what is worth a look."""
+    """Meaning of the panel, and values that deserve attention."""
     unit: str
     """Unit, by Grafana's name."""
     queries: dict[str, str]
     """Queries, by legend."""
     needs: str = ""
-    """What a run must have besides a router, environment workers, executors and a trainer, to show anything."""
+    """Processes that the panel needs besides a router, environment workers, executors and a trainer."""
 
 
 @dataclass(frozen=True, slots=True)

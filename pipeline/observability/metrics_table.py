@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric as Family
 from rose.pipeline.observability.reference.pages import Page, code, page, table
 
 UNITS = ("seconds", "bytes", "ratio", "nats")
-"""What a name ends in, before `_total`, when it measures. What ends in none of them counts what its sentence says."""
+"""Units at the end of a metric's name, before `_total`. A metric without such an end is a count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def metrics() -> list[Metric]:
 
 
 def servers() -> list[Metric]:
-    """What vLLM exports, and we do not."""
+    """Metrics that vLLM exports and ROSE does not."""
     return [Metric(name, "histogram", ("model_name", "engine"), "vLLM server", sentence) for name, sentence in SERVERS]
 
 

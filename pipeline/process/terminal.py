@@ -178,7 +178,7 @@ def _opened(number: int, mode: Literal["r", "w"]) -> TextIOWrapper:
 
 
 def _discard(number: int) -> None:
-    """What waits to be written goes nowhere: the interpreter would try again at its end."""
+    """Send pending output to /dev/null, because the interpreter would try to write it again at its end."""
     with suppress(OSError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, number)

@@ -101,7 +101,7 @@ def valid_dispatches(envelopes: Iterable[Envelope]) -> Iterator[TurnDispatch]:
 
 @dataclass(frozen=True, slots=True)
 class RouterContext:
-    """What all cell sessions of one router share: settings, name, membership, reader and writer."""
+    """Objects that all cell sessions of one router share: settings, name, membership, reader and writer."""
 
     settings: BusSettings
     config: RouterConfig

@@ -198,7 +198,7 @@ class Executor:
 
 
 class HeartbeatEffect(NamedTuple):
-    """What a heartbeat changed."""
+    """Changes that a heartbeat caused."""
 
     replaced: Executor | None = None
     """The earlier incarnation, which has ended."""

@@ -167,7 +167,7 @@ def test_a_run_has_its_folder_to_itself_and_started_again_sends_nothing_twice(
 
 @pytest.mark.slow
 def test_a_run_whose_output_nobody_reads_any_more_ends_with_its_summary_and_report(tmp_path: Path) -> None:
-    """As with `rose up | tee` and Ctrl-C, which ends tee at once."""
+    """In `rose up | tee`, Ctrl-C ends tee at once."""
     rose, run = Rose("embedded", tmp_path), tmp_path / "runs" / "mine"
     with rose.start("up", "--name", "mine", "--set", "run.executors=0") as process:
         until(lambda: process.poll() is not None or (run / "trainer.lock").exists())

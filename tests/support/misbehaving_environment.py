@@ -173,7 +173,7 @@ def ignore_children() -> None:
 
 
 def reap_children() -> None:
-    """As servers that fork do."""
+    """Reap children in a signal handler, like a server that forks."""
 
     def reap(*_: object) -> None:
         with suppress(ChildProcessError):
@@ -215,7 +215,7 @@ async def do_in_a_task(deed: str) -> None:
 
 
 async def coroutine_state() -> str:
-    """As anyio looks at the task of a scope that is cancelled."""
+    """Return the state of the current task's coroutine, which anyio asks for when a scope is cancelled."""
     task = asyncio.current_task()
     assert task is not None
     return inspect.getcoroutinestate(task.get_coro())  # type: ignore[arg-type]

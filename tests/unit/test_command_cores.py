@@ -150,9 +150,9 @@ def test_what_a_run_has_settled_is_left_out_of_a_prompt_file(tmp_path: Path) -> 
 def test_each_server_that_lends_has_a_name_and_users_of_its_own_and_there_may_be_more_than_inboxes() -> None:
     settings = ["run.executors=1", "run.lenders=2", "topics.inbox_slots=1", 'serving.flags=["--seed", "0"]']
     config = load(Common(settings=settings))
-    roles = {role.name: role.arguments for role in lending_server_roles(config, Path("run.toml"))}
+    roles = {role.name: role.arguments for role in lending_server_roles(config)}
     assert list(roles) == ["lender-1", "loadgen-1", "lender-2", "loadgen-2"]
-    names = [role.arguments[2] for role in roles_of(config, Path("run.toml")) if role.name.startswith("executor-")]
+    names = [role.arguments[2] for role in roles_of(config) if role.name.startswith("executor-")]
     assert names == ["executor-0"]
     for number in (1, 2):
         lend, flags = roles[f"lender-{number}"], roles[f"lender-{number}"].index("--")

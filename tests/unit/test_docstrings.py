@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-FRAGMENT = re.compile(r"(As|By|For|Of|That|To|With)\b")
+FRAGMENT = re.compile(r"(As|By|For|Of|That|To|What|With)\b")
 """First words of a docstring that says only what its reader must put before it."""
 
 

@@ -284,7 +284,7 @@ TURNS = "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + END }}{
 def test_a_tokenizer_that_marks_the_first_word_alone_reads_turns_as_the_conversation_written_out(
     tmp_path: Path, template: str, own: dict[str, str] | None, eos: str
 ) -> None:
-    """As of Llama 2's and Mistral's tokenizers that transformers 5 saved: `prepend_scheme` is "first"."""
+    """transformers 5 saves the tokenizers of Llama 2 and Mistral with the `prepend_scheme` "first"."""
     tokenizer: Any = word_marking(MARKED, scheme="first")
     turns = TurnFormat(folder(tmp_path, tokenizer, template, own=own, bos="<s>", eos=eos))
     said = ["3 + 4", "=7", " so  what", "0 + 7", "7"]
@@ -350,7 +350,7 @@ def test_half_of_a_surrogate_pair_is_one_sentence(tmp_path: Path) -> None:
 
 
 TAGS = ["<table>", "<td>", "<b>", "<i>", "<s>", "<h1>", "<code>", "<br>", "<sup>", "<start_of_turn>", "[INST]"]
-"""As Gemma's tokenizers have beside the tokens that mark turns."""
+"""Gemma's tokenizers have these tokens beside the tokens that mark turns."""
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 """Where a folder keeps its template, if that is no field of the tokenizer's configuration."""
 
 BYTE_ORDER_MARK = "\ufeff"
-"""What some editors begin a file with."""
+"""Byte order mark, with which some editors begin a file."""
 
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Transformers' tokenizers that know no special token besides those that the folder names."""
@@ -57,7 +57,7 @@ TRIMS: dict[str, Callable[[str], str]] = {
 
 
 class Framing(NamedTuple):
-    """What stands around observations; `stop` ends every action."""
+    """Text around observations; `stop` ends every action."""
 
     first_prefix: str
     prefix: str
@@ -223,7 +223,7 @@ def read_template(folder: Path) -> str | None:
 
 
 def reading(read: Callable[Given, Read], *given: Given.args, **named: Given.kwargs) -> Read:
-    """What a function reads of the folder's files. Raises TurnFormatError for one that cannot be read."""
+    """Return what `function` reads of the folder. Raises TurnFormatError for a file that cannot be read."""
     try:
         return read(*given, **named)
     except TokenizerError as error:

@@ -23,7 +23,7 @@ from rose.schemas.errors import UsageError
 from rose.workers.environments.protocol import EnvironmentArgumentError, JsonValue, LifeCycleError, SnapshotError, Step
 
 MALFORMED = "?"
-"""What a policy reads after an action that is none of the words."""
+"""Observation after an action that is none of the words."""
 
 MOST_TURNS = 4096
 """Bounds the actions that a snapshot may ask to play again."""
@@ -57,7 +57,7 @@ class GymnasiumText(ABC):
         """The `gymnasium.Env` of this task. Raises EnvironmentArgumentError."""
 
     def describe(self, env: Any, observation: Any) -> str:
-        """What the policy reads."""
+        """Text that the policy reads."""
         return str(observation)
 
     def solved(self, reward: float) -> bool:

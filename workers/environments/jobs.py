@@ -1,4 +1,4 @@
-"""What is asked of environments, what they answer, and the runners that do the work, with their signs of life.
+"""Jobs for environments, their results, and the interface of runners, with signs of life.
 
 Keeps true
 - Jobs and results go by value, so they may cross from one process to another. What a process wrote is checked against

@@ -84,7 +84,7 @@ def _in_process(config: EnvironmentConfig, name: str) -> bool:
 
 
 def _runners(config: EnvironmentConfig, turn_format: TurnFormat, limits: RunnerLimits) -> NewRunner:
-    """What makes the runner of a kind of environments."""
+    """Return a function that makes the runner of a kind of environments."""
 
     def new_runner(name: str, answer: ResultCallback, life: int) -> Runner:
         if not _in_process(config, name):
@@ -102,7 +102,7 @@ def _runners(config: EnvironmentConfig, turn_format: TurnFormat, limits: RunnerL
 
 
 def _allowed(config: EnvironmentConfig, stage: RunnerPool, stop: threading.Event) -> Callable[[str], None]:
-    """What refuses the name of an environment; only built-in names and those of the config lead to one.
+    """Return a check that refuses names other than built-in ones and those of the configuration.
 
     A prompt comes from the bus, and importing what it names would run code that its sender chose. A user's own that run
     in processes are imported there alone. Raises UsageError for a name of the config that leads to none.

@@ -1,4 +1,4 @@
-"""What an environment worker tells Prometheus. No label has more values than a page can hold."""
+"""Prometheus metrics of an environment worker. No label has more values than a page can hold."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -9,7 +9,7 @@ SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.
 """Buckets from a calculator's step to a test suite's."""
 
 ENVIRONMENT = CollectorRegistry()
-"""What an environment worker exports, once it has begun."""
+"""Metrics of an environment worker, exported once it has started."""
 
 HOMES = Gauge("rose_environment_homes", "Home partitions that this worker owns.", registry=ENVIRONMENT)
 TRAJECTORIES = Gauge("rose_environment_trajectories", "Open trajectories.", registry=ENVIRONMENT)

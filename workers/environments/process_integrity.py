@@ -64,7 +64,7 @@ _stat, _getrlimit, _getitimer, _getsignal = os.stat, resource.getrlimit, signal.
 
 
 class ProcessIntegrity:
-    """What environments of a process share, as it was when this was made."""
+    """Process state that environments share, as it was at the start."""
 
     def __init__(self, give_up: Callable[[str], None]) -> None:
         """`give_up` is called with the change that was found, and returns if the process may go on."""
@@ -143,7 +143,7 @@ class ProcessIntegrity:
 
 
 class _Functions:
-    """What a module has that can be called."""
+    """The callable attributes of a module."""
 
     def __init__(self, module: ModuleType) -> None:
         self.module = module.__name__

@@ -1,4 +1,4 @@
-"""What a task looks like to ROSE: text out, text in, one action a turn.
+"""The interface of an environment: text out, text in, one action a turn.
 
 Keeps true
 - The same seed and arguments give the same task, for ever: a group's trajectories all start from it.
@@ -32,10 +32,10 @@ class LifeCycleError(RuntimeError):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """What one action led to."""
+    """Result of one action."""
 
     observation: str
-    """What the policy reads next; of the last step, a closing remark that no policy reads."""
+    """Text that the policy reads next; of the last step, a closing remark that no policy reads."""
     reward: float
     """Reward of this step; a trajectory's reward is the sum over its steps."""
     done: bool

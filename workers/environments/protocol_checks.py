@@ -19,7 +19,7 @@ from rose.workers.environments.protocol import Step
 
 
 class ProtocolViolation(Exception):
-    """What an environment handed back cannot be used; the message says why."""
+    """An environment returned a value that cannot be used; the message says why."""
 
 
 def check_observation(value: object, method: str) -> str:
@@ -118,7 +118,7 @@ def _plain(value: object) -> object:
 
 
 def _scalar(value: object) -> object:
-    """What a scalar of NumPy or torch stands for; anything else as it is."""
+    """Return the Python value of a scalar of NumPy or torch, and any other value unchanged."""
     if isinstance(value, bool | int | float | str) or not callable(item := getattr(value, "item", None)):
         return value
     try:

@@ -1,4 +1,4 @@
-"""What runs in an environments' process: a runner, asked and answering over a line to the worker.
+"""Server side of a process of environments: a runner that gets jobs over a connection to the worker.
 
 Keeps true
 - The process ends when the worker hangs up, and nothing here waits for the worker.

@@ -318,7 +318,7 @@ class ThreadRunner:
         return own, EnvironmentFailure(_failure(job, done)) if isinstance(done, BaseException) else done
 
     async def _within(self, seconds: float, call: Callable[[], Awaitable[T]], job: Job | None) -> T | BaseException:
-        """What the call gives or raises. One that is late is cancelled; one that goes on all the same is given up."""
+        """Return the result or the exception of a call. A late call is cancelled; if it goes on, it is abandoned."""
         task = self._track(_caught(call, self._pid), job)
         in_time = ended = await _ends(task, seconds)
         for _ in range(CANCELS):

@@ -292,7 +292,7 @@ class TurnFormat:
         return found
 
     def observation_tokens(self, observation: str, *, first: bool, after: Sequence[int] = ()) -> list[int]:
-        """What an observation appends to the context; `after`: the sampled tokens that it follows.
+        """Return the tokens that an observation appends to the context.
 
         Raises ValueError for text with half of a surrogate pair.
         """
@@ -356,7 +356,7 @@ def _read(path: Path, kind: type[Any]) -> Any:
 
 
 MARK_LIKE = re.compile(r"<[^\s<>]{1,64}>?|\[[^\s\[\]]{1,64}\]?|[^\s<>\[\]]{1,64}[|｜]>")
-"""What may be meant as a token: a word in brackets, one of which may have been forgotten."""
+"""Pattern of a word that may be meant as a token: in brackets, one of which may be missing."""
 
 BARS = ("<|", "<｜")
 """Who writes a word so means a token, where the tokenizer has others that begin so."""
@@ -414,7 +414,7 @@ def _may_mean(word: str, mark: str) -> bool:
 
 
 def _words(text: str, longest_first: Sequence[str]) -> list[str]:
-    """What may be meant as a token, of the text between the marks."""
+    """Yield words that may be meant as tokens, from the text between the marks."""
     plain = re.split("|".join(map(re.escape, longest_first)), text) if longest_first else [text]
     return [word for part in plain for word in MARK_LIKE.findall(part)]
 

@@ -103,7 +103,7 @@ class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     step_tokens: Annotated[int, Meta(ge=1)] = 256
     """Most tokens of one guest step, at least `max_turns`; `promise` may reduce it."""
     promise: Promise = Promise()
-    """What serving is promised while it lends."""
+    """Latency targets of serving while it lends."""
     memory: MemoryConfig = MemoryConfig()
     """How much of its KV memory the server keeps."""
     piece_seconds: Annotated[float, Meta(gt=0)] = 0.002

@@ -38,11 +38,11 @@ class TrainerConfig:
     max_staleness: int = 4
     """Largest lag, in versions. Samples with tokens of an older policy are not trained on."""
     truncated: str = "train"
-    """What becomes of samples that were cut off by `max_turns` or by their context: `train` takes them as the others,
+    """Treatment of samples that were cut off by `max_turns` or by their context: `train` takes them as the others,
     with the reward that they had by then; `leave_out` settles them as filtered, and no advantage counts them."""
     algorithm: str = "grpo"
-    """What turns rewards into advantages and a loss: `grpo`, `rloo` (leave-one-out baseline), or a class of your own as
-    `package.module:Class` (`workers/trainer/algorithms/base.py` has the interface)."""
+    """Algorithm, which turns rewards into advantages and a loss: `grpo`, `rloo` (leave-one-out baseline), or a class of
+    your own as `package.module:Class` (`workers/trainer/algorithms/base.py` has the interface)."""
     import_paths: tuple[Path, ...] = ()
     """Folders to import your own algorithm from, before the installed packages."""
     learning_rate: float = 1e-4

@@ -111,7 +111,7 @@ def _refuse_untied(model: Any, folder: Path) -> None:
 
 
 def _probe_policy(model: Any, folder: Path) -> None:
-    """What a model cannot compute it raises only when it computes. Raises ModelFolderError."""
+    """Compute a few tokens, since a model raises only then what it cannot compute. Raises ModelFolderError."""
     tokens = torch.arange(min(PROBED, model.get_input_embeddings().num_embeddings))[None]
     try:
         numberless = produces_nonfinite(model, tokens)
@@ -122,7 +122,7 @@ def _probe_policy(model: Any, folder: Path) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """What a library says of an error; of one that says nothing, or names only a key, with its type."""
+    """Return the text of a library's error, with the type if there is no text or only a key."""
     text = " ".join(str(error).split())
     if isinstance(error, KeyError) or not text:
         text = f"{type(error).__name__}: {text}".removesuffix(": ")

@@ -1,4 +1,4 @@
-"""What a model folder says of its tensors, without loading them.
+"""The tensors of a model folder, by its files' headers, without loading them.
 
 Keeps true
 - Everybody reads the same files: those that model.safetensors.index.json names, or model.safetensors where there is
@@ -28,7 +28,7 @@ QUANTIZED = "quantization_config", "compression_config"
 
 QUANTIZED_FILE = "hf_quant_config.json"
 LFS_POINTER = b"version https://git-lfs"
-"""What a file begins with whose content git-lfs has not fetched."""
+"""First bytes of a file whose content git-lfs has not fetched."""
 
 OTHER_TASK = re.compile("For(?!CausalLM)[A-Z]|RewardModel$")
 """In the name of a class that is no causal language model, as LlamaForSequenceClassification."""
@@ -49,7 +49,7 @@ SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions"),
 )
-"""What config.json calls sizes; some types of models give a list, one for each layer, or null."""
+"""Sizes in config.json. Some types of models give a list with one size for each layer, or null."""
 
 
 class FolderError(UsageError):

@@ -1,4 +1,4 @@
-"""What each log event means and what an operator does about it.
+"""Meanings of the log events, and the actions of an operator.
 
 Keeps true: `log_events` refuses an event without a meaning and a meaning without an event.
 """
@@ -15,7 +15,7 @@ class Meaning:
 
     sentence: str
     action: str = NOTHING
-    """What an operator does about the event."""
+    """Action of an operator."""
     more_fields: tuple[str, ...] = ()
     """Fields that the code passes as a mapping, so that they are not in the syntax tree of the call."""
 

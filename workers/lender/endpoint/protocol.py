@@ -21,7 +21,7 @@ VISIBILITY_TENSOR = "rose"
 
 @dataclass(frozen=True, slots=True)
 class EndpointInfo:
-    """What a server that was checked says of itself."""
+    """Facts about a server that was checked."""
 
     model_folder: Path
     """The weights that it was started with."""
