@@ -160,8 +160,8 @@ MAX_RETRY_SECONDS = 5.0
 def in_time_slices(call: Callable[[float], object]) -> Callable[[float], bool]:
     """Make a transaction call resumable: the returned function runs it for some seconds and returns whether it is done.
 
-    The returned function raises KafkaException for an error that is not transient, and for any error after
-    TRANSACTION_SECONDS.
+    The returned function raises KafkaException for an error that is not transient or asks for an abort, and for any
+    error after TRANSACTION_SECONDS.
     """
     deadline = time.monotonic() + TRANSACTION_SECONDS
 
@@ -170,12 +170,11 @@ def in_time_slices(call: Callable[[float], object]) -> Callable[[float], bool]:
         try:
             call(seconds)
         except KafkaException as error:
-            now = time.monotonic()
-            if not is_transient(error.args[0]) or now > deadline:
+            now, cause = time.monotonic(), error.args[0]
+            if cause.txn_requires_abort() or not is_transient(cause) or now > deadline:
                 raise
-            time.sleep(
-                max(0.0, started_at + seconds - now)
-            )  # after a refusal at once, because the caller counts calls as time
+            # The caller counts slices as time, so a slice that is refused at once lasts as long as the others.
+            time.sleep(max(0.0, started_at + seconds - now))
             return False
         return True
 

@@ -276,6 +276,14 @@ def test_a_call_of_a_transaction_that_is_to_be_made_again_has_taken_its_turn(mon
     assert clock.now == began + 3.0
 
 
+def test_call_of_a_transaction_that_must_be_aborted_is_not_continued() -> None:
+    def call(_seconds: float) -> None:
+        raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "abort", False, False, True))
+
+    with pytest.raises(KafkaException):
+        transactions.in_time_slices(call)(0.0)
+
+
 NOT_COORDINATOR = KafkaError(KafkaError.NOT_COORDINATOR, "moved", False, True)
 
 
