@@ -53,6 +53,7 @@ class Guest(Engine):
     answers = True
 
     def _run(self) -> None:
+        self._unanswered: set[str] = set()
         self.say(suspended_reason="it was not told to lend", version=-1)
         while not self._stop.wait(0.02):
             for order in map(COMMAND_DECODER.decode, self._orders.read()):
@@ -72,7 +73,10 @@ class Guest(Engine):
                 self.say(version=order.version)
             case SubmitTurn() if self.answers:
                 self.reports.send(turn_finished(order.name, [7]))
-            case AbortTurn():
+            case SubmitTurn():
+                self._unanswered.add(order.name)
+            case AbortTurn() if order.name in self._unanswered:  # an abort may cross the answer, which then stands
+                self._unanswered.remove(order.name)
                 self.give_up(order.name, [])
 
 
