@@ -1,8 +1,8 @@
-"""What a decision costs as the fleet grows, beside the core of a commit whose speed is the measure.
+"""What a decision costs as the fleet grows, beside the core of an earlier commit (`MEASURE`).
 
-Each core replays its history in a process of its own, and that of the measure with the measure's own code. They take
-turns, part by part, so that what else the machine does meets all alike; the median of the parts counts, in processor
-time.
+Each core replays a history in a process of its own. The core of MEASURE runs with the `bench/replay.py` of MEASURE. The
+processes take turns, part by part, so that other load on the machine meets all cores alike. The median of the parts
+counts, in processor time.
 """
 
 import json
@@ -20,8 +20,8 @@ from tempfile import TemporaryDirectory
 
 from bench.check import Check
 
-MEASURE = "8c3726b"
-"""The commit whose core is the measure."""
+MEASURE = "2169c8a"
+"""The commit whose core is the measure: the last commit before the packages moved under `rose`."""
 
 FLEETS = {50: 2_500, 200: 10_000, 1_000: 40_000, 5_000: 100_000}
 """Workers, and the trajectories that are live at once."""
@@ -37,8 +37,8 @@ DECISIONS = 10_000
 
 PARTS = 9
 
-SHARE = 0.9
-"""Of the measure's decisions with the smallest fleet, those with the largest."""
+SHARE = 0.95
+"""Least decisions a second, as a share of the decisions of MEASURE with the same fleet."""
 
 GROWTH = 1.3
 """Times the cost that a decision may take with ten times the workers."""
@@ -47,40 +47,41 @@ ROOT = Path(__file__).parents[1]
 
 
 def scale() -> list[Check]:
-    """Decisions a second with small and large fleets, and how their cost grows. Raises ValueError without MEASURE."""
-    smallest, largest = min(FLEETS), max(FLEETS)
+    """Measure decisions a second beside MEASURE, and how their cost grows. Raises ValueError if MEASURE is not here."""
+    compared = [(workers, pace) for workers in (min(FLEETS), max(FLEETS)) for pace in (TURN_SECONDS, SLOW_SECONDS)]
     with ExitStack() as stack:
         measure = stack.enter_context(_tree())
-        cores = {f"{MEASURE} with {smallest}": stack.enter_context(_core(measure, smallest))}
-        cores |= {str(workers): stack.enter_context(_core(ROOT, workers)) for workers in FLEETS}
-        for tree, workers, name in ((measure, smallest, f"{MEASURE} "), (ROOT, largest, "")):
-            cores[f"{name}slow {workers}"] = stack.enter_context(_core(tree, workers, SLOW_SECONDS))
+        cores = {("before", *each): stack.enter_context(_core(measure, *each)) for each in compared}
+        for each in dict.fromkeys([*compared, *((workers, TURN_SECONDS) for workers in FLEETS)]):
+            cores["now", *each] = stack.enter_context(_core(ROOT, *each))
         for process in cores.values():
             _line(process)
-        taken: dict[str, list[float]] = {name: [] for name in cores}
+        taken: dict[tuple[str, int, float], list[float]] = {name: [] for name in cores}
         for _ in range(PARTS):
             for name, process in cores.items():
                 decisions, seconds = _answer(process, "next\n")
                 taken[name].append(seconds / decisions)
     cost = {name: statistics.median(each) for name, each in taken.items()}
-    rates = {f"decisions_{name.replace(' ', '_')}": round(1 / seconds) for name, seconds in cost.items()}
-    slow = cost[f"{MEASURE} slow {smallest}"] / cost[f"slow {largest}"]
+    shares = {each: cost["before", *each] / cost["now", *each] for each in compared}
     return [
         Check(
-            name="core_scale",
-            value=round(cost[f"{MEASURE} with {smallest}"] / cost[str(largest)], 3),
+            name="core_beside_measure",
+            value=round(min(shares.values()), 3),
             unit=f"of {MEASURE}",
             bound=SHARE,
             direction="min",
-            against=f"decisions a second with {largest} workers, over those of {MEASURE} with {smallest}; interleaved",
+            against=f"decisions a second over those of {MEASURE} with the same fleet, the smallest share; interleaved",
             details={
-                "with_slow_turns": round(slow, 3),
-                **rates,
+                **{f"share_{workers}_turns_of_{pace}_s": round(each, 3) for (workers, pace), each in shares.items()},
+                **{
+                    f"decisions_{tree}_{workers}_{pace}": round(1 / each)
+                    for (tree, workers, pace), each in cost.items()
+                },
                 "live_trajectories": list(FLEETS.values()),
                 "parts": PARTS,
             },
         ),
-        _growth([(workers, cost[str(workers)]) for workers in FLEETS]),
+        _growth([(workers, cost["now", workers, TURN_SECONDS]) for workers in FLEETS]),
     ]
 
 
@@ -122,7 +123,7 @@ def _core(tree: Path, workers: int, turn_seconds: float = TURN_SECONDS) -> Itera
     """
     arguments = [str(number) for number in (workers, FLEETS[workers], turn_seconds, DECISIONS, PARTS)]
     with subprocess.Popen(
-        [sys.executable, "-P", str(ROOT / "bench" / "replay.py"), *arguments],
+        [sys.executable, "-P", str(tree / "bench" / "replay.py"), *arguments],
         env={**os.environ, "PYTHONPATH": str(tree)},
         cwd=tree,
         stdin=subprocess.PIPE,

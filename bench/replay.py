@@ -1,8 +1,8 @@
-"""A core in a process of its own: it hears a recorded history, a part at a time, and says what each part took.
+"""A router core in a process of its own: replays a recorded history, one part for each line on standard input.
 
-Run by its path, with the code of any commit first on the path: `PYTHONPATH=TREE python -P bench/replay.py WORKERS
-TRAJECTORIES TURN_SECONDS DECISIONS PARTS`. It takes of that code what all of them have: `bench.history` and the router.
-Each line on standard input has it hear the next part; it answers with one line of JSON.
+`PYTHONPATH=TREE python -P TREE/bench/replay.py WORKERS TRAJECTORIES TURN_SECONDS DECISIONS PARTS` measures the core of
+the tree TREE. The answer to each line is one line of JSON: the decisions of the part, and the processor time in
+seconds. The arguments and the answers stay as they are: `bench.cores` also runs this program of earlier commits.
 """
 
 import gc
