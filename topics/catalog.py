@@ -17,12 +17,11 @@ from enum import Enum
 
 from rose.schemas.cells import CellSummary
 from rose.schemas.grants import CapacityGrant, GrantSource
-from rose.schemas.heartbeats import SlackHeartbeat
+from rose.schemas.heartbeats import RoleBegun, SlackHeartbeat
 from rose.schemas.limits import MAX_RECORD_BYTES
 from rose.schemas.progress import EnvSnapshot, Group, SettleRequest, TrajectoryProgress
 from rose.schemas.prompts import Prompt
 from rose.schemas.record import Record
-from rose.schemas.role_starts import RoleBegun
 from rose.schemas.samples import Sample, SampleOutcome
 from rose.schemas.turns import FENCING_KEY, TurnDispatch, TurnRequest, TurnResult
 from rose.schemas.weights import WeightChunk, WeightManifest

@@ -15,8 +15,8 @@ from threading import Event, Thread
 import structlog
 
 from rose.schemas.errors import RoseError
+from rose.schemas.heartbeats import RoleBegun
 from rose.schemas.limits import MAX_TEXT_CHARACTERS
-from rose.schemas.role_starts import RoleBegun
 from rose.topics.catalog import ROLE_STARTS
 from rose.topics.health import HEALTH, Health
 from rose.topics.settings import BusSettings

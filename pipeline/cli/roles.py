@@ -15,7 +15,7 @@ from rose.pipeline.process.process_setup import serve_metrics, stop_on_signals
 from rose.pipeline.process.run_folder import TRAINER_LOCK_FILE as TRAINER_LOCK
 from rose.pipeline.process.run_folder import ensure_folder, run_folder_lock
 from rose.schemas.errors import UsageError
-from rose.schemas.setting_bounds import is_http_server
+from rose.schemas.limits import is_http_server
 from rose.topics.acl import CONTROL, ENVIRONMENT, EXECUTOR, ROUTER, TRAINER, Role, connect_as
 from rose.topics.role_announcements import announce_starts
 from rose.topics.settings import BusSettings

@@ -5,15 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from rose.schemas.errors import UsageError
-from rose.schemas.limits import MAX_GROUP_SIZE, MAX_TURNS
-from rose.schemas.setting_bounds import YEAR_SECONDS, check_bounds, is_http_server
+from rose.schemas.limits import HIGHEST_PORT, MAX_GROUP_SIZE, MAX_TURNS, YEAR_SECONDS, check_bounds, is_http_server
 from rose.topics.catalog import DEFAULT_RETENTION
 from rose.topics.health import RESTART_WINDOW_SECONDS
 
 WARM_START = Path(__file__).parents[2] / "workers" / "models" / "calculator"
 """The small policy that comes with ROSE, pre-trained on noisy demonstrations of the calculator task."""
-
-HIGHEST_PORT = 65_535
 
 MOST_PARTITIONS = 65_536
 """Maximum number of partitions of a topic."""

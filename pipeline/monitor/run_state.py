@@ -22,12 +22,11 @@ from rose.pipeline.monitor.diagnosis import SILENT_SECONDS
 from rose.pipeline.monitor.facts import ExecutorFacts, RoleFacts
 from rose.pipeline.monitor.stage_clock import BrokerClock, RoleStarts, Stage, StageClock
 from rose.pipeline.routing.liveness import FORGET_SECONDS
-from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat
+from rose.schemas.heartbeats import ExecutorState, RoleBegun, SlackHeartbeat
 from rose.schemas.partitioning import home_partition
 from rose.schemas.progress import Group, GroupState
 from rose.schemas.prompts import group_id_of, trajectory_id
 from rose.schemas.record import Record
-from rose.schemas.role_starts import RoleBegun
 from rose.schemas.samples import Outcome, Sample, SampleOutcome
 from rose.schemas.turns import TurnOutcome, TurnResult
 from rose.schemas.weights import WeightManifest

@@ -9,7 +9,7 @@ from confluent_kafka.admin import NewTopic
 from rose.pipeline.accounting.audit import inspect_log
 from rose.pipeline.monitor.diagnosis import Severity, diagnose
 from rose.pipeline.monitor.follower import RunFollower
-from rose.schemas.role_starts import RoleBegun
+from rose.schemas.heartbeats import RoleBegun
 from rose.topics import role_announcements as tells
 from rose.topics.acl import VIEW
 from rose.topics.admin import connect, create_topics, expected_settings

@@ -27,10 +27,9 @@ from rose.pipeline.local.supervisor import QUICK_SECONDS, restart_backoff
 from rose.pipeline.monitor.run_state import RunState
 from rose.pipeline.routing.liveness import FORGET_SECONDS
 from rose.schemas.errors import UsageError
-from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat, Tenant
+from rose.schemas.heartbeats import ExecutorState, RoleBegun, SlackHeartbeat, Tenant
 from rose.schemas.progress import Group, GroupState
 from rose.schemas.prompts import Prompt
-from rose.schemas.role_starts import RoleBegun
 from rose.schemas.samples import Sample, SampleOutcome
 from rose.workers.environments.registry import BUILT_IN
 from tests.golden.examples import EXAMPLES
