@@ -56,7 +56,7 @@ from bench.fleet.fleet import NAME, Line, Plan
 from bench.fleet.rollout import Rollout, job_of, rollout
 from bench.legs import on_the_bus
 from rose.pipeline.accounting.audit import audit_log
-from rose.topics.local_broker.process import Broker
+from rose.topics.local_broker import Broker
 from rose.topics.settings import BusSettings
 from rose.workers.loadgen.config import TRACE_FILE
 

@@ -17,7 +17,6 @@ import msgspec
 
 from rose.pipeline.accounting.ledger import Audit, Ledger
 from rose.schemas.errors import RecordError, RoseError
-from rose.schemas.partitioning import home_partition
 from rose.schemas.progress import Group
 from rose.schemas.prompts import Prompt
 from rose.schemas.samples import SampleOutcome
@@ -30,6 +29,7 @@ from rose.topics.catalog import (
     PROMPTS,
     SAMPLES,
     Topic,
+    home_partition,
 )
 from rose.topics.dead_letters import DeadLetterIndex, dead_lettered_places
 from rose.topics.log_reader import KeyedMessage, read_keyed_messages, topic_starts

@@ -12,9 +12,8 @@ from rose.pipeline.replay.episodes import fold_trajectory
 from rose.pipeline.replay.search import GroupFound, TrajectoryFound, UnknownTrajectory, find_group, find_trajectory
 from rose.pipeline.replay.why import GroupFacts, PromptAt, TrajectoryFacts, why_group, why_trajectory
 from rose.schemas.limits import MAX_GROUP_SIZE
-from rose.schemas.partitioning import home_partition
 from rose.topics.acl import VIEW, connect_as
-from rose.topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Topic
+from rose.topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Topic, home_partition
 from rose.topics.reader import Reader
 from rose.topics.records import Place
 from rose.topics.settings import BusSettings

@@ -31,7 +31,7 @@ from rose.pipeline.report.summary import Success
 from rose.pipeline.report.write import print_summary, run_metadata, write_report
 from rose.schemas.prompts import Prompt
 from rose.topics.admin import create_topics
-from rose.topics.local_broker.process import free_ports
+from rose.topics.local_broker import free_ports
 from rose.workers.weights.trust import require_signing_key
 
 

@@ -23,13 +23,13 @@ from rose.pipeline.monitor.facts import ExecutorFacts, RoleFacts
 from rose.pipeline.monitor.stage_clock import BrokerClock, RoleStarts, Stage, StageClock
 from rose.pipeline.routing.liveness import FORGET_SECONDS
 from rose.schemas.heartbeats import ExecutorState, RoleBegun, SlackHeartbeat
-from rose.schemas.partitioning import home_partition
 from rose.schemas.progress import Group, GroupState
 from rose.schemas.prompts import group_id_of, trajectory_id
 from rose.schemas.record import Record
 from rose.schemas.samples import Outcome, Sample, SampleOutcome
 from rose.schemas.turns import TurnOutcome, TurnResult
 from rose.schemas.weights import WeightManifest
+from rose.topics.catalog import home_partition
 
 RATE_SECONDS = 10.0
 """Period over which rates are averaged."""

@@ -15,13 +15,23 @@ import msgspec
 
 from rose.pipeline.replay.episodes import TrajectoryRecords, sort_records
 from rose.schemas.errors import RecordError, UsageError
-from rose.schemas.partitioning import home_partition
 from rose.schemas.progress import Group, GroupState, TrajectoryProgress
 from rose.schemas.prompts import Prompt
 from rose.schemas.record import Record
 from rose.schemas.samples import Sample, SampleOutcome
 from rose.schemas.wire import decode
-from rose.topics.catalog import COMPLETED, DISPATCHED, GROUPS, OUTCOMES, PROGRESS, PROMPTS, REQUESTED, SAMPLES, Topic
+from rose.topics.catalog import (
+    COMPLETED,
+    DISPATCHED,
+    GROUPS,
+    OUTCOMES,
+    PROGRESS,
+    PROMPTS,
+    REQUESTED,
+    SAMPLES,
+    Topic,
+    home_partition,
+)
 from rose.topics.dead_letters import DeadLetter, read_dead_letters
 from rose.topics.log_reader import KeyedMessage, read_keyed_messages, topic_starts
 from rose.topics.reader import Reader

@@ -22,7 +22,7 @@ from rose.schemas.turns import FENCING_KEY, Refusal, TurnOutcome, TurnResult
 from rose.topics.admin import create_topics
 from rose.topics.catalog import DISPATCHED, Partitions
 from rose.topics.dead_letters import read_dead_letters
-from rose.topics.local_broker.process import Broker, free_ports
+from rose.topics.local_broker import Broker, free_ports
 from rose.topics.log_reader import read_whole_topics
 from rose.topics.records import RawMessage
 from rose.topics.settings import BusSettings

@@ -38,7 +38,7 @@ from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResul
 from rose.schemas.weights import WeightChunk, WeightManifest
 from rose.schemas.wire import decode, encode
 from rose.topics.catalog import RECORD_TOPICS, Topic
-from rose.topics.local_broker.process import free_ports
+from rose.topics.local_broker import free_ports
 from rose.topics.records import Envelope, InvalidMessage
 from rose.workers.environments.home import DecisionKind, Home
 from rose.workers.environments.outbox import group_record
