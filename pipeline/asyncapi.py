@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 from msgspec import inspect as types
 
-from rose.pipeline.config.field_docs import field_docs
 from rose.pipeline.config.load import Config, load
 from rose.pipeline.config.options import Common
+from rose.pipeline.config.settings import field_docs
 from rose.schemas.prompts import Prompt
 from rose.schemas.record import Record
 from rose.schemas.weights import SIGNATURE_HEADER, WeightIndex, WeightManifest

@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from rose.pipeline.config.field_docs import keep_docstring
-from rose.pipeline.config.options import Common, with_common
+from rose.pipeline.config.options import Common, keep_docstring, with_common
 
 dlq = typer.Typer(help="List dead letters, show one, send one back.", no_args_is_help=True)
 topics = typer.Typer(help="Create, describe and check the topics; print contracts and ACLs.", no_args_is_help=True)

@@ -14,8 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from rose.pipeline.cli.command_groups import dlq, topics
-from rose.pipeline.config.field_docs import keep_docstring
-from rose.pipeline.config.options import Common, with_common
+from rose.pipeline.config.options import Common, keep_docstring, with_common
 from rose.pipeline.process.terminal import (
     WaitNotice,
     escape_control_chars,

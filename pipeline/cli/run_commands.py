@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from rose.pipeline.accounting.audit import AuditFailed
+from rose.pipeline.audit import AuditFailed
 from rose.pipeline.clock import format_utc as moment
 from rose.pipeline.config.load import load
 from rose.pipeline.config.options import Common
@@ -48,7 +48,7 @@ def watch_run(common: Common) -> None:
 
 def audit_run(common: Common) -> None:
     """`rose audit`: prints the audit. Raises AuditFailed if the conservation law does not hold."""
-    from rose.pipeline.accounting.audit import inspect_log
+    from rose.pipeline.audit import inspect_log
 
     with readable_log(load(common)) as settings:
         connect_as(settings, VIEW)

@@ -8,10 +8,10 @@ from time import monotonic, time
 import msgspec
 from rich.text import Text
 
-from rose.pipeline.accounting.audit import AuditFailed
+from rose.pipeline.audit import AuditFailed
 from rose.pipeline.config.load import Config, load
 from rose.pipeline.config.options import Common
-from rose.pipeline.config.sections import TasksSection
+from rose.pipeline.config.settings import TasksSection
 from rose.pipeline.local.run import (
     LocalRun,
     RunInterrupted,

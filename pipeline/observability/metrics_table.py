@@ -13,7 +13,7 @@ from types import ModuleType
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric as Family
 
-from rose.pipeline.observability.reference.pages import Page, code, page, table
+from rose.pipeline.observability.reference import Page, code, page, table
 
 UNITS = ("seconds", "bytes", "ratio", "nats")
 """Units at the end of a metric's name, before `_total`. A metric without such an end is a count."""
@@ -111,7 +111,7 @@ def _labels_of(declared: object) -> tuple[str, ...]:
     return tuple(getattr(declared, "_labelnames", ()))  # the client has no public word for them
 
 
-def as_markdown(metrics_found: Sequence[Metric]) -> str:
+def metrics_page(metrics_found: Sequence[Metric]) -> str:
     """Return the page of the metrics."""
     rows = [
         [

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from rose.pipeline.accounting.ledger import Audit
+from rose.pipeline.audit import Audit
 from rose.pipeline.report.history import RunHistory
 from rose.pipeline.report.lending import Lending
 

@@ -7,7 +7,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from rose.pipeline.accounting.audit import audit_log
+from rose.pipeline.audit import audit_log
 from rose.pipeline.config.load import RESOLVED, Config, without_secrets
 from rose.pipeline.report.history import read_history
 from rose.pipeline.report.lending import LatencyBudgets, seconds_of_lending, summarise_lending

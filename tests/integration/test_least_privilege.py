@@ -13,7 +13,7 @@ import pytest
 from confluent_kafka import OFFSET_BEGINNING, Producer
 from safetensors.torch import load_file
 
-from rose.pipeline.config.sections import WARM_START
+from rose.pipeline.config.settings import WARM_START
 from rose.pipeline.control.config import ControlConfig
 from rose.pipeline.control.service import run_control
 from rose.pipeline.local.fork_server import ForkedProcess, ForkServer

@@ -12,7 +12,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from rose.pipeline.accounting.audit import audit_log
+from rose.pipeline.audit import audit_log
 from rose.schemas.prompts import Prompt
 from rose.topics.admin import create_topics
 from rose.topics.catalog import DISPATCHED, HEARTBEATS, PROMPTS, Partitions, home_partition

@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 from confluent_kafka.admin import NewTopic
 
-from rose.pipeline.accounting.audit import inspect_log
+from rose.pipeline.audit import inspect_log
 from rose.pipeline.monitor.diagnosis import Severity, diagnose
 from rose.pipeline.monitor.follower import RunFollower
 from rose.schemas.heartbeats import RoleBegun

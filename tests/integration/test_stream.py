@@ -9,7 +9,7 @@ from threading import Event
 import msgspec
 import pytest
 
-from rose.pipeline.accounting.audit import audit_log
+from rose.pipeline.audit import audit_log
 from rose.schemas.progress import Group, GroupState
 from rose.topics.admin import connect, create_topics
 from rose.topics.catalog import GROUPS, SAMPLES, Partitions, Retention, home_partition

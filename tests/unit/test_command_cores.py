@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rose.pipeline.cli.roles import number_of
 from rose.pipeline.config.load import load
 from rose.pipeline.config.options import Common
-from rose.pipeline.config.sections import TasksSection
+from rose.pipeline.config.settings import TasksSection
 from rose.pipeline.local.demo import training_prompts
 from rose.pipeline.local.run import lending_server_roles, roles_of
 from rose.pipeline.local.submit import BadPrompts, read_prompts

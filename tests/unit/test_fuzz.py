@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from rose.pipeline.accounting.ledger import Ledger
+from rose.pipeline.audit import Ledger
 from rose.pipeline.control.config import ControlConfig
 from rose.pipeline.control.elasticity import ElasticityCore
 from rose.pipeline.control.page import page_of, state_of

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from rose.pipeline.accounting.ledger import Ledger
+from rose.pipeline.audit import Ledger
 from rose.pipeline.report import charts
 from rose.pipeline.report.history import RunHistory, fold_history
 from rose.pipeline.report.page import report_html
