@@ -127,7 +127,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure the success of a policy on the held-out tasks, at temperature 1, in one process without Kafka."""
-    from rose.pipeline.cli.evaluate import evaluate_folder
+    from rose.pipeline.cli.run_commands import evaluate_folder
 
     evaluate_folder(common, model, output)
 

@@ -11,9 +11,8 @@ import numpy  # noqa: F401  tokens are unpacked with numpy; an import later woul
 
 from rose.pipeline.config.load import Config, load
 from rose.pipeline.config.options import Common
-from rose.pipeline.process.process_setup import serve_metrics, stop_on_signals
-from rose.pipeline.process.run_folder import TRAINER_LOCK_FILE as TRAINER_LOCK
-from rose.pipeline.process.run_folder import ensure_folder, run_folder_lock
+from rose.pipeline.process.process_setup import TRAINER_LOCK_FILE as TRAINER_LOCK
+from rose.pipeline.process.process_setup import ensure_folder, run_folder_lock, serve_metrics, stop_on_signals
 from rose.schemas.errors import UsageError
 from rose.schemas.limits import is_http_server
 from rose.topics.acl import CONTROL, ENVIRONMENT, EXECUTOR, ROUTER, TRAINER, Role, connect_as

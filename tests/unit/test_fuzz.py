@@ -16,9 +16,9 @@ from rose.pipeline.control.page import page_of, state_of
 from rose.pipeline.monitor.run_state import RunState
 from rose.pipeline.process.process_setup import serve_metrics
 from rose.pipeline.replay.description import describe_trajectory
-from rose.pipeline.replay.episodes import TrajectoryRecords, fold_trajectory, sort_records
+from rose.pipeline.replay.records import TrajectoryRecords, fold_trajectory, sort_records
 from rose.pipeline.report.history import fold_history
-from rose.pipeline.report.lending import LatencyBudgets, seconds_of_lending, summarise_lending
+from rose.pipeline.report.lending_statistics import LatencyBudgets, seconds_of_lending, summarise_lending
 from rose.pipeline.report.page import report_html
 from rose.pipeline.report.summary import Success, describe_machine, summarise
 from rose.pipeline.routing.cell_summary import summarize_cell
