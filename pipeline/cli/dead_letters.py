@@ -20,8 +20,8 @@ from rose.pipeline.clock import format_utc as moment
 from rose.pipeline.config.load import Config, load
 from rose.pipeline.config.options import Common
 from rose.pipeline.local.broker import readable_log
-from rose.pipeline.process.terminal import print_line
 from rose.pipeline.replay.records import find_group
+from rose.pipeline.terminal import print_line
 from rose.schemas.errors import RecordError, UsageError
 from rose.schemas.prompts import Prompt, sampling_error
 from rose.schemas.record import Record

@@ -15,7 +15,7 @@ import typer
 
 from rose.pipeline.cli.command_groups import dlq, topics
 from rose.pipeline.config.options import Common, keep_docstring, with_common
-from rose.pipeline.process.terminal import (
+from rose.pipeline.terminal import (
     WaitNotice,
     escape_control_chars,
     file_error,
@@ -50,7 +50,7 @@ def number_option(help_text: str) -> Any:
 @app.callback()
 def begin() -> None:
     """Set up logging for every command: logs go to standard error, results to standard output."""
-    from rose.pipeline.process.process_setup import configure_logging, dump_stacks_on_crash
+    from rose.pipeline.process_setup import configure_logging, dump_stacks_on_crash
 
     configure_logging()
     dump_stacks_on_crash()
@@ -355,7 +355,7 @@ def health(
     live: Annotated[bool, typer.Option("--live", help="Check only whether the process is alive.")] = False,
 ) -> None:
     """Say in one sentence whether a process does its work. Exit status 1 if it does not."""
-    from rose.pipeline.process.health_server import print_health
+    from rose.pipeline.health_server import print_health
 
     print_health(common, address, live=live)
 

@@ -6,7 +6,6 @@ from contextlib import closing
 from rose.pipeline.config.load import load
 from rose.pipeline.config.options import Common
 from rose.pipeline.local.broker import readable_log
-from rose.pipeline.process.terminal import print_line
 from rose.pipeline.replay.description import describe_trajectory
 from rose.pipeline.replay.records import (
     GroupFound,
@@ -17,6 +16,7 @@ from rose.pipeline.replay.records import (
     fold_trajectory,
 )
 from rose.pipeline.replay.why import GroupFacts, PromptAt, why_group, why_trajectory
+from rose.pipeline.terminal import print_line
 from rose.schemas.limits import MAX_GROUP_SIZE
 from rose.topics.acl import VIEW, connect_as
 from rose.topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Topic, home_partition

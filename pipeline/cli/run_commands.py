@@ -12,7 +12,7 @@ from rose.pipeline.clock import format_utc as moment
 from rose.pipeline.config.load import Config, load
 from rose.pipeline.config.options import Common, is_writable
 from rose.pipeline.local.broker import live_bus, readable_log
-from rose.pipeline.process.terminal import print_line
+from rose.pipeline.terminal import print_line
 from rose.schemas.errors import RoseError, UsageError
 from rose.schemas.prompts import Sampling
 from rose.topics.acl import PRODUCER, VIEW, connect_as
@@ -40,7 +40,7 @@ def watch_run(common: Common) -> None:
     """`rose watch`: shows the live view until Ctrl-C."""
     from rose.pipeline.monitor.follower import follow_run
     from rose.pipeline.monitor.screen import Screen
-    from rose.pipeline.process.process_setup import stop_on_signals
+    from rose.pipeline.process_setup import stop_on_signals
 
     with live_bus(config := load(common)) as settings:
         connect_as(settings, VIEW)

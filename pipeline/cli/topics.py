@@ -9,7 +9,7 @@ from rich.table import Table
 from rose.pipeline.config.load import load
 from rose.pipeline.config.options import Common
 from rose.pipeline.local.broker import readable_log
-from rose.pipeline.process.terminal import print_line
+from rose.pipeline.terminal import print_line
 from rose.schemas.errors import RoseError, UsageError
 from rose.topics.acl import ADMIN, ROLES, connect_as, kafka_acls, strimzi_user
 from rose.topics.admin import create_topics, describe_topics, durability_warnings, find_drift

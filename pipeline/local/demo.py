@@ -22,10 +22,10 @@ from rose.pipeline.local.run import (
     run_roles,
 )
 from rose.pipeline.local.supervisor import Role, Supervisor
-from rose.pipeline.process.process_setup import ensure_folder, stop_on_signals
-from rose.pipeline.process.terminal import escape_control_chars
+from rose.pipeline.process_setup import ensure_folder, stop_on_signals
 from rose.pipeline.report.summary import Success, Summary
 from rose.pipeline.report.write import print_summary, run_metadata, write_report
+from rose.pipeline.terminal import escape_control_chars
 from rose.schemas.errors import UsageError
 from rose.schemas.prompts import Prompt
 from rose.workers.evaluate import Evaluation

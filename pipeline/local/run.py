@@ -25,7 +25,7 @@ from rose.pipeline.local.submit import read_prompts, remaining_work, send_prompt
 from rose.pipeline.local.supervisor import Role, Supervisor
 from rose.pipeline.monitor.follower import follow_run
 from rose.pipeline.monitor.screen import Screen
-from rose.pipeline.process.process_setup import RUN_LOCK, run_folder_lock, stop_on_signals
+from rose.pipeline.process_setup import RUN_LOCK, run_folder_lock, stop_on_signals
 from rose.pipeline.report.summary import Success
 from rose.pipeline.report.write import print_summary, run_metadata, write_report
 from rose.schemas.prompts import Prompt

@@ -6,8 +6,15 @@ from pathlib import Path
 from rose.pipeline.observability.dashboards import DASHBOARDS
 from rose.pipeline.observability.grafana import as_json
 from rose.pipeline.observability.log_events import log_events_page
-from rose.pipeline.observability.metrics_table import metrics, metrics_page, servers
-from rose.pipeline.observability.reference import Page, cli_page, configuration_page, topics_page
+from rose.pipeline.observability.reference import (
+    Page,
+    cli_page,
+    configuration_page,
+    metrics,
+    metrics_page,
+    servers,
+    topics_page,
+)
 
 FOLDER = "deploy/dashboards"
 

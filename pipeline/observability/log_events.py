@@ -240,6 +240,7 @@ EXECUTORS, TRAINER = "Executor and lender", "Trainer"
 
 ROLES = (
     ("topics/", "Every role"),
+    ("pipeline/cli/roles.py", "Every role"),
     ("workers/environments/", "Environment worker"),
     ("pipeline/routing/", "Router"),
     ("pipeline/control/", "Control app"),

@@ -1,9 +1,11 @@
-"""The reference pages of the documentation: command line, configuration and topics, generated from the code.
+"""The reference pages of the documentation, generated from the code: metrics, command line, configuration and topics.
 
 Keeps true
+- Name, type, labels and description of a metric come from its declaration. Every name contains its unit, in Prometheus'
+  base units, and the name of a counter ends in `_total`.
 - The page of the command line comes from the parser of `rose`, the page of the configuration from the fields of its
   sections and their docstrings, the page of the topics from the catalog and from the rights of the roles.
-- Nothing is described twice: the pages of metrics and log events, in modules of their own, share the parts of a page.
+- Nothing is written down a second time. `log_events.py` has the page of the log events.
 """
 
 import ast
@@ -13,13 +15,17 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from importlib import import_module
 from os.path import relpath
 from pathlib import Path, PurePosixPath
-from types import UnionType
+from types import ModuleType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import typer
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.metrics_core import Metric as Family
 
 from rose.pipeline.cli.main import app
 from rose.pipeline.config.load import as_toml
@@ -380,3 +386,136 @@ def _retention(topic: Topic) -> str:
     size, name = next((size, name) for size, name in PERIODS if milliseconds % size == 0)
     count = milliseconds // size
     return f"{count} {name}{'s' if count > 1 else ''}"
+
+
+UNITS = ("seconds", "bytes", "ratio", "nats")
+"""Units at the end of a metric's name, before `_total`. A metric without such an end is a count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A module that declares metrics."""
+
+    module: str
+    role: str
+    """Which processes export them, unless `roles` says otherwise."""
+    roles: tuple[tuple[str, str], ...] = ()
+    """Beginnings of names, and whose those are."""
+
+
+SOURCES = (
+    Source("rose.topics.metrics", "every role"),
+    Source("rose.pipeline.routing.metrics", "router"),
+    Source("rose.pipeline.control.metrics", "control app"),
+    Source("rose.workers.environments.metrics", "environment worker"),
+    Source(
+        "rose.workers.executor.metrics",
+        "executor, lender",
+        (("rose_lender_serving_requests", "lender, observed server"), ("rose_lender_", "lender")),
+    ),
+    Source("rose.workers.lender.observe", "observed server"),
+    Source("rose.workers.weights.receive", "executor, lender"),
+    Source("rose.workers.trainer.metrics", "trainer"),
+    Source("rose.workers.weights.publish", "trainer"),
+)
+"""All there are, in the order in which they are shown."""
+
+
+SERVERS = (
+    ("vllm:time_to_first_token_seconds", "Time that users waited for their first token."),
+    ("vllm:inter_token_latency_seconds", "Time that users waited for each further token."),
+)
+"""The metrics of a vLLM server that the dashboards query; all are histograms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row."""
+
+    name: str
+    """Name in queries; for a histogram without `_bucket`, `_sum` and `_count`."""
+    kind: str
+    labels: tuple[str, ...]
+    role: str
+    sentence: str
+
+    @property
+    def unit(self) -> str:
+        """The unit that the name contains; empty for a count."""
+        last = self.name.removesuffix("_total").rpartition("_")[2]
+        return last if last in UNITS else ""
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        """Names that a query may ask for."""
+        if self.kind == "histogram":
+            return tuple(f"{self.name}_{part}" for part in ("bucket", "sum", "count"))
+        return (self.name,)
+
+
+def metrics() -> list[Metric]:
+    """Every metric of ROSE's own. Imports all that declares any."""
+    found: dict[str, Metric] = {}
+    for source in SOURCES:
+        for family, labels in _declared_metrics(import_module(source.module)):
+            name = family.name + ("_total" if family.type == "counter" else "")
+            role = next((role for begins, role in source.roles if name.startswith(begins)), source.role)
+            found.setdefault(name, Metric(name, family.type, labels, role, family.documentation))
+    return list(found.values())
+
+
+def servers() -> list[Metric]:
+    """Metrics that vLLM exports and ROSE does not."""
+    return [Metric(name, "histogram", ("model_name", "engine"), "vLLM server", sentence) for name, sentence in SERVERS]
+
+
+def _declared_metrics(module: ModuleType) -> Iterator[tuple[Family, tuple[str, ...]]]:
+    """Families that a module declares, each with its labels: by metrics, and by collectors that describe theirs."""
+    for value in vars(module).values():
+        if isinstance(value, Counter | Gauge | Histogram):
+            for family in value.describe():
+                yield family, _metric_labels(value)
+        elif isinstance(value, type) and value.__module__ == module.__name__ and hasattr(value, "describe"):
+            for family in value.describe():
+                yield family, _metric_labels(family)
+
+
+def _metric_labels(declared: object) -> tuple[str, ...]:
+    return tuple(getattr(declared, "_labelnames", ()))  # the client has no public word for them
+
+
+def metrics_page(metrics_found: Sequence[Metric]) -> str:
+    """Return the page of the metrics."""
+    rows = [
+        [
+            code(each.name),
+            each.kind,
+            ", ".join(code(label) for label in each.labels),
+            each.unit,
+            each.role,
+            each.sentence,
+        ]
+        for each in metrics_found
+    ]
+    return page(
+        Page.METRICS,
+        METRICS_INTRODUCTION,
+        ["## All metrics\n", table(("name", "type", "labels", "unit", "role", "meaning"), rows)],
+    )
+
+
+METRICS_INTRODUCTION = """Every process serves Prometheus metrics on its own port, if one is configured
+(`metrics.*`). Port 0 is off.
+
+| role | port |
+| --- | --- |
+| any role in a container | `metrics.port` |
+| trainer | `metrics.trainer` |
+| router, control app, environment worker, executor or lender *n* | the port of its kind, plus *n* |
+
+The metrics of a lender come from its sidecar. The server's own `/metrics` says how its users fare.
+
+- A histogram has `_bucket`, `_sum` and `_count`.
+- A counter restarts at 0 with its process: use `rate` or `increase`. Counters with known labels begin at 0.
+- An executor that starts again exports no engine metrics until it has started: figures are missing rather than old.
+- The client's own `process_*` and `python_*` are exported too."""

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
+from rose.pipeline.health_server import MOST_LINES
 from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
-from rose.pipeline.process.health_server import MOST_LINES
 from rose.schemas.errors import RecordError
 from rose.schemas.prompts import Prompt
 from rose.schemas.record import Record

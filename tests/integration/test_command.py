@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from rose.pipeline.config.options import Common
-from rose.pipeline.process.health_server import ProcessUnhealthy, print_health
+from rose.pipeline.health_server import ProcessUnhealthy, print_health
 from rose.schemas.prompts import Prompt
 from rose.schemas.samples import Outcome, SampleOutcome
 from rose.topics.admin import create_topics

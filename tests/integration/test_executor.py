@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from rose.pipeline.config.options import Common
+from rose.pipeline.health_server import ProcessUnhealthy, print_health
 from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
-from rose.pipeline.process.health_server import ProcessUnhealthy, print_health
 from rose.schemas.arrays import unpack_logprobs, unpack_tokens
 from rose.schemas.heartbeats import ExecutorState
 from rose.schemas.sampled_tokens import VersionSpan

@@ -13,6 +13,7 @@ import pytest
 from confluent_kafka import OFFSET_BEGINNING, Producer
 from safetensors.torch import load_file
 
+from rose.pipeline.cli.roles import announce_starts
 from rose.pipeline.config.settings import WARM_START
 from rose.pipeline.control.config import ControlConfig
 from rose.pipeline.control.service import run_control
@@ -67,7 +68,6 @@ from rose.topics.local_broker import free_ports
 from rose.topics.log_reader import read_whole_topics
 from rose.topics.reader import Reader
 from rose.topics.records import Place
-from rose.topics.role_announcements import announce_starts
 from rose.topics.settings import PREFIX, BusSettings
 from rose.topics.writer import Writer
 from rose.workers.environments.config import EnvironmentConfig

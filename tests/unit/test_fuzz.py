@@ -14,7 +14,7 @@ from rose.pipeline.control.config import ControlConfig
 from rose.pipeline.control.elasticity import ElasticityCore
 from rose.pipeline.control.page import page_of, state_of
 from rose.pipeline.monitor.run_state import RunState
-from rose.pipeline.process.process_setup import serve_metrics
+from rose.pipeline.process_setup import serve_metrics
 from rose.pipeline.replay.description import describe_trajectory
 from rose.pipeline.replay.records import TrajectoryRecords, fold_trajectory, sort_records
 from rose.pipeline.report.history import fold_history

@@ -19,7 +19,7 @@ from typing import IO
 import structlog
 from structlog.typing import EventDict
 
-from rose.pipeline.process.terminal import escape_control_chars
+from rose.pipeline.terminal import escape_control_chars
 from rose.schemas.errors import UsageError
 from rose.topics.processes import signal_safe_setter
 
@@ -78,7 +78,7 @@ def stop_on_signals() -> Event:
 def serve_metrics(host: str, port: int) -> None:
     """Serve this process's metrics and health; port 0 means off. Raises UsageError if the port cannot be used."""
     if port:
-        from rose.pipeline.process.health_server import serve_health
+        from rose.pipeline.health_server import serve_health
 
         serve_health(host, port)
 
