@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from types import FrameType
-from typing import IO
 
 import structlog
 from structlog.typing import EventDict
@@ -97,7 +96,10 @@ def run_folder_lock(folder: Path, lock: str) -> Iterator[None]:
     A file system without locks keeps no other process out. Raises UsageError if another process holds the lock, or if
     the folder cannot be written.
     """
-    with _opened(folder, lock) as file:
+    ensure_folder(folder)
+    with _refusing_unwritable(folder):
+        file = (folder / lock).open("ab")
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -113,22 +115,16 @@ def run_folder_lock(folder: Path, lock: str) -> Iterator[None]:
 
 def ensure_folder(folder: Path) -> None:
     """Create the folder if it does not exist. Raises UsageError if it cannot be created."""
-    try:
+    with _refusing_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _refused(folder, error) from None
 
 
-def _opened(folder: Path, lock: str) -> IO[bytes]:
-    ensure_folder(folder)
+@contextmanager
+def _refusing_unwritable(folder: Path) -> Iterator[None]:
     try:
-        return (folder / lock).open("ab")
+        yield
     except OSError as error:
-        raise _refused(folder, error) from None
-
-
-def _refused(folder: Path, error: OSError) -> UsageError:
-    return UsageError(
-        f"the run's folder {folder} cannot be written ({error.strerror}: {error.filename}): "
-        "name another, by run.folder and run.name"
-    )
+        raise UsageError(
+            f"the run's folder {folder} cannot be written ({error.strerror}: {error.filename}): "
+            "name another, by run.folder and run.name"
+        ) from None

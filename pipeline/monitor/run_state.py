@@ -299,10 +299,8 @@ class RunState:
                 del self.executors[worker]
 
     def _decide(self, group: Group) -> None:
-        home, decided_to = (
-            self._home(group.group_id),
-            group.offset + 1 if group.decided_to is None else group.decided_to,
-        )
+        home = self._home(group.group_id)
+        decided_to = group.offset + 1 if group.decided_to is None else group.decided_to
         self._decided_to[home] = max(decided_to, self._decided_to.get(home, 0))
         ahead = self._decided.get(home, set()) | {group.offset}
         self._decided[home] = {offset for offset in ahead if offset >= self._decided_to[home]}

@@ -20,7 +20,7 @@ from rose.pipeline.replay.records import TrajectoryRecords, fold_trajectory, sor
 from rose.pipeline.report.history import fold_history
 from rose.pipeline.report.lending_statistics import LatencyBudgets, seconds_of_lending, summarise_lending
 from rose.pipeline.report.page import report_html
-from rose.pipeline.report.summary import Success, describe_machine, summarise
+from rose.pipeline.report.summary import RunMetadata, Success, describe_machine, summarise
 from rose.pipeline.routing.cell_summary import summarize_cell
 from rose.pipeline.routing.liveness import ClockSkews
 from rose.pipeline.routing.router import Router
@@ -235,13 +235,9 @@ class House:
         summary = summarise(
             history,
             self.ledger.audit(),
+            RunMetadata(started_at=0.0, seconds=self.now, broker="none", success=Success(), machine=describe_machine()),
             run="strangers",
             seed=0,
-            started_at=0.0,
-            seconds=self.now,
-            broker="none",
-            success=Success(),
-            machine=describe_machine(),
             lending=summarise_lending(history, [], rows, promised),
         )
         report_html(summary, history, configuration="", rows=rows)
