@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rose.topics.acl import Role, acls
-from rose.topics.local_broker.process import Broker
-from rose.topics.local_broker.start import start_broker
+from rose.topics.local_broker import Broker, start_broker
 from rose.topics.settings import BusSettings
 from tests.support.secured_node import SecuredNode, start_secured
 

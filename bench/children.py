@@ -11,7 +11,7 @@ import threading
 from confluent_kafka import Consumer, Producer, TopicPartition
 
 from rose.pipeline.cli.roles import freeze_imports
-from rose.pipeline.process.process_setup import stop_on_signals
+from rose.pipeline.process_setup import stop_on_signals
 from rose.pipeline.routing.config import RouterConfig
 from rose.pipeline.routing.service import IDLE_SECONDS, READ_LIMIT, run_router
 from rose.topics.catalog import DISPATCHED, LOG_GROUP, REQUESTED

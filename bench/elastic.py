@@ -55,8 +55,8 @@ from bench.fleet.figures import Spread, Waiting, first_turns, from_grants, last_
 from bench.fleet.fleet import NAME, Line, Plan
 from bench.fleet.rollout import Rollout, job_of, rollout
 from bench.legs import on_the_bus
-from rose.pipeline.accounting.audit import audit_log
-from rose.topics.local_broker.process import Broker
+from rose.pipeline.audit import audit_log
+from rose.topics.local_broker import Broker
 from rose.topics.settings import BusSettings
 from rose.workers.loadgen.config import TRACE_FILE
 

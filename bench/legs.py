@@ -32,12 +32,11 @@ from rose.pipeline.config.load import load
 from rose.pipeline.config.options import Common
 from rose.pipeline.local.demo import CONFIGURATION, training_prompts
 from rose.pipeline.replay.description import latency_stages
-from rose.schemas.partitioning import home_partition
 from rose.schemas.prompts import Prompt
 from rose.schemas.samples import Sample
 from rose.schemas.turns import TurnTimes
 from rose.topics.admin import create_topics
-from rose.topics.catalog import DISPATCHED, PROMPTS, REQUESTED, SAMPLES, Partitions
+from rose.topics.catalog import DISPATCHED, PROMPTS, REQUESTED, SAMPLES, Partitions, home_partition
 from rose.topics.processes import die_with_parent
 from rose.topics.reader import Reader
 from rose.topics.records import Envelope

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bench.plain_engine import Played, Task, sample_trajectories
-from rose.pipeline.config.load import Settings
+from rose.pipeline.config.settings import Settings
 from rose.pipeline.local.demo import training_prompts
 from rose.schemas.prompts import Prompt
 from rose.workers.environments.registry import load_environment

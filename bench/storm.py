@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.check import Check, keep, options, say
-from rose.topics.local_broker.start import start_broker
+from rose.topics.local_broker import start_broker
 from tests.support.kafka_cluster import start_cluster
 from tests.support.storm.plan import draw
 from tests.support.storm.run import LEAST_ASKED, MOST_STALL_SECONDS, Report, blow

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rose.pipeline.config.load import SHARED, section_types
+from rose.pipeline.config.settings import SHARED, section_types
 from rose.topics.catalog import (
     CATALOG,
     MAX_DEAD_LETTER_BYTES,

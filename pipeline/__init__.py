@@ -1,1 +1,1 @@
-"""The `rose` command and the stream processors: routing, control, accounting, monitor, replay and report."""
+"""The `rose` command and the stream processors: routing, control, audit, monitor, replay and report."""

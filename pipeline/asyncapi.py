@@ -9,16 +9,14 @@ Keeps true
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
 from msgspec import inspect as types
 
-from rose.pipeline.config.field_docs import field_docs
-from rose.pipeline.config.load import Config, load
-from rose.pipeline.config.options import Common
+from rose.pipeline.config.load import Config
+from rose.pipeline.config.settings import field_docs
 from rose.schemas.prompts import Prompt
 from rose.schemas.record import Record
 from rose.schemas.weights import SIGNATURE_HEADER, WeightIndex, WeightManifest
@@ -73,16 +71,6 @@ OPERATIONS: dict[str, tuple[str, str, str]] = {
     "refusePrompt": ("send", PROMPTS.dead_letters, "ROSE gives back what was no prompt, as it came, with the reason."),
 }
 """The operations for other programs: action from the side of ROSE, topic, summary."""
-
-
-def print_asyncapi(common: Common) -> None:
-    """`rose topics asyncapi`: prints the AsyncAPI document."""
-    sys.stdout.write(render_document(asyncapi(load(common))))
-
-
-def print_prompt_schema() -> None:
-    """`rose topics prompt-schema`: prints the JSON Schema of a prompt."""
-    sys.stdout.write(render_document(prompt_schema()))
 
 
 def render_document(document: Schema) -> str:

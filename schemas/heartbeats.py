@@ -1,4 +1,7 @@
-"""Heartbeats: the state of an executor, several times a second. After the TTL an executor counts as silent."""
+"""Reports of a process on itself: heartbeats of executors, several times a second, and starts of roles.
+
+An executor that has sent no heartbeat for `TTL_SECONDS` counts as silent; `routing/liveness.py` applies this rule.
+"""
 
 from enum import Enum
 from typing import Annotated, ClassVar
@@ -111,3 +114,19 @@ class SlackHeartbeat(Record, frozen=True, kw_only=True):
     """Whether it takes turns with a seed, whose tokens are drawn by position."""
     by_grant: bool = False
     """Whether grants decide if it takes turns."""
+
+
+class RoleBegun(Record, frozen=True, kw_only=True):
+    """A process has started, or has failed and restarts in place. A healthy process writes this once."""
+
+    SCHEMA: ClassVar[str] = "role-begun/1"
+
+    role: Id
+    """Name of the process, as in its log."""
+    times: Annotated[int, Meta(ge=1, le=2**53)] = 1
+    """Number of restarts since its last record."""
+    reason: Text = ""
+    """Why it restarts; empty if the process has just started."""
+    place: Text = ""
+    """Where the process runs: its host, and its number among the processes of its name there. A restarted process has
+    the same place; processes of one name that run at once have different places. Empty if not known."""

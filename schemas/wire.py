@@ -24,12 +24,11 @@ import msgspec
 from rose.schemas.cells import CellSummary
 from rose.schemas.errors import RecordError
 from rose.schemas.grants import CapacityGrant
-from rose.schemas.heartbeats import SlackHeartbeat
+from rose.schemas.heartbeats import RoleBegun, SlackHeartbeat
 from rose.schemas.limits import MAX_NESTING
 from rose.schemas.progress import EnvSnapshot, Group, SettleRequest, TrajectoryProgress
 from rose.schemas.prompts import Prompt, PromptSampling
 from rose.schemas.record import Record
-from rose.schemas.role_starts import RoleBegun
 from rose.schemas.samples import Sample, SampleOutcome
 from rose.schemas.trace_context import span_of, traceparent
 from rose.schemas.turns import TurnDispatch, TurnRequest, TurnResult

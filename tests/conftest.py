@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 
 from rose.pipeline.local.fork_server import ForkServer
-from rose.topics.local_broker.process import Broker
+from rose.topics.local_broker import Broker
 from tests.support import roles
 from tests.support.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, AnyBroker, ExternalBroker, clear, start, start_nodes
 from tests.support.forked_processes import Forks

@@ -359,7 +359,7 @@ VISIBLE_OPERATIONS = (Operation.READ, Operation.WRITE, Operation.ALTER, Operatio
 """A client with one of these rights sees the topic. For a hidden topic the broker does not report other rights."""
 
 OPTIONAL_TOPIC = ROLE_STARTS
-"""A topic that no role's work depends on. A role that cannot write to it logs that (`topics/role_announcements.py`)."""
+"""A topic that no role's work depends on. A role that cannot write to it logs that (`pipeline/cli/roles.py`)."""
 
 
 def connect_as(settings: BusSettings, role: Role) -> None:

@@ -10,6 +10,8 @@ Keeps true
 - Cell c of C has the homes, inboxes and the partition of the heartbeats whose numbers are c modulo C; there are as many
   cells as the heartbeats have partitions.
 - `rose.turns.dispatched.v1` has one partition per inbox slot; an executor reads its own by hand.
+- The home of a group and the inbox slot of an executor are functions of the name alone, whoever asks: the partition
+  into which Kafka's default partitioner puts a record with the name as its key.
 """
 
 from dataclasses import dataclass, field
@@ -17,12 +19,11 @@ from enum import Enum
 
 from rose.schemas.cells import CellSummary
 from rose.schemas.grants import CapacityGrant, GrantSource
-from rose.schemas.heartbeats import SlackHeartbeat
+from rose.schemas.heartbeats import RoleBegun, SlackHeartbeat
 from rose.schemas.limits import MAX_RECORD_BYTES
 from rose.schemas.progress import EnvSnapshot, Group, SettleRequest, TrajectoryProgress
 from rose.schemas.prompts import Prompt
 from rose.schemas.record import Record
-from rose.schemas.role_starts import RoleBegun
 from rose.schemas.samples import Sample, SampleOutcome
 from rose.schemas.turns import FENCING_KEY, TurnDispatch, TurnRequest, TurnResult
 from rose.schemas.weights import WeightChunk, WeightManifest
@@ -175,7 +176,7 @@ _UNTIL_DELETED = {
     "retention.bytes": "-1",
     "segment.ms": str(6 * HOUR),
 }
-"""Settings of topics whose records are kept until a role deletes them (`topics/retention.py`)."""
+"""Settings of topics whose records are kept until a role deletes them (`topics/admin.py: delete_before`)."""
 
 
 def partitions_of_cell(cell: int, cells: int, partitions: int) -> range:
@@ -332,3 +333,36 @@ DEAD_LETTERS_TRANSACTIONAL_ID = "letters"
 """Transactional id under which dead letters are sent back."""
 
 CATALOG: tuple[Topic, ...] = RECORD_TOPICS + DEAD_LETTERS
+
+
+_MULTIPLIER = 0x5BD1E995
+_SEED = 0x9747B28C
+_WORD = 0xFFFFFFFF
+
+
+def home_partition(group_id: str, partitions: int) -> int:
+    """Return the home of a group among this number of home partitions."""
+    return _partition_of(group_id, partitions)
+
+
+def inbox_slot(worker: str, slots: int) -> int:
+    """Return the default inbox slot of an executor among this number of slots; several executors may have the same."""
+    return _partition_of(worker, slots)
+
+
+def murmur2(data: bytes) -> int:
+    """The 32-bit MurmurHash2 that Kafka's clients use, as an unsigned number."""
+    whole = len(data) & ~3
+    digest = _SEED ^ len(data)
+    for at in range(0, whole, 4):
+        word = int.from_bytes(data[at : at + 4], "little") * _MULTIPLIER & _WORD
+        word = (word ^ word >> 24) * _MULTIPLIER & _WORD
+        digest = (digest * _MULTIPLIER & _WORD) ^ word
+    if tail := data[whole:]:
+        digest = (digest ^ int.from_bytes(tail, "little")) * _MULTIPLIER & _WORD
+    digest = (digest ^ digest >> 13) * _MULTIPLIER & _WORD
+    return digest ^ digest >> 15
+
+
+def _partition_of(key: str, partitions: int) -> int:
+    return (murmur2(key.encode()) & 0x7FFFFFFF) % partitions

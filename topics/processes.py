@@ -1,4 +1,4 @@
-"""Child processes: their end with the parent, requests to stop, process names, and the end of all children."""
+"""Child processes: their end with the parent, requests to stop, names, output that nobody reads, and the end of all."""
 
 import ctypes
 import os
@@ -6,9 +6,11 @@ import signal
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
+from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
 
@@ -116,3 +118,25 @@ def _children() -> list[int]:
             if stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1] == own:
                 found.append(int(stat.parent.name))
     return found
+
+
+class _Heedless(FileIO):
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return memoryview(data).nbytes
+
+
+def unread_stream(number: int, like: TextIOWrapper) -> TextIOWrapper:
+    """A stream `like` this one on the descriptor `number`.
+
+    What is written when nobody reads it any more is lost, without an error.
+    """
+    return TextIOWrapper(
+        BufferedWriter(_Heedless(number, "w", closefd=False)),
+        encoding=like.encoding,
+        errors=like.errors,
+        line_buffering=like.line_buffering,
+        write_through=like.write_through,
+    )

@@ -31,7 +31,7 @@ from rose.schemas.wire import decode
 from rose.topics import counts
 from rose.topics.catalog import LOG_GROUP, Topic
 from rose.topics.errors import AUTHORIZATION_CODES, UNKNOWN_PARTITION_CODES, BusError, is_transient
-from rose.topics.local_broker.idle_consumer import IdleConsumer
+from rose.topics.idle_consumer import IdleConsumer
 from rose.topics.queries import (
     COORDINATOR_SECONDS,
     EARLIEST,

@@ -15,12 +15,13 @@ Keeps true
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from threading import Thread
 from typing import Any
 
+import structlog
 from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
 
 from rose.schemas.record import Record
@@ -57,6 +58,10 @@ CLOSE_SECONDS = 1.0
 CLOSE_POLL_SECONDS = 0.01
 
 FREE_POLL_SECONDS = 0.1
+
+HELD_BACK_SECONDS = 6.0
+"""How long to wait for committed offsets before the transaction that holds them back is ended. A coordinator that
+starts takes as long."""
 
 SOLE_REFERENCES = 2
 """Reference count of a client that only one list holds: the list's reference and the argument of `getrefcount`."""
@@ -233,14 +238,38 @@ class Writer:
         self._failure = None  # a failed delivery of the aborted transaction; all its reports have arrived by now
         return True
 
-    def abort_open_transaction(self, places: Iterable[Place], reader: Reader) -> None:
-        """Begin a transaction that includes offsets of the `reader`'s group, and abort it.
+    def committed_offsets(self, reader: Reader, places: Sequence[Place]) -> dict[Place, int | None]:
+        """The committed offsets of the `reader`'s group, which this transactional writer commits; None for no offset.
 
-        This also ends any earlier transaction of this transactional id that the group's coordinator takes for open.
+        After a crash, the transaction coordinator may count a transaction as ended although the group's coordinator has
+        no marker of its end (KAFKA-20734, seen with 4.3.1: a partition without a leader at that moment counts as
+        deleted; the transaction coordinator's log has COMPLETE_ABORT, `__consumer_offsets` has no marker). The broker
+        then never returns the group's offsets. Neither a timeout nor the next owner of the transactional id ends the
+        transaction; the next transaction of that id does, so this method begins and aborts one.
+
+        The returned offsets include every commit: an open transaction is waited for, as long as the broker allows it to
+        be open. Raises BusError, which names the tool that finds a transaction of another id that holds the offsets;
+        discard the writer then.
         """
+        try:
+            return reader.committed(places, seconds=HELD_BACK_SECONDS)
+        except BusError as error:
+            if not error.outcome_unknown:
+                raise
+        reader.commit_metadata(places)  # raises if the coordinator is away: it answers this also during a transaction
+        structlog.get_logger("bus").warning("offsets_held_back", reason="a transaction counts as open at the group")
         self.begin()
         self._send(self._producer, dict.fromkeys(places, 0), reader)
         self.abort()
+        try:
+            return reader.committed(places)
+        except BusError as error:
+            if not error.outcome_unknown:
+                raise
+            action = (
+                "reading committed offsets, which another's transaction holds back (kafka-transactions.sh tells whose)"
+            )
+            raise BusError(action, KafkaError(KafkaError._TIMED_OUT)) from error
 
     def close(self) -> None:
         """Drop the records that are not stored yet, and free the client. A writer that is not closed is never freed."""

@@ -23,7 +23,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from rose.schemas.errors import RoseError
-from rose.topics.local_broker.process import free_ports
+from rose.topics.local_broker import free_ports
 from rose.workers.lender.admission import Promise
 from rose.workers.lender.config import LendConfig
 from rose.workers.lender.vllm import SETTING

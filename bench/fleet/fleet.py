@@ -30,7 +30,7 @@ import msgspec
 from bench.fleet.engine import Lengths
 from bench.fleet.executor import Back, FleetExecutor, Note, Said, Terms, Wanted
 from bench.fleet.users import Pace, Step, Users, users_of
-from rose.pipeline.process.process_setup import stop_on_signals
+from rose.pipeline.process_setup import stop_on_signals
 from rose.schemas.contexts import ContextMissing
 from rose.schemas.grants import CapacityGrant, GrantSource, parse_grant_key
 from rose.schemas.heartbeats import SlackHeartbeat

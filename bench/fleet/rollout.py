@@ -24,11 +24,10 @@ from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
 from rose.schemas.cells import CellSummary
 from rose.schemas.errors import RoseError
 from rose.schemas.grants import CapacityGrant
-from rose.schemas.partitioning import home_partition
 from rose.schemas.prompts import Prompt
 from rose.schemas.samples import Sample
 from rose.topics.admin import create_topics
-from rose.topics.catalog import GRANTS, PROMPTS, SAMPLES, SUMMARIES, Partitions
+from rose.topics.catalog import GRANTS, PROMPTS, SAMPLES, SUMMARIES, Partitions, home_partition
 from rose.topics.log_reader import read_whole_topics
 from rose.topics.processes import die_with_parent
 from rose.topics.reader import Reader

@@ -20,15 +20,14 @@ from rose.pipeline.clock import format_utc as moment
 from rose.pipeline.config.load import Config, load
 from rose.pipeline.config.options import Common
 from rose.pipeline.local.broker import readable_log
-from rose.pipeline.process.terminal import print_line
-from rose.pipeline.replay.search import find_group
+from rose.pipeline.replay.records import find_group
+from rose.pipeline.terminal import print_line
 from rose.schemas.errors import RecordError, UsageError
-from rose.schemas.partitioning import home_partition
 from rose.schemas.prompts import Prompt, sampling_error
 from rose.schemas.record import Record
 from rose.schemas.wire import SCHEMA_HEADER, decode, reject_duplicate_keys
 from rose.topics.acl import OPERATOR, VIEW, connect_as
-from rose.topics.catalog import DEAD_LETTER_SOURCES, PROMPTS, Topic
+from rose.topics.catalog import DEAD_LETTER_SOURCES, PROMPTS, Topic, home_partition
 from rose.topics.dead_letters import UNKNOWN_ORIGIN, DeadLetter, read_dead_letter_infos, read_dead_letters, resend
 from rose.topics.reader import Reader
 from rose.topics.records import RawMessage

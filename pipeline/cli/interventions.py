@@ -17,8 +17,8 @@ from confluent_kafka import OFFSET_END
 
 from rose.pipeline.config.load import load
 from rose.pipeline.config.options import Common
-from rose.pipeline.process.terminal import print_line
-from rose.pipeline.replay.search import GroupFound, UnknownTrajectory, find_group
+from rose.pipeline.replay.records import GroupFound, UnknownTrajectory, find_group
+from rose.pipeline.terminal import print_line
 from rose.schemas.errors import RoseError, UsageError
 from rose.schemas.grants import CapacityGrant, GrantSource, grant_key
 from rose.schemas.heartbeats import DRAINED_REASON, MOVING_REASON, ExecutorState, SlackHeartbeat

@@ -13,10 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rose.pipeline.cli.command_groups import dlq, topics
-from rose.pipeline.config.field_docs import keep_docstring
-from rose.pipeline.config.options import Common, with_common
-from rose.pipeline.process.terminal import (
+from rose.pipeline.cli.topics import topics
+from rose.pipeline.config.options import Common, keep_docstring, with_common
+from rose.pipeline.terminal import (
     WaitNotice,
     escape_control_chars,
     file_error,
@@ -25,7 +24,7 @@ from rose.pipeline.process.terminal import (
     repair_streams,
 )
 from rose.schemas.errors import RoseError, UsageError
-from rose.schemas.setting_bounds import MAX_FINISH_SECONDS
+from rose.schemas.limits import MAX_FINISH_SECONDS
 
 MOST_NUMBER = 65_535
 """Largest number of a process of one kind."""
@@ -39,6 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+dlq = typer.Typer(help="List dead letters, show one, send one back.", no_args_is_help=True)
 app.add_typer(topics, name="topics", rich_help_panel=LOOKING)
 app.add_typer(dlq, name="dlq", rich_help_panel=LOOKING)
 
@@ -51,7 +51,7 @@ def number_option(help_text: str) -> Any:
 @app.callback()
 def begin() -> None:
     """Set up logging for every command: logs go to standard error, results to standard output."""
-    from rose.pipeline.process.process_setup import configure_logging, dump_stacks_on_crash
+    from rose.pipeline.process_setup import configure_logging, dump_stacks_on_crash
 
     configure_logging()
     dump_stacks_on_crash()
@@ -76,6 +76,7 @@ Without = Annotated[
 ]
 Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason, for people.", callback=_check_text)]
 WorkerName = Annotated[str, typer.Argument(metavar="WORKER", help="Name of the worker, as in `rose status`.")]
+Place = Annotated[str, typer.Argument(metavar="PLACE", help="TOPIC/PARTITION/OFFSET, as in `rose dlq list`.")]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of tasks, sampling and training.")]
 
 
@@ -128,7 +129,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure the success of a policy on the held-out tasks, at temperature 1, in one process without Kafka."""
-    from rose.pipeline.cli.evaluate import evaluate_folder
+    from rose.pipeline.cli.run_commands import evaluate_folder
 
     evaluate_folder(common, model, output)
 
@@ -356,7 +357,7 @@ def health(
     live: Annotated[bool, typer.Option("--live", help="Check only whether the process is alive.")] = False,
 ) -> None:
     """Say in one sentence whether a process does its work. Exit status 1 if it does not."""
-    from rose.pipeline.process.health_server import print_health
+    from rose.pipeline.health_server import print_health
 
     print_health(common, address, live=live)
 
@@ -409,6 +410,48 @@ def show_config(common: Common) -> None:
     from rose.pipeline.config.load import load, resolved_toml, without_secrets
 
     sys.stdout.write(without_secrets(resolved_toml(load(common), explained=True)))
+
+
+@dlq.command("list")
+@with_common
+def dlq_list(
+    common: Common,
+    topic: Annotated[
+        str | None, typer.Option("--topic", metavar="TOPIC", help="Only dead letters of this topic.")
+    ] = None,
+) -> None:
+    """List the dead letters, one a line: position, time, reason and key."""
+    from rose.pipeline.cli.dead_letters import list_dead_letters
+
+    list_dead_letters(common, topic)
+
+
+@dlq.command("show")
+@with_common
+def dlq_show(common: Common, place: Place) -> None:
+    """Show one dead letter with its headers and its content."""
+    from rose.pipeline.cli.dead_letters import show_dead_letter
+
+    show_dead_letter(common, place)
+
+
+@dlq.command("retry")
+@with_common
+def dlq_retry(
+    common: Common,
+    place: Place,
+    edit: Annotated[
+        Path | None, typer.Option("--edit", metavar="FILE", help="Send the content of this file instead.")
+    ] = None,
+    field: Annotated[
+        list[str] | None, typer.Option("--field", metavar="FIELD=VALUE", help="Set a field of the record. Repeatable.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Send it even if it was sent back before.")] = False,
+) -> None:
+    """Send a dead letter back to its topic, corrected or unchanged."""
+    from rose.pipeline.cli.dead_letters import retry_dead_letter
+
+    retry_dead_letter(common, place, edit, field, again=again)
 
 
 def main() -> None:

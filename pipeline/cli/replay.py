@@ -6,15 +6,20 @@ from contextlib import closing
 from rose.pipeline.config.load import load
 from rose.pipeline.config.options import Common
 from rose.pipeline.local.broker import readable_log
-from rose.pipeline.process.terminal import print_line
 from rose.pipeline.replay.description import describe_trajectory
-from rose.pipeline.replay.episodes import fold_trajectory
-from rose.pipeline.replay.search import GroupFound, TrajectoryFound, UnknownTrajectory, find_group, find_trajectory
-from rose.pipeline.replay.why import GroupFacts, PromptAt, TrajectoryFacts, why_group, why_trajectory
+from rose.pipeline.replay.records import (
+    GroupFound,
+    TrajectoryFound,
+    UnknownTrajectory,
+    find_group,
+    find_trajectory,
+    fold_trajectory,
+)
+from rose.pipeline.replay.why import GroupFacts, PromptAt, why_group, why_trajectory
+from rose.pipeline.terminal import print_line
 from rose.schemas.limits import MAX_GROUP_SIZE
-from rose.schemas.partitioning import home_partition
 from rose.topics.acl import VIEW, connect_as
-from rose.topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Topic
+from rose.topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Topic, home_partition
 from rose.topics.reader import Reader
 from rose.topics.records import Place
 from rose.topics.settings import BusSettings
@@ -50,7 +55,7 @@ def print_why(common: Common, name: str) -> None:
         if (of := _group_of(settings, name)) is not None:
             found = find_trajectory(settings, of, name)
             facts = _group_facts(settings, of, found)
-            lines.append(f"{name}: {why_trajectory(facts, _trajectory_facts(name, found))}")
+            lines.append(f"{name}: {why_trajectory(facts, found.records)}")
     if not lines:
         raise UnknownTrajectory(name)
     for line in lines:
@@ -102,19 +107,6 @@ def _group_facts(settings: BusSettings, group: GroupFound, found: TrajectoryFoun
         live=frozenset(found.live),
         sampled=frozenset(found.sampled),
         settled=tuple(found.settled),
-    )
-
-
-def _trajectory_facts(name: str, found: TrajectoryFound) -> TrajectoryFacts:
-    own = found.records
-    return TrajectoryFacts(
-        trajectory_id=name,
-        progress=found.progress,
-        requests=tuple(own.requests),
-        dispatches=tuple(own.dispatches),
-        results=tuple(own.results),
-        samples=tuple(own.samples),
-        outcomes=tuple(own.outcomes),
     )
 
 

@@ -1,25 +1,38 @@
-"""Programs of the roles: configuration, logs, metrics, traces and signals around each role's loop."""
+"""Programs of the roles: configuration, logs, metrics, traces, signals and announcements around each loop.
+
+A process writes a record when it starts, and each time that its loop restarts, so starts can be counted.
+
+Keeps true
+- The records of starts are written on a thread of their own: the role does not wait for it, and an error is only
+  logged. The thread has a connection only while it writes a record.
+- Processes of the same name are told apart by their places: the host, and the lowest number on the host that no running
+  process of the name has. The kernel frees the number when its process ends, however it ends.
+"""
 
 import gc
 import os
+import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 
 import numpy  # noqa: F401  tokens are unpacked with numpy; an import later would block the role's loop
+import structlog
 
 from rose.pipeline.config.load import Config, load
 from rose.pipeline.config.options import Common
-from rose.pipeline.process.process_setup import serve_metrics, stop_on_signals
-from rose.pipeline.process.run_folder import TRAINER_LOCK_FILE as TRAINER_LOCK
-from rose.pipeline.process.run_folder import ensure_folder, run_folder_lock
-from rose.schemas.errors import UsageError
-from rose.schemas.setting_bounds import is_http_server
+from rose.pipeline.process_setup import TRAINER_LOCK_FILE as TRAINER_LOCK
+from rose.pipeline.process_setup import ensure_folder, run_folder_lock, serve_metrics, stop_on_signals
+from rose.schemas.errors import RoseError, UsageError
+from rose.schemas.heartbeats import RoleBegun
+from rose.schemas.limits import MAX_TEXT_CHARACTERS, is_http_server
 from rose.topics.acl import CONTROL, ENVIRONMENT, EXECUTOR, ROUTER, TRAINER, Role, connect_as
-from rose.topics.role_announcements import announce_starts
+from rose.topics.catalog import ROLE_STARTS
+from rose.topics.health import HEALTH, Health
 from rose.topics.settings import BusSettings
 from rose.topics.tracing import export_traces
+from rose.topics.writer import Writer
 from rose.workers.weights.trust import require_signing_key, run_id
 
 
@@ -183,3 +196,61 @@ def _exporting_lender(config: Config, name: str, *, observe: bool) -> Iterator[N
 def _require_signatures(config: Config) -> None:
     """Require the trusted key before the engine starts: an executor without the key is of no use. Raises UsageError."""
     require_signing_key(config.bus(), config.weights.trusted_key, "trusted_key")
+
+
+ANNOUNCEMENT_PAUSE_SECONDS = 2.0
+"""Least time between two records. Restarts in between are written as one record."""
+
+ANNOUNCEMENT_STOP_SECONDS = 2.0
+"""How long the end of a process waits for a record that is being written."""
+
+
+MAX_NAMESAKES = 64
+"""Processes of one name on one host that are told apart."""
+
+
+@contextmanager
+def announce_starts(settings: BusSettings, role: str, health: Health = HEALTH) -> Iterator[None]:
+    """Write a record of this process's start, and of each restart of its loop until the end of the context.
+
+    `role`: name of the process. `health`: reports the restarts.
+    """
+    stop = Event()
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as instance_socket:
+        place = f"{socket.gethostname()}/{_take_instance_number(instance_socket, settings.name(role))}"
+        thread = Thread(target=_write_starts, args=(settings, role, place, health, stop), name="telling", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            health.wake_waiters()
+            thread.join(ANNOUNCEMENT_STOP_SECONDS)
+
+
+def _take_instance_number(instance_socket: socket.socket, name: str) -> int:
+    """Take the lowest number that no process of this name has on this host, until the socket is closed."""
+    for number in range(MAX_NAMESAKES):
+        with suppress(OSError):
+            instance_socket.bind(f"\0{name}/{number}")  # a name in the abstract namespace, without a file
+            return number
+    return MAX_NAMESAKES
+
+
+def _write_starts(settings: BusSettings, role: str, place: str, health: Health, stop: Event) -> None:
+    announced = 0
+    record: RoleBegun | None = RoleBegun(role=role, place=place)
+    while record is not None:
+        try:
+            with closing(Writer(settings, f"{role}-tells")) as writer:
+                writer.write(ROLE_STARTS, record, key=role)
+                writer.flush()
+        except RoseError as error:
+            structlog.get_logger("bus").warning("start_not_announced", reason=str(error))
+        record = None
+        stop.wait(ANNOUNCEMENT_PAUSE_SECONDS)
+        if not stop.is_set():
+            times, reason = health.await_restart(announced)
+            if times > announced:
+                record = RoleBegun(role=role, times=times - announced, reason=reason[:MAX_TEXT_CHARACTERS], place=place)
+                announced = times

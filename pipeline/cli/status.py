@@ -25,7 +25,7 @@ from rose.pipeline.monitor.diagnosis import STALLED_SECONDS, Finding, Severity, 
 from rose.pipeline.monitor.facts import Facts
 from rose.pipeline.monitor.follower import RunFollower, follow_run
 from rose.pipeline.monitor.screen import executor_table, finding_lines, work_line
-from rose.pipeline.process.terminal import WaitNotice
+from rose.pipeline.terminal import WaitNotice
 from rose.schemas.errors import RoseError
 from rose.schemas.heartbeats import TTL_SECONDS
 from rose.topics.acl import VIEW, connect_as

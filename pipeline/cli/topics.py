@@ -1,18 +1,17 @@
-"""`rose topics`: creates, describes and checks the topics, and prints the ACLs that a role needs."""
+"""`rose topics`: creates, describes and checks the topics, and prints contracts and the ACLs that a role needs.
+
+Keeps true: `rose --help` is fast: a command imports what it needs when it runs.
+"""
 
 import re
 import sys
+from typing import Annotated
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
-from rose.pipeline.config.load import load
-from rose.pipeline.config.options import Common
-from rose.pipeline.local.broker import readable_log
-from rose.pipeline.process.terminal import print_line
+from rose.pipeline.config.options import Common, keep_docstring, with_common
+from rose.pipeline.terminal import print_line
 from rose.schemas.errors import RoseError, UsageError
-from rose.topics.acl import ADMIN, ROLES, connect_as, kafka_acls, strimzi_user
-from rose.topics.admin import create_topics, describe_topics, durability_warnings, find_drift
 
 USER = "User:"
 """Prefix of Kafka's principals, unless a broker has kinds of its own."""
@@ -20,32 +19,21 @@ USER = "User:"
 OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 """Names that Kubernetes accepts for an object."""
 
-
-def print_acls(common: Common, name: str, principal: str | None, cluster: str | None) -> None:
-    """Print the options of kafka-acls.sh, one line each, or a KafkaUser if `cluster` is given. Raises UsageError."""
-    role, namespace = ROLES.get(name), load(common).settings.broker.namespace
-    if role is None:
-        raise UsageError(f"there is no role {name}; there are {', '.join(ROLES)}")
-    principal = principal or f"{USER}rose-{name}"
-    kind, colon, user = principal.partition(":")
-    if not (kind and colon and user):
-        raise UsageError(f"--principal {principal}: write it as User:NAME, as the broker calls it")
-    if cluster is None:
-        for line in kafka_acls(role, namespace, principal):
-            sys.stdout.write(f"{line}\n")
-        return
-    for value, flag in ((user, "--principal"), (cluster, "--strimzi")):
-        if not OBJECT_NAME.fullmatch(value):
-            raise UsageError(f"{flag} {value}: Kubernetes takes a-z 0-9 . - in the name of an object")
-    sys.stdout.write(strimzi_user(role, namespace, cluster=cluster, name=user))
+topics = typer.Typer(help="Create, describe and check the topics; print contracts and ACLs.", no_args_is_help=True)
 
 
 class TopicsDrifted(RoseError):
     """The broker's topics differ from the catalog."""
 
 
+@topics.command("create")
+@with_common
 def create_catalog(common: Common) -> None:
-    """`rose topics create`: creates the topics and partitions that are missing."""
+    """Create missing topics, and add missing inboxes."""
+    from rose.pipeline.config.load import load
+    from rose.topics.acl import ADMIN, connect_as
+    from rose.topics.admin import create_topics
+
     config = load(common)
     settings = config.bus()
     connect_as(settings, ADMIN)
@@ -55,8 +43,18 @@ def create_catalog(common: Common) -> None:
     print_line(f"{len(created)} topics created, all topics have their leaders")
 
 
+@topics.command("describe")
+@with_common
 def describe_catalog(common: Common) -> None:
-    """`rose topics describe`: prints the topics as the broker has them."""
+    """Show the topics as they are on the broker."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from rose.pipeline.config.load import load
+    from rose.pipeline.local.broker import readable_log
+    from rose.topics.acl import ADMIN, connect_as
+    from rose.topics.admin import describe_topics
+
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for title in ("topic", "key"):
         table.add_column(title)
@@ -73,8 +71,15 @@ def describe_catalog(common: Common) -> None:
     Console().print(table, highlight=False, markup=False)  # keys contain brackets
 
 
+@topics.command("check")
+@with_common
 def check_catalog(common: Common) -> None:
-    """`rose topics check`: compares the broker with the catalog. Raises TopicsDrifted if they differ."""
+    """Compare the broker with the catalog. Exit status 1 if they differ."""
+    from rose.pipeline.config.load import load
+    from rose.pipeline.local.broker import readable_log
+    from rose.topics.acl import ADMIN, connect_as
+    from rose.topics.admin import durability_warnings, find_drift
+
     with readable_log(config := load(common)) as settings:
         connect_as(settings, ADMIN)
         found = find_drift(settings, config.partitions)
@@ -99,3 +104,64 @@ def check_catalog(common: Common) -> None:
             )
         raise TopicsDrifted(f"the broker differs from the catalog in {len(found)} things: {advice}")
     print_line("the broker's topics are those of the catalog")
+
+
+@topics.command("asyncapi")
+@with_common
+def print_asyncapi(common: Common) -> None:
+    """Print the AsyncAPI document of all topics and records, for this namespace and these partitions."""
+    from rose.pipeline.asyncapi import asyncapi, render_document
+    from rose.pipeline.config.load import load
+
+    sys.stdout.write(render_document(asyncapi(load(common))))
+
+
+@topics.command("prompt-schema")
+@keep_docstring
+def print_prompt_schema() -> None:
+    """Print the JSON Schema of a prompt in JSON."""
+    from rose.pipeline.asyncapi import prompt_schema, render_document
+
+    sys.stdout.write(render_document(prompt_schema()))
+
+
+@topics.command("acl")
+@with_common
+def print_acls(
+    common: Common,
+    role: Annotated[
+        str,
+        typer.Option(
+            "--role",
+            metavar="ROLE",
+            help="environment, router, control, executor (also lenders), trainer, producer, view, operator or admin.",
+        ),
+    ],
+    principal: Annotated[
+        str | None,
+        typer.Option("--principal", metavar="TYPE:NAME", help="Principal of the ACLs; default: User:rose-ROLE."),
+    ] = None,
+    strimzi: Annotated[
+        str | None,
+        typer.Option("--strimzi", metavar="CLUSTER", help="Print a KafkaUser of this Strimzi cluster instead."),
+    ] = None,
+) -> None:
+    """Print the ACLs that a role needs, as options of kafka-acls.sh. Needs no broker."""
+    from rose.pipeline.config.load import load
+    from rose.topics.acl import ROLES, kafka_acls, strimzi_user
+
+    found, namespace = ROLES.get(role), load(common).settings.broker.namespace
+    if found is None:
+        raise UsageError(f"there is no role {role}; there are {', '.join(ROLES)}")
+    principal = principal or f"{USER}rose-{role}"
+    kind, colon, user = principal.partition(":")
+    if not (kind and colon and user):
+        raise UsageError(f"--principal {principal}: write it as User:NAME, as the broker calls it")
+    if strimzi is None:
+        for line in kafka_acls(found, namespace, principal):
+            sys.stdout.write(f"{line}\n")
+        return
+    for value, flag in ((user, "--principal"), (strimzi, "--strimzi")):
+        if not OBJECT_NAME.fullmatch(value):
+            raise UsageError(f"{flag} {value}: Kubernetes takes a-z 0-9 . - in the name of an object")
+    sys.stdout.write(strimzi_user(found, namespace, cluster=strimzi, name=user))

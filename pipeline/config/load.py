@@ -14,6 +14,7 @@ import math
 import os
 import re
 import textwrap
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -21,37 +22,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
-from rose.pipeline.config.field_docs import field_docs
 from rose.pipeline.config.options import Common
-from rose.pipeline.config.sections import (
-    BrokerSection,
-    MetricsSection,
-    ModelSection,
-    RunSection,
-    ServingSection,
-    TasksSection,
-    TopicsSection,
-    TracingSection,
-)
-from rose.pipeline.config.toml_file import read_toml
-from rose.pipeline.control.config import ControlConfig
-from rose.pipeline.routing.config import RouterConfig
+from rose.pipeline.config.settings import SHARED, Settings, check_together, field_docs, section_types
 from rose.schemas.errors import UsageError
-from rose.schemas.prompts import ENVIRONMENT_CHARACTERS
 from rose.schemas.wire import reject_duplicate_keys
 from rose.topics.catalog import Partitions, Retention
-from rose.topics.settings import PREFIX as NAMES
-from rose.topics.settings import BusSettings, check_required_settings, parse_properties
-from rose.workers.environments.config import EnvironmentConfig
+from rose.topics.settings import BusSettings, parse_properties
 from rose.workers.environments.registry import BUILT_IN
-from rose.workers.executor.config import NAME, ExecutorConfig
-from rose.workers.lender.config import EndpointConfig, LenderConfig
-from rose.workers.loadgen.config import LoadgenConfig
-from rose.workers.trainer.config import TrainerConfig
-from rose.workers.weights.config import HOLDS, WeightsConfig
-from rose.workers.weights.trust import Trust, make_trust, run_id
+from rose.workers.weights.config import WeightsConfig
+from rose.workers.weights.trust import Trust, make_trust
 
 COLUMNS = 110
 
@@ -76,9 +57,6 @@ RUNS = Path("runs")
 RESOLVED = "config.toml"
 """File in a run's folder with its complete configuration."""
 
-NAMESPACE_CHARACTERS = 100
-"""Maximum length of a namespace: a manifest must be able to name the run, and Kafka the topics."""
-
 CONFIDENTIAL = ("broker.properties", "serving.environment", "serving.flags")
 """Fields that may contain a password or key: error messages do not show their values."""
 
@@ -98,52 +76,17 @@ KINDS = {
 FIELD = re.compile(r"[a-z]+\.[a-z_]+")
 """A field of the configuration in a sentence."""
 
-NAMESPACE = re.compile(rf"[A-Za-z0-9._-]{{0,{NAMESPACE_CHARACTERS}}}")
+AT_LINE = re.compile(r"\(at line (\d+),")
+"""Position in an error of tomllib; an error without position is at the end of the file."""
 
-SHARED: Mapping[str, tuple[str, ...]] = {
-    "environment.model_folder": ("model.folder",),
-    "environment.model_id": ("model.id",),
-    "executor.model_folder": ("model.folder",),
-    "executor.model_id": ("model.id",),
-    "trainer.model_folder": ("model.folder",),
-    "trainer.model_id": ("model.id",),
-    "trainer.run_folder": ("run.folder", "run.name"),
-    "trainer.seed": ("run.seed",),
-    "users.model_folder": ("serving.folder",),
-    "users.run_folder": ("run.folder", "run.name"),
-    "weights.run": ("run.name",),
-}
-"""Fields of roles that are set from other sections: from one field, or as a path from several."""
+KEY_LINE = re.compile(r"""\s*(\[[^\]]*\]+|[\w.'"-]+(?=\s*=))""")
+"""Start of a line that sets a key or begins a table."""
 
 Values = dict[str, Any]
 """Sections by name, with the given values of their fields."""
 
 Override = tuple[str, tuple[str, ...], Any]
 """Origin, path (section, field, and further parts) and value of a setting."""
-
-
-class Settings(BaseModel):
-    """All sections. Each one is a frozen dataclass, declared in the package that it belongs to."""
-
-    model_config = ConfigDict(extra="forbid", validate_default=True)
-
-    run: RunSection = Field(default_factory=RunSection)
-    broker: BrokerSection = Field(default_factory=BrokerSection)
-    topics: TopicsSection = Field(default_factory=TopicsSection)
-    model: ModelSection = Field(default_factory=ModelSection)
-    environment: EnvironmentConfig
-    executor: ExecutorConfig
-    lender: LenderConfig = Field(default_factory=LenderConfig)
-    endpoint: EndpointConfig = Field(default_factory=EndpointConfig)
-    serving: ServingSection = Field(default_factory=ServingSection)
-    users: LoadgenConfig
-    router: RouterConfig = Field(default_factory=RouterConfig)
-    control: ControlConfig = Field(default_factory=ControlConfig)
-    trainer: TrainerConfig
-    weights: WeightsConfig = Field(default_factory=WeightsConfig)
-    metrics: MetricsSection = Field(default_factory=MetricsSection)
-    tracing: TracingSection = Field(default_factory=TracingSection)
-    tasks: TasksSection = Field(default_factory=TasksSection)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,17 +187,10 @@ def load(common: Common, *, resolved: bool = False) -> Config:
     settings = _validate(merged, origins)
     _check_values(settings, origins)
     try:
-        _check_together(settings)
+        check_together(settings)
     except UsageError as error:
         raise UsageError(f"{_origin_of(str(error), origins)}{error}") from None
     return Config(settings, origins)
-
-
-def section_types() -> dict[str, type]:
-    """Return every section's dataclass by name, in the order in which sections are shown."""
-    return {
-        name: field.annotation for name, field in Settings.model_fields.items() if isinstance(field.annotation, type)
-    }
 
 
 def _file_overrides(common: Common) -> Iterator[Override]:
@@ -263,11 +199,34 @@ def _file_overrides(common: Common) -> Iterator[Override]:
     path = common.config if common.run is None else RUNS / common.run / RESOLVED
     if path is None:
         return
-    for section, fields in read_toml(path).items():
+    for section, fields in _read_toml(path).items():
         if not isinstance(fields, dict):
             raise UsageError(f"{path}: {section} stands in no section; the sections are {', '.join(section_types())}")
         for name, value in fields.items():
             yield str(path), (section, name), value
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    """Return the content of the file. Raises UsageError, which names the key before the first syntax error."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is no TOML: {error}") from None
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        key = _key_before(str(error), text)
+        raise UsageError(f"{path} is no TOML: {error}{f', at {key}' if key else ''}") from None
+
+
+def _key_before(reason: str, text: str) -> str:
+    """Return the key at the error without its value, which may be a password."""
+    lines = text.rstrip().splitlines()
+    at = AT_LINE.search(reason)
+    before = lines[: int(at[1])] if at else lines
+    return next((found[1] for line in reversed(before) if (found := KEY_LINE.match(line))), "")
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
@@ -444,61 +403,6 @@ def _texts(value: list[str] | dict[str, str]) -> Iterable[str]:
 def _origin_of(sentence: str, origins: Mapping[str, str]) -> str:
     """Return the origin of the first field in the sentence that has one."""
     return next((f"{origins[path]}: " for path in FIELD.findall(sentence) if path in origins), "")
-
-
-def _check_together(settings: Settings) -> None:
-    """Check the rules that involve several sections. Raises UsageError."""
-    run, topics, environment, trainer = settings.run, settings.topics, settings.environment, settings.trainer
-    executor, held = settings.executor, HOLDS.get(settings.executor.dtype, ())
-    fits = {
-        f"executor.dtype ({executor.dtype}) must be one of {', '.join(HOLDS)}": bool(held),
-        f"weights.dtype ({settings.weights.dtype}) cannot be held exactly by engines in executor.dtype "
-        f"({executor.dtype}): leave weights.dtype out": (settings.weights.dtype or executor.dtype) in held,
-        f"environment.window_groups ({environment.window_groups}) is less than trainer.groups_per_step "
-        f"({trainer.groups_per_step}): the trainer would wait for groups that may not open": (
-            environment.window_groups >= trainer.groups_per_step  # of each worker: all homes may fall to one
-        ),
-        f"run.name ({run.name!r}) names a folder of its own in run.folder": run.name not in ("", ".", ".."),
-        f"run.environment_workers ({run.environment_workers}) is more than topics.home_partitions "
-        f"({topics.home_partitions}): some would have nothing to do": (
-            run.environment_workers <= topics.home_partitions
-        ),
-        f"model.id ({settings.model.id!r}) may have 1 to 128 characters, of A-Z a-z 0-9 . _ : -": (
-            NAME.fullmatch(settings.model.id) is not None
-        ),
-        f"topics.cells ({topics.cells}) is more than topics.home_partitions or topics.inbox_slots "
-        f"({topics.home_partitions} and {topics.inbox_slots}): each cell has some of both": (
-            topics.cells <= min(topics.home_partitions, topics.inbox_slots)
-        ),
-        f"topics.cells ({topics.cells}) must be 1 to 65536": 1 <= topics.cells <= 2**16,
-        f"topics.turns_retention_seconds ({topics.turns_retention_seconds:.12g}) is less than environment."
-        f"turn_patience_seconds ({environment.turn_patience_seconds:.12g}): turns could be deleted while they wait": (
-            topics.turns_retention_seconds >= environment.turn_patience_seconds
-        ),
-        f"environment.max_context_tokens ({environment.max_context_tokens}) is more than executor.max_model_len "
-        f"({executor.max_model_len})": environment.max_context_tokens <= executor.max_model_len,
-    }
-    for field, names in {
-        "tasks.environment": (settings.tasks.environment,),
-        "environment.environments": environment.environments,
-    }.items():
-        what = f"{field}: the name of an environment has 1 to {ENVIRONMENT_CHARACTERS} characters"
-        fits[what] = all(1 <= len(name) <= ENVIRONMENT_CHARACTERS for name in names)
-    for sentence, holds in fits.items():
-        if not holds:
-            raise UsageError(sentence)
-    if not NAMESPACE.fullmatch(settings.broker.namespace):
-        raise UsageError(
-            f"broker.namespace ({settings.broker.namespace!r}) begins the names of topics: it may have "
-            f"{NAMESPACE_CHARACTERS} characters, of A-Z a-z 0-9 . _ -"
-        )
-    if NAMES in settings.broker.namespace:
-        raise UsageError(
-            f"broker.namespace ({settings.broker.namespace!r}) has {NAMES} in it, with which names behind a namespace "
-            "begin: rights to another one would reach into this one"
-        )
-    check_required_settings(settings.broker.properties, settings.broker.bootstrap_server)
-    run_id(settings.broker.namespace, run.name)  # raises UsageError for a name that no manifest can have
 
 
 def resolved_toml(config: Config, *, explained: bool) -> str:

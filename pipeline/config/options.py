@@ -3,17 +3,19 @@
 Keeps true: importing this module imports typer and little else.
 """
 
+import ast
 import inspect
 import os
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from rose.pipeline.config.field_docs import keep_docstring
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 PANEL = "Configuration and broker"
 """Heading of the common options in the help of a command."""
@@ -56,6 +58,15 @@ class Common:
             if value is not None
         )
         return replace(self, overrides=self.overrides + more)
+
+
+def keep_docstring(function: Function) -> Function:
+    """Set the function's docstring even if Python removes docstrings (-OO): the docstring is the text of `--help`."""
+    if function.__doc__ is None:
+        declared = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        assert isinstance(declared, ast.FunctionDef)
+        function.__doc__ = ast.get_docstring(declared)
+    return function
 
 
 def with_common(command: Callable[..., None]) -> Callable[..., None]:

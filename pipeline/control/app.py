@@ -7,28 +7,34 @@ Keeps true
 - Of several control apps one decides: the app to which the consumer group assigns the summaries. An app without
   summaries renews no grants.
 - Old summaries are skipped: after a start or a pause only the newest summaries of each cell are used.
+- Faust's Kafka client (aiokafka) signs in with librdkafka's settings, translated. A security setting without an
+  equivalent in Faust is refused by name, so encryption or a check that was asked for is never left out. Settings that
+  do not concern security apply to librdkafka's clients only.
 
 The core decides; the app decides nothing.
 """
 
+import ssl
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import faust
 import structlog
 from faust.app.base import BootStrategy
+from faust.auth import Credentials, SASLCredentials, SSLCredentials
 from faust.types import EventT, StreamT
+from faust.types.auth import SASLMechanism
 from faust.web import Request, Response, View
 from faust.web.base import BlueprintManager
 
-from rose.pipeline.control.aiokafka_auth import credentials
 from rose.pipeline.control.elasticity import ElasticityCore
 from rose.pipeline.control.grants import GrantLog
 from rose.pipeline.control.page import State, page_of, state_of
 from rose.schemas.cells import CellSummary
-from rose.schemas.errors import RecordError
+from rose.schemas.errors import RecordError, UsageError
 from rose.schemas.grants import CapacityGrant, GrantSource, grant_key
 from rose.schemas.wire import decode
 from rose.topics import counts
@@ -198,3 +204,66 @@ class ControlApp:
             self._lending[grant.worker] = grant.lend
             self._decisions.appendleft(grant)
             self._log.info("lend_granted" if grant.lend else "park_granted", worker=grant.worker, reason=grant.reason)
+
+
+PROTOCOLS = ("plaintext", "ssl", "sasl_plaintext", "sasl_ssl")
+MECHANISMS = (SASLMechanism.PLAIN, SASLMechanism.SCRAM_SHA_256, SASLMechanism.SCRAM_SHA_512)
+ABOUT_SECURITY = ("security.", "sasl.", "ssl.", "enable.ssl.", "enable.sasl.", "https.")
+KNOWN = (
+    "security.protocol",
+    "sasl.mechanism",
+    "sasl.mechanisms",
+    "sasl.username",
+    "sasl.password",
+    "ssl.ca.location",
+    "ssl.ca.pem",
+    "ssl.certificate.location",
+    "ssl.key.location",
+    "ssl.key.password",
+    "ssl.endpoint.identification.algorithm",
+    "enable.ssl.certificate.verification",
+)
+
+
+def credentials(properties: Mapping[str, str]) -> Credentials | None:
+    """Faust's credentials for these librdkafka settings; None for plaintext without authentication.
+
+    Raises UsageError for a setting or value that Faust's client does not support.
+    """
+    unknown = [name for name in properties if name.startswith(ABOUT_SECURITY) and name not in KNOWN]
+    if unknown:
+        raise UsageError(
+            f"the control app has no {unknown[0]}: its Kafka client, Faust's, knows of librdkafka's settings of "
+            f"security {', '.join(KNOWN)}"
+        )
+    protocol = properties.get("security.protocol", "plaintext").lower()
+    if protocol not in PROTOCOLS:
+        raise UsageError(f"security.protocol is one of {', '.join(PROTOCOLS)}, not {protocol!r}")
+    context = _context(properties) if protocol.endswith("ssl") else None
+    if not protocol.startswith("sasl_"):
+        return None if context is None else SSLCredentials(context)
+    mechanism = properties.get("sasl.mechanisms", properties.get("sasl.mechanism", "GSSAPI"))
+    if mechanism not in [each.value for each in MECHANISMS]:
+        known = ", ".join(each.value for each in MECHANISMS)
+        raise UsageError(f"sasl.mechanisms is {mechanism!r}: the control app signs in by one of {known}")
+    name, password = properties.get("sasl.username"), properties.get("sasl.password")
+    return SASLCredentials(username=name, password=password, ssl_context=context, mechanism=mechanism)
+
+
+def _context(properties: Mapping[str, str]) -> ssl.SSLContext:
+    authorities = properties.get("ssl.ca.location", "")
+    folder = authorities if Path(authorities).is_dir() and authorities else None
+    file = authorities if authorities and authorities != "probe" and folder is None else None
+    certificate, key = properties.get("ssl.certificate.location"), properties.get("ssl.key.location")
+    try:
+        context = ssl.create_default_context(cafile=file, capath=folder, cadata=properties.get("ssl.ca.pem"))
+        if certificate:
+            context.load_cert_chain(certificate, key, properties.get("ssl.key.password", ""))
+    except (OSError, ValueError) as error:  # an SSLError is an OSError
+        raise UsageError(f"ssl.ca or ssl.certificate cannot be used: {error}") from None
+    if properties.get("enable.ssl.certificate.verification", "true").lower() == "false":
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    elif properties.get("ssl.endpoint.identification.algorithm", "https").lower() == "none":
+        context.check_hostname = False
+    return context

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 
 from rose.schemas.grants import MAX_LEASE_SECONDS
-from rose.schemas.setting_bounds import MAX_COUNT, YEAR_SECONDS, check_bounds
-
-HIGHEST_PORT = 65_535
+from rose.schemas.limits import HIGHEST_PORT, MAX_COUNT, YEAR_SECONDS, check_bounds
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ from rose.pipeline.control.rebalancing import FORGET_SECONDS, CellCrew, Rebalanc
 from rose.schemas.cells import CellSummary, ExecutorLine
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import ExecutorState
-from rose.topics.backoff import Backoff
+from rose.topics.retry import Backoff
 
 GRACE_SECONDS = 2.0
 """How much later than here a lease may end at its lender, because a grant takes time to arrive."""
@@ -349,19 +349,15 @@ class ElasticityCore:
         free = [(each.free_turns, each.free_tokens) for each in summary.executors if each.worker in shares]
         turns, tokens = (sum(column) for column in zip(*free, strict=True)) if free else (0, 0)
         remaining = RemainingCapacity(shares, CompletionForecast(shares.values()), summary.waiting_turns, turns, tokens)
-        done_seconds, target_seconds, keeps_idle = (
-            finish_seconds(shares.values(), remaining.turns),
-            self.config.margin_seconds / 2,
-            False,
-        )
+        done_seconds = finish_seconds(shares.values(), remaining.turns)
+        target_seconds = self.config.margin_seconds / 2
+        keeps_idle = False
         for name, lender in sorted(self._lenders_of(number, now), key=lambda each: (each[1].park_priority, each[0])):
             if not lender.lends:
                 continue
             if remaining.is_needed(name, lender.line, target_seconds):
-                lender.idle_since, lender.reason = (
-                    None,
-                    _lending_reason(lender.line, summary.waiting_turns, done_seconds, target_seconds),
-                )
+                lender.idle_since = None
+                lender.reason = _lending_reason(lender.line, summary.waiting_turns, done_seconds, target_seconds)
                 continue
             lender.idle_since = now if lender.idle_since is None else lender.idle_since
             idle_for = now - lender.idle_since
@@ -385,10 +381,8 @@ class ElasticityCore:
         A worker that no summary has named since the start does not count here: its grant was written within the bound,
         and its lease may have ended long ago.
         """
-        lending, max_lenders = (
-            [name for name in self.lending_workers(now) if name in self.lenders],
-            self.config.most_lenders,
-        )
+        lending = [name for name in self.lending_workers(now) if name in self.lenders]
+        max_lenders = self.config.most_lenders
         excess = len(lending) - max_lenders if max_lenders else 0
         managed = sorted((self.lenders[name].park_priority, name) for name in lending if self.is_managed(name, now))
         for _, name in managed[: max(0, excess)]:

@@ -39,18 +39,9 @@ class ControlCollector(Collector):
         yield from (decides, cells, lenders, woken, parked, moved, moving, work)
 
     @staticmethod
-    def describe() -> tuple[
-        GaugeMetricFamily,
-        GaugeMetricFamily,
-        GaugeMetricFamily,
-        CounterMetricFamily,
-        CounterMetricFamily,
-        CounterMetricFamily,
-        GaugeMetricFamily,
-        GaugeMetricFamily,
-    ]:
+    def describe() -> list[CounterMetricFamily | GaugeMetricFamily]:
         """Empty metric families, in the order in which `collect` fills them."""
-        return (
+        return [
             GaugeMetricFamily("rose_control_decides", "Whether this control app decides; one of several does."),
             GaugeMetricFamily("rose_control_cells", "Cells whose routers send summaries."),
             GaugeMetricFamily(
@@ -64,7 +55,7 @@ class ControlCollector(Collector):
                 "rose_control_waiting_seconds",
                 "Time that the open executors need for the waiting turns, in the worst cell.",
             ),
-        )
+        ]
 
 
 @contextmanager

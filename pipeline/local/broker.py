@@ -17,7 +17,7 @@ from rose.topics.errors import BrokerUnreachable
 from rose.topics.settings import BusSettings
 
 if TYPE_CHECKING:
-    from rose.topics.local_broker.process import Broker
+    from rose.topics.local_broker import Broker
 
 DATA_FOLDER = "broker"
 """Folder of the run's own broker in the run's folder."""
@@ -51,7 +51,7 @@ def run_broker(config: Config) -> Iterator[RunBroker]:
         return
     if named and _accepts(named):
         raise UsageError(f"the run in {config.run_folder} is going on: look at it with `rose watch --run`")
-    from rose.topics.local_broker.start import start_broker  # a named broker does not need this import
+    from rose.topics.local_broker import start_broker  # a named broker does not need this import
 
     port = _port(named) if named else None
     with start_broker(config.run_folder / DATA_FOLDER, kafka_home=kafka_home(config), port=port) as broker:
@@ -66,7 +66,7 @@ def readable_log(config: Config) -> Iterator[BusSettings]:
     """
     named = config.settings.broker.bootstrap_server
     if named and _is_own(config) and not _accepts(named):
-        from rose.topics.local_broker.start import start_broker
+        from rose.topics.local_broker import start_broker
 
         home = config.settings.broker.kafka_home
         with start_broker(config.run_folder / DATA_FOLDER, kafka_home=home, port=_port(named)) as broker:

@@ -3,15 +3,15 @@
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from time import monotonic, time
+from time import time
 
 import msgspec
 from rich.text import Text
 
-from rose.pipeline.accounting.audit import AuditFailed
+from rose.pipeline.audit import AuditFailed
 from rose.pipeline.config.load import Config, load
 from rose.pipeline.config.options import Common
-from rose.pipeline.config.sections import TasksSection
+from rose.pipeline.config.settings import TasksSection
 from rose.pipeline.local.run import (
     LocalRun,
     RunInterrupted,
@@ -22,11 +22,10 @@ from rose.pipeline.local.run import (
     run_roles,
 )
 from rose.pipeline.local.supervisor import Role, Supervisor
-from rose.pipeline.process.process_setup import stop_on_signals
-from rose.pipeline.process.run_folder import ensure_folder
-from rose.pipeline.process.terminal import escape_control_chars
+from rose.pipeline.process_setup import ensure_folder, stop_on_signals
 from rose.pipeline.report.summary import Success, Summary
-from rose.pipeline.report.write import print_summary, run_metadata, write_report
+from rose.pipeline.report.write import print_summary
+from rose.pipeline.terminal import escape_control_chars
 from rose.schemas.errors import UsageError
 from rose.schemas.prompts import Prompt
 from rose.workers.evaluate import Evaluation
@@ -69,7 +68,7 @@ def run_demo(common: Common) -> None:
     Raises UsageError, RoleFailed, BrokerFailed, or AuditFailed if the audit finds lost or doubled trajectories.
     """
     config = _configuration(common)
-    settings, started_at = config.settings, time()
+    settings = config.settings
     prompts = training_prompts(
         settings.tasks, run=settings.run.name, seed=settings.run.seed, groups=settings.trainer.total_groups
     )
@@ -87,10 +86,7 @@ def run_demo(common: Common) -> None:
             name = settings.run.name
             run.console.print(f"ended before it was done; `rose up --run {name}` goes on with the training")
             return
-        success = Success(before=before.success, after=after.success, n=after.tasks)
-        seconds = monotonic() - run.began
-        facts = run_metadata(run.broker.name, started_at=started_at, seconds=seconds, success=success)
-        summary = write_report(config, run.broker.settings, facts)
+        summary = run.report(Success(before=before.success, after=after.success, n=after.tasks))
     print_summary(run.console, summary, config.run_folder)
     _check_audit(summary)
 

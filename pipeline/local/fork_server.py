@@ -51,7 +51,7 @@ ENGINE_MODULES = (
 PRELOAD = {
     "control": ("rose.pipeline.cli.roles", "rose.pipeline.control.service", "rose.pipeline.control.app"),
     "environment": ("rose.pipeline.cli.roles", "rose.workers.environments.main", "tokenizers"),
-    "evaluate": ("rose.pipeline.cli.evaluate", *ENGINE_MODULES),
+    "evaluate": ("rose.pipeline.cli.run_commands", *ENGINE_MODULES),
     "executor": (
         "rose.pipeline.cli.roles",
         "rose.workers.executor.main",

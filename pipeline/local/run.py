@@ -25,13 +25,12 @@ from rose.pipeline.local.submit import read_prompts, remaining_work, send_prompt
 from rose.pipeline.local.supervisor import Role, Supervisor
 from rose.pipeline.monitor.follower import follow_run
 from rose.pipeline.monitor.screen import Screen
-from rose.pipeline.process.process_setup import stop_on_signals
-from rose.pipeline.process.run_folder import RUN_LOCK, run_folder_lock
-from rose.pipeline.report.summary import Success
-from rose.pipeline.report.write import print_summary, run_metadata, write_report
+from rose.pipeline.process_setup import RUN_LOCK, run_folder_lock, stop_on_signals
+from rose.pipeline.report.summary import RunMetadata, Success, Summary, describe_machine
+from rose.pipeline.report.write import print_summary, write_report
 from rose.schemas.prompts import Prompt
 from rose.topics.admin import create_topics
-from rose.topics.local_broker.process import free_ports
+from rose.topics.local_broker import free_ports
 from rose.workers.weights.trust import require_signing_key
 
 
@@ -56,10 +55,23 @@ class LocalRun:
     console: Console
     began: float
     """monotonic() seconds at the start of the command; the time limit counts from it."""
+    started_at: float
+    """The same time in Unix seconds."""
 
     def supervisor_of(self, roles: Sequence[Role]) -> Supervisor:
         """Return a supervisor of these roles, which log to the run's folder."""
         return Supervisor(roles, self.config.run_folder / LOG_FOLDER, self.fork_server)
+
+    def report(self, success: Success) -> Summary:
+        """Write the report of the run, which ends now. Raises TopicMissing or BusError."""
+        facts = RunMetadata(
+            broker=self.broker.name,
+            started_at=self.started_at,
+            seconds=monotonic() - self.began,
+            success=success,
+            machine=describe_machine(),
+        )
+        return write_report(self.config, self.broker.settings, facts)
 
 
 @contextmanager
@@ -68,18 +80,17 @@ def open_run(config: Config) -> Iterator[LocalRun]:
 
     Raises UsageError, BrokerFailed, BusError or RightsMissing.
     """
-    console, began = RunConsole(), monotonic()
+    console, began, started_at = RunConsole(), monotonic(), time()
     with run_folder_lock(config.run_folder, RUN_LOCK), role_fork_server() as fork_server, run_broker(config) as broker:
         console.print(f"[bold]ROSE[/bold] on {broker.settings.bootstrap} ({broker.name}), in {config.run_folder}")
         prepare_run(config, broker)
-        yield LocalRun(config, broker, fork_server, console, began)
+        yield LocalRun(config, broker, fork_server, console, began, started_at)
 
 
 def run_up(common: Common, prompts_file: Path | None, without: Path | None) -> None:
     """Run all roles until the trainer is done or the user ends the run; the same name again continues the run."""
     config = load(common)
     prompts = read_prompts(prompts_file, config.environments, without=without) if prompts_file is not None else []
-    started_at = time()
     with open_run(config) as run:
         try:
             with lending_servers(run) as serving:
@@ -88,9 +99,7 @@ def run_up(common: Common, prompts_file: Path | None, without: Path | None) -> N
             run.console.print(f"stopped after {monotonic() - run.began:.0f} s, as run.time_limit_seconds says; {GO_ON}")
         except RunInterrupted:
             run.console.print(f"ended before the trainer was done; {GO_ON}")
-        seconds = monotonic() - run.began
-        facts = run_metadata(run.broker.name, started_at=started_at, seconds=seconds, success=Success())
-        print_summary(run.console, write_report(config, run.broker.settings, facts), config.run_folder)
+        print_summary(run.console, run.report(Success()), config.run_folder)
 
 
 GO_ON = "the same command goes on from here"

@@ -18,11 +18,10 @@ from pathlib import Path
 import msgspec
 
 from rose.schemas.errors import RecordError, UsageError
-from rose.schemas.partitioning import home_partition
 from rose.schemas.progress import Group, GroupState
 from rose.schemas.prompts import Prompt, sampling_error
 from rose.schemas.wire import encode, parse_prompt_json
-from rose.topics.catalog import GROUPS, PROMPTS
+from rose.topics.catalog import GROUPS, PROMPTS, home_partition
 from rose.topics.dead_letters import dead_lettered_places
 from rose.topics.log_reader import read_whole_topics
 from rose.topics.reader import Reader

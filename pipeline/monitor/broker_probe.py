@@ -172,7 +172,8 @@ class BrokerProbe:
         """Query everything once; None if the broker does not answer."""
         try:
             client = self._client = self._client or connect(self._settings)
-            ends = self._ends(client)
+            named = [(self._name(topic), part) for topic, part in self._places]
+            ends = dict(zip(self._places, self._ends(client, named), strict=True))
             committed = {group: self._committed(group, topics) for group, topics in LAGGING.items()}
             behind = {place: max(0, ends[place] - read[place]) for read in committed.values() for place in read}
             lag = {
@@ -218,11 +219,16 @@ class BrokerProbe:
         for reader in self._offsets.values():
             reader.close()
 
-    def _ends(self, client: AdminClient) -> dict[Place, int]:
-        asked = {TopicPartition(self._name(topic), part): OffsetSpec.latest() for topic, part in self._places}
-        names = {(self._name(topic), part): (topic, part) for topic, part in self._places}
-        answers = client.list_offsets(asked, request_timeout=ANSWER_SECONDS)
-        return {names[each.topic, each.partition]: offset_in(future) for each, future in answers.items()}
+    def _ends(
+        self,
+        client: AdminClient,
+        partitions: Iterable[tuple[str, int]],
+        isolation: IsolationLevel = IsolationLevel.READ_UNCOMMITTED,
+    ) -> list[int]:
+        """Return the end of each partition, by its topic's name on the broker, for readers of this isolation level."""
+        asked = {TopicPartition(*place): OffsetSpec.latest() for place in partitions}
+        answers = client.list_offsets(asked, isolation_level=isolation, request_timeout=ANSWER_SECONDS)
+        return [offset_in(answer) for answer in answers.values()]
 
     def _committed(self, group: str, topics: tuple[Topic, ...]) -> dict[Place, int]:
         """Return the group's committed offset by partition; 0 if it has committed none."""
@@ -262,11 +268,8 @@ class BrokerProbe:
         homes = [home for (topic, home), offset in read.items() if topic is PROMPTS and offset < ends[PROMPTS, home]]
         if not homes:
             return frozenset()
-        asked = {TopicPartition(self._name(PROMPTS), home): OffsetSpec.latest() for home in homes}
-        answers = client.list_offsets(
-            asked, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=ANSWER_SECONDS
-        )
-        readable = {each.partition: offset_in(future) for each, future in answers.items()}
+        named = [(self._name(PROMPTS), home) for home in homes]
+        readable = dict(zip(homes, self._ends(client, named, IsolationLevel.READ_COMMITTED), strict=True))
         return frozenset(home for home in homes if readable[home] <= read[PROMPTS, home])
 
     def _results_stamps(self, read: Mapping[Place, int], waiting: Mapping[int, int]) -> dict[int, float]:
@@ -296,17 +299,12 @@ class BrokerProbe:
 
     def _count_letters(self, client: AdminClient) -> dict[str, int]:
         """Return the number of pending dead letters by topic. The topics are read only if they have grown."""
-        ends = self._letter_ends(client)
+        namespace = self._settings.namespace
+        ends = self._ends(client, [(f"{namespace}{topic.dead_letters}", 0) for topic in DEAD_LETTER_SOURCES])
         if ends != self._letter_ends_read:
             self._letters.read()
             self._letter_ends_read = ends
         return {topic.name: count for topic in DEAD_LETTER_SOURCES if (count := self._letters.pending(topic))}
-
-    def _letter_ends(self, client: AdminClient) -> list[int]:
-        names = [f"{self._settings.namespace}{topic.dead_letters}" for topic in DEAD_LETTER_SOURCES]
-        asked = {TopicPartition(name, 0): OffsetSpec.latest() for name in names}
-        answers = client.list_offsets(asked, request_timeout=ANSWER_SECONDS)
-        return [offset_in(future) for future in answers.values()]
 
     def _name(self, topic: Topic) -> str:
         return self._settings.topic(topic)

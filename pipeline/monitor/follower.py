@@ -199,10 +199,8 @@ class RunFollower:
             self.run_state.on_record(record, now, fresh=fresh, wall=time.time(), stamp=stamp)
 
     def _assign(self, settings: BusSettings, on_wait: Callable[[], None], *, whole: bool) -> None:
-        self.run_state.homes, self._backlog.cells = (
-            self._reader.partition_count(PROMPTS),
-            self._reader.partition_count(HEARTBEATS),
-        )
+        self.run_state.homes = self._reader.partition_count(PROMPTS)
+        self._backlog.cells = self._reader.partition_count(HEARTBEATS)
         topics = (HEARTBEATS, MANIFESTS, GROUPS, PROGRESS, OUTCOMES, COMPLETED, SAMPLES)
         places: list[Place] = [(topic, part) for topic in topics for part in range(self._reader.partition_count(topic))]
         with suppress(TopicMissing, BusError):  # a broker with the topics or rights of 0.2.0

@@ -22,15 +22,14 @@ from rose.pipeline.monitor.diagnosis import SILENT_SECONDS
 from rose.pipeline.monitor.facts import ExecutorFacts, RoleFacts
 from rose.pipeline.monitor.stage_clock import BrokerClock, RoleStarts, Stage, StageClock
 from rose.pipeline.routing.liveness import FORGET_SECONDS
-from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat
-from rose.schemas.partitioning import home_partition
+from rose.schemas.heartbeats import ExecutorState, RoleBegun, SlackHeartbeat
 from rose.schemas.progress import Group, GroupState
 from rose.schemas.prompts import group_id_of, trajectory_id
 from rose.schemas.record import Record
-from rose.schemas.role_starts import RoleBegun
 from rose.schemas.samples import Outcome, Sample, SampleOutcome
 from rose.schemas.turns import TurnOutcome, TurnResult
 from rose.schemas.weights import WeightManifest
+from rose.topics.catalog import home_partition
 
 RATE_SECONDS = 10.0
 """Period over which rates are averaged."""
@@ -300,10 +299,8 @@ class RunState:
                 del self.executors[worker]
 
     def _decide(self, group: Group) -> None:
-        home, decided_to = (
-            self._home(group.group_id),
-            group.offset + 1 if group.decided_to is None else group.decided_to,
-        )
+        home = self._home(group.group_id)
+        decided_to = group.offset + 1 if group.decided_to is None else group.decided_to
         self._decided_to[home] = max(decided_to, self._decided_to.get(home, 0))
         ahead = self._decided.get(home, set()) | {group.offset}
         self._decided[home] = {offset for offset in ahead if offset >= self._decided_to[home]}

@@ -11,7 +11,7 @@ from rich.text import Text
 from rose.pipeline.monitor.diagnosis import STANDSTILL_SECONDS, Finding, Severity, diagnose, headline
 from rose.pipeline.monitor.facts import ExecutorFacts, Facts
 from rose.pipeline.monitor.follower import RunFollower
-from rose.pipeline.process.terminal import escape_control_chars
+from rose.pipeline.terminal import escape_control_chars
 from rose.schemas.heartbeats import ExecutorState
 
 READ_SECONDS = 0.25

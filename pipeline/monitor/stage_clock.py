@@ -15,7 +15,7 @@ from enum import Enum
 
 from rose.pipeline.monitor.diagnosis import RECENT_START_SECONDS
 from rose.pipeline.monitor.facts import RoleFacts
-from rose.schemas.role_starts import RoleBegun
+from rose.schemas.heartbeats import RoleBegun
 
 REMEMBERED_STARTS = 64
 """Number of starts that are remembered of one role."""

@@ -5,9 +5,16 @@ from pathlib import Path
 
 from rose.pipeline.observability.dashboards import DASHBOARDS
 from rose.pipeline.observability.grafana import as_json
-from rose.pipeline.observability.metrics_table import as_markdown, metrics, servers
-from rose.pipeline.observability.reference import cli, configuration, log_events, topics
-from rose.pipeline.observability.reference.pages import Page
+from rose.pipeline.observability.log_events import log_events_page
+from rose.pipeline.observability.reference import (
+    Page,
+    cli_page,
+    configuration_page,
+    metrics,
+    metrics_page,
+    servers,
+    topics_page,
+)
 
 FOLDER = "deploy/dashboards"
 
@@ -21,11 +28,11 @@ def generated_files() -> dict[str, str]:
     found = [*metrics(), *servers()]
     known = {series for each in found for series in each.series}
     pages = {
-        Page.METRICS: as_markdown(found),
-        Page.CLI: cli.as_markdown(),
-        Page.CONFIGURATION: configuration.as_markdown(),
-        Page.TOPICS: topics.as_markdown(),
-        Page.LOG_EVENTS: log_events.as_markdown(),
+        Page.METRICS: metrics_page(found),
+        Page.CLI: cli_page(),
+        Page.CONFIGURATION: configuration_page(),
+        Page.TOPICS: topics_page(),
+        Page.LOG_EVENTS: log_events_page(),
     }
     dashboards = {
         f"{FOLDER}/{each.name}.json": json.dumps(as_json(each, known), indent=2, ensure_ascii=False) + "\n"

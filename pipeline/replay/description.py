@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from rose.pipeline.clock import format_utc as moment
-from rose.pipeline.replay.episodes import ENDED, Attempt, Episode, EpisodeTurn, TrajectoryHistory
+from rose.pipeline.replay.records import ENDED, Attempt, Episode, EpisodeTurn, TrajectoryHistory
 from rose.schemas.arrays import ITEM_BYTES, count, unpack_logprobs, unpack_tokens
 from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Sample, SampleTurn

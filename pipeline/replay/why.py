@@ -10,14 +10,14 @@ Example:
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rose.pipeline.clock import format_utc as moment
-from rose.pipeline.replay.episodes import ENDED
+from rose.pipeline.replay.records import ENDED, TrajectoryRecords
 from rose.schemas.progress import Group, GroupState, TrajectoryProgress
 from rose.schemas.prompts import trajectory_id
 from rose.schemas.samples import TRUNCATED, Outcome, Sample, SampleOutcome
-from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult
+from rose.schemas.turns import TurnOutcome, TurnResult
 
 NAMED = 5
 """Maximum number of trajectories or reasons that a sentence names."""
@@ -59,28 +59,14 @@ class GroupFacts:
         return self.group is not None and self.group.state is not GroupState.REFUSED
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectoryFacts:
-    """The facts about one trajectory of a group."""
-
-    trajectory_id: str
-    progress: TrajectoryProgress | None = None
-    """None if the trajectory is not live."""
-    requests: tuple[TurnRequest, ...] = ()
-    dispatches: tuple[TurnDispatch, ...] = ()
-    results: tuple[TurnResult, ...] = ()
-    samples: tuple[Sample, ...] = ()
-    outcomes: tuple[SampleOutcome, ...] = field(default=())
-
-
-def why_trajectory(group: GroupFacts, facts: TrajectoryFacts) -> str:
+def why_trajectory(group: GroupFacts, records: TrajectoryRecords) -> str:
     """Return where the trajectory is, and why."""
-    if facts.outcomes:
-        return _ended(facts)
-    if facts.samples:
-        return _sampled(group, facts.samples[0])
-    if facts.progress is not None:
-        return _under_way(facts, facts.progress)
+    if records.outcomes:
+        return _ended(records)
+    if records.samples:
+        return _sampled(group, records.samples[0])
+    if records.progress is not None:
+        return _under_way(records, records.progress)
     if group.group is not None and group.group.state is GroupState.SETTLED:
         return "is settled: its outcome is on the log no more"
     if group.opened:
@@ -132,14 +118,14 @@ def why_not_opened(group: GroupFacts) -> str:
     return "is not on the log: no prompt of its group is there"
 
 
-def _ended(facts: TrajectoryFacts) -> str:
+def _ended(records: TrajectoryRecords) -> str:
     sentences = []
-    for outcome in facts.outcomes:
+    for outcome in records.outcomes:
         because = f" because {outcome.reason}" if outcome.reason else ""
         sentences.append(f"ended as {outcome.outcome.value.replace('_', ' ')} at step {outcome.step}{because}")
-    failure = next((f": {sample.failure}" for sample in facts.samples if sample.failure), "")
-    cut = next((f" ({ENDED[sample.ended]})" for sample in facts.samples if sample.ended in TRUNCATED), "")
-    return f"{' and '.join(sentences)}{failure if failure and not facts.outcomes[0].reason else ''}{cut}"
+    failure = next((f": {sample.failure}" for sample in records.samples if sample.failure), "")
+    cut = next((f" ({ENDED[sample.ended]})" for sample in records.samples if sample.ended in TRUNCATED), "")
+    return f"{' and '.join(sentences)}{failure if failure and not records.outcomes[0].reason else ''}{cut}"
 
 
 def _sampled(group: GroupFacts, sample: Sample) -> str:
@@ -156,11 +142,11 @@ def _sampled(group: GroupFacts, sample: Sample) -> str:
     return f"{end} and waits for the trainer: its group is complete"
 
 
-def _under_way(facts: TrajectoryFacts, progress: TrajectoryProgress) -> str:
+def _under_way(records: TrajectoryRecords, progress: TrajectoryProgress) -> str:
     turn = progress.turn
-    request = next((each for each in reversed(facts.requests) if each.turn == turn), None)
-    dispatches = [each for each in facts.dispatches if each.request.turn == turn]
-    results = [each for each in facts.results if each.turn == turn]
+    request = next((each for each in reversed(records.requests) if each.turn == turn), None)
+    dispatches = [each for each in records.dispatches if each.request.turn == turn]
+    results = [each for each in records.results if each.turn == turn]
     ended = next((each for each in results if each.outcome in (TurnOutcome.COMPLETED, TurnOutcome.FAILED)), None)
     if ended is not None and ended.outcome is TurnOutcome.FAILED:
         return f"turn {turn} was given up ({ended.reason}); its environment worker has yet to end the trajectory"

@@ -1,8 +1,9 @@
 """Charts of a run, as plotly figures in one style.
 
 Keeps true
-- A figure shows the data of the history without smoothing; a chart without data is left out.
+- A figure shows the data of the history without smoothing, and no outlier is cut off; a chart without data is left out.
 - Of many workers a figure shows the busiest and the number of the others, so that worker names do not make it large.
+- The chart of lending uses the rows of `moments.jsonl` only.
 """
 
 from collections import Counter, defaultdict
@@ -17,6 +18,7 @@ from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
 from rose.pipeline.report.history import RunHistory, TurnFact
+from rose.pipeline.report.lending_statistics import LatencyBudgets, LendingSecond
 from rose.pipeline.report.summary import Success
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e9edf1"
@@ -181,7 +183,7 @@ def timeline(history: RunHistory) -> go.Figure | None:
                     row=row,
                     col=1,
                 )
-    styled(figure, height=90 + 210 * len(workers))
+    _figure(figure, height=90 + 210 * len(workers))
     figure.update_xaxes(title_text="seconds", row=len(workers), col=1)
     figure.update_yaxes(showgrid=False)
     figure.update_layout(barmode="overlay", legend_title_text=f"policy version{busiest}", legend_y=1.06)
@@ -365,12 +367,9 @@ def _spread(colours: list[str], count: int) -> list[str]:
     return list(sample_colorscale(colours, np.linspace(0, 1, count).tolist())) if count > 1 else colours[-1:]
 
 
-def _figure(*, height: int) -> go.Figure:
-    return styled(go.Figure(), height=height)
-
-
-def styled(figure: go.Figure, *, height: int) -> go.Figure:
-    """Set the common style of the report on a figure, and return the figure."""
+def _figure(figure: go.Figure | None = None, *, height: int) -> go.Figure:
+    """Set the common style of the report on a figure, by default a new one, and return the figure."""
+    figure = go.Figure() if figure is None else figure
     figure.update_layout(
         height=height,
         margin={"l": 64, "r": 24, "t": 36, "b": 52},
@@ -385,3 +384,148 @@ def styled(figure: go.Figure, *, height: int) -> go.Figure:
     figure.update_xaxes(showgrid=False, ticks="outside", tickcolor=GRID, **axis)
     figure.update_yaxes(**axis)
     return figure
+
+
+LENDING_HEIGHTS = (0.15, 0.25, 0.25, 0.35)
+"""Relative heights of the panels."""
+
+LENDING_CAPTIONS = (
+    ("What serving’s users got", "tokens a second", BLUE),
+    ("How long they waited for a first token", "ms: median and slowest of each second", TEAL),
+    ("How long for each further token", "ms", TEAL),
+    ("What rollouts got from the same engine meanwhile", "tokens a second", ROSE),
+)
+"""Caption, unit and colour of each panel."""
+
+WAIT, LATE = "#9dc9c1", AMBER
+"""Colours of a second's slowest request: within its budget, and above it."""
+
+HEADROOM = 1.18
+"""Upper end of a latency axis, relative to the highest value."""
+
+
+def lending_chart(rows: Sequence[LendingSecond], promised: LatencyBudgets) -> go.Figure | None:
+    """Return the chart, four panels over one time axis; None without rows."""
+    if not rows:
+        return None
+    seconds = [row.at - rows[0].at for row in rows]
+    figure = make_subplots(rows=4, cols=1, shared_xaxes=True, row_heights=LENDING_HEIGHTS, vertical_spacing=0.085)
+    _figure(figure, height=720)
+    figure.add_trace(_second_bars(seconds, [row.served_tokens for row in rows], BLUE, "%{y:.0f} tokens to users"), 1, 1)
+    _latency_panel(figure, 2, seconds, [(row.ttft, row.ttft_most) for row in rows], promised.ttft)
+    _latency_panel(figure, 3, seconds, [(row.tpot, row.tpot_most) for row in rows], promised.tpot)
+    figure.add_trace(_second_bars(seconds, [row.lent_tokens for row in rows], ROSE, "%{y:.0f} tokens lent"), 4, 1)
+    _draw_cuts_and_freezes(figure, rows, seconds)
+    for number, (caption, unit, colour) in enumerate(LENDING_CAPTIONS, 1):
+        figure.add_annotation(
+            text=f"<b>{caption}</b>  <span style='color:{MUTED}'>{unit}</span>",
+            font={"size": 13, "color": colour},
+            x=0,
+            y=1,
+            xref="x domain" if number == 1 else f"x{number} domain",
+            yref="y domain" if number == 1 else f"y{number} domain",
+            xanchor="left",
+            yanchor="bottom",
+            yshift=3,
+            showarrow=False,
+        )
+        figure.update_yaxes(rangemode="tozero", nticks=4, row=number, col=1)
+    figure.update_xaxes(range=[0, seconds[-1] + 1])
+    figure.update_xaxes(title_text="seconds", row=4, col=1)
+    figure.update_layout(showlegend=False, hovermode="x unified", bargap=0, margin={"l": 56, "r": 20, "t": 34, "b": 48})
+    return figure
+
+
+def _second_bars(seconds: Sequence[int], values: Sequence[float], colour: str, label: str) -> go.Bar:
+    return go.Bar(
+        x=seconds,
+        y=values,
+        width=1,
+        offset=0,
+        marker={"color": colour, "line": {"width": 0}},
+        hovertemplate=label + "<extra></extra>",
+    )
+
+
+def _latency_panel(
+    figure: go.Figure,
+    number: int,
+    seconds: Sequence[int],
+    waits: Sequence[tuple[float | None, float | None]],
+    budget: float,
+) -> None:
+    """Draw a bar from the median to the slowest request of each second, with the budget as a line; times in seconds."""
+    there = [
+        (at, 1000 * median, 1000 * most)
+        for at, (median, most) in zip(seconds, waits, strict=True)
+        if median is not None and most is not None
+    ]
+    moments, medians, slowest = ([each[part] for each in there] for part in range(3))
+    figure.add_bar(
+        x=moments,
+        base=medians,
+        y=[most - median for _, median, most in there],
+        marker={"color": [LATE if most > 1000 * budget else WAIT for most in slowest], "line": {"width": 0}},
+        width=0.9,
+        offset=0,
+        customdata=slowest,
+        hovertemplate="slowest %{customdata:.1f} ms<extra></extra>",
+        row=number,
+        col=1,
+    )
+    figure.add_scatter(
+        x=[at + 0.45 for at in moments],
+        y=medians,
+        mode="markers",
+        marker={"size": 3, "color": TEAL},
+        hovertemplate="median %{y:.1f} ms<extra></extra>",
+        row=number,
+        col=1,
+    )
+    figure.add_hline(y=1000 * budget, line={"color": INK, "width": 1.3, "dash": "dash"}, row=number, col=1)
+    figure.add_annotation(
+        text=f"<b>promised: {1000 * budget:g} ms</b>",
+        font={"size": 12, "color": INK},
+        x=1,
+        xref=f"x{number} domain",
+        xanchor="right",
+        y=1000 * budget,
+        yref=f"y{number}",
+        yanchor="bottom",
+        yshift=1,
+        bgcolor="rgba(255,255,255,0.85)",
+        showarrow=False,
+    )
+    figure.update_yaxes(range=[0, HEADROOM * max([1000 * budget, *slowest])], row=number, col=1)
+
+
+def _draw_cuts_and_freezes(figure: go.Figure, rows: Sequence[LendingSecond], seconds: Sequence[int]) -> None:
+    """Draw freezes as bands, and cuts as triangles above the lent tokens."""
+    for begin, end in _unbroken_runs([at for at, row in zip(seconds, rows, strict=True) if row.frozen]):
+        figure.add_vrect(x0=begin, x1=end + 1, fillcolor=INK, opacity=0.12, line_width=0, row=4, col=1)
+    cut = [(at, row) for at, row in zip(seconds, rows, strict=True) if row.cuts]
+    if cut:
+        top = max(row.lent_tokens for row in rows)
+        figure.add_trace(
+            go.Scatter(
+                x=[at for at, _ in cut],
+                y=[top] * len(cut),
+                mode="markers",
+                marker={"symbol": "triangle-down", "size": 9, "color": INK},
+                customdata=[row.cuts for _, row in cut],
+                hovertemplate="cut %{customdata} times<extra></extra>",
+            ),
+            4,
+            1,
+        )
+
+
+def _unbroken_runs(seconds: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and last second of each unbroken run of seconds."""
+    runs: list[tuple[int, int]] = []
+    for second in seconds:
+        if runs and runs[-1][1] == second - 1:
+            runs[-1] = runs[-1][0], second
+        else:
+            runs.append((second, second))
+    return runs

@@ -11,8 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from rose.pipeline.report import charts
 from rose.pipeline.report.history import RunHistory
-from rose.pipeline.report.lending import LendingSecond, lending_sentence
-from rose.pipeline.report.lending_chart import lending_chart
+from rose.pipeline.report.lending_statistics import LendingSecond, lending_sentence
 from rose.pipeline.report.summary import Success, Summary
 
 
@@ -30,7 +29,7 @@ def report_html(
     `moments.jsonl`.
     """
     drawn = {
-        "lending": lending_chart(rows, summary.lending.promised) if summary.lending else None,
+        "lending": charts.lending_chart(rows, summary.lending.promised) if summary.lending else None,
         "learning": charts.learning_curve(history, summary.success),
         "turns": charts.trajectory_turns(history),
         "occupancy": charts.occupancy(history),

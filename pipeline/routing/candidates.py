@@ -15,9 +15,17 @@ Keeps true
   cheapest decode of any group, costs more than the second best candidate found.
 - An empty group has no entries, and there are at most a few times as many groups as groups with candidates. So
   executors that come, go or report other rates cost no memory.
+- A rate is rounded to one of BUCKETS_PER_OCTAVE buckets per octave. So executors of the same hardware share a bucket,
+  and a group, although their measurements differ. The bucket is at most one step from the newest reading. A reading
+  within one step does not change the bucket.
 
 A wait is the candidate's `load_seconds` plus the prefills before the turn, which end at `prefill_free_at`. Until then
 `prefill_free_at + load_seconds` orders the `busy` candidates; `load_seconds` orders the `idle` ones.
+
+Example, rates in tokens a second
+    a reading of 1000  -> the bucket of 1024
+    950, 1080, 1100    -> still 1024: readings from 861 to 1218 are within a step
+    500                -> 512
 
 Example, at 10 s
     idle: w1 has a load of 0.3 s   busy: w2 has no load, its prefill is free at 10.2 s  -> w2 is the cheapest
@@ -29,13 +37,69 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
 import msgspec
 
-from rose.pipeline.routing.rates import RateBucket
 from rose.schemas.heartbeats import SlackHeartbeat
+
+BUCKETS_PER_OCTAVE = 4
+"""Rate buckets per octave. One step is 19 %, the largest error of a cost; the number of tokens that a turn will
+generate is known far less exactly."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RateBucket:
+    """A rounded rate. Equal rates share one object, so buckets are compared by identity."""
+
+    token_seconds: float
+    """Seconds of a token (or step) at this rate."""
+    min_rate: float
+    """Least reading, in tokens a second, that keeps this bucket."""
+    max_rate: float
+    """Greatest reading, in tokens a second, that keeps this bucket."""
+
+
+def rate_bucket(rate: float, previous: RateBucket | None) -> RateBucket:
+    """The bucket after a reading of `rate` (tokens or steps a second), which must be positive.
+
+    `previous`: the bucket before the reading; None at the first reading.
+    """
+    if previous is not None and previous.min_rate <= rate <= previous.max_rate:
+        return previous
+    return _bucket(round(BUCKETS_PER_OCTAVE * math.log2(rate)))
+
+
+@cache
+def _bucket(number: int) -> RateBucket:
+    """The bucket of this number. The rates that a heartbeat may report have some two hundred buckets."""
+    below, rate, above = (2.0 ** ((number + away) / BUCKETS_PER_OCTAVE) for away in (-1, 0, 1))
+    return RateBucket(1.0 / rate, below, above)
+
+
+def engine_step_rate(heartbeat: SlackHeartbeat) -> float:
+    """Steps a second that the executor's engine would take if its steps had no tokens.
+
+    The decode rate in a heartbeat was measured with `rollout.running` turns, each with one token in every step. A step
+    is taken to last at least as long as one token, so the result is positive for any measurement.
+    """
+    hardware = heartbeat.hardware
+    token_seconds = 1.0 / hardware.prefill_tokens_per_second
+    seconds = 1.0 / hardware.decode_tokens_per_second - max(1, heartbeat.rollout.running) * token_seconds
+    return 1.0 / max(seconds, token_seconds)
+
+
+TURN_BUCKETS_PER_OCTAVE = 2
+"""Turn buckets per octave: for example, executors with 10 to 13 turns share a bucket."""
+
+
+@cache
+def turn_bucket(turns: int) -> float:
+    """The number of turns that an executor holds, rounded to a turn bucket; 0 for no turns."""
+    return 2.0 ** (round(TURN_BUCKETS_PER_OCTAVE * math.log2(turns)) / TURN_BUCKETS_PER_OCTAVE) if turns > 0 else 0.0
+
 
 TIME_TOLERANCE_SECONDS = 1e-6
 """Largest rounding error of a sum of times in unix seconds."""

@@ -43,8 +43,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from rose.pipeline.routing.candidates import CLOSED, Candidate, CandidateIndex, CheapestTwo, CostClass, PlacementQuery
-from rose.pipeline.routing.rates import engine_step_rate, rate_bucket, turn_bucket
+from rose.pipeline.routing.candidates import (
+    CLOSED,
+    Candidate,
+    CandidateIndex,
+    CheapestTwo,
+    CostClass,
+    PlacementQuery,
+    engine_step_rate,
+    rate_bucket,
+    turn_bucket,
+)
 from rose.pipeline.routing.rendezvous import HashRing, compared_count, name_hash
 from rose.schemas.heartbeats import SlackHeartbeat
 from rose.schemas.turns import PlacementCost

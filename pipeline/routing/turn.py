@@ -93,12 +93,10 @@ class TrajectoryState(msgspec.Struct, eq=False, gc=False):
 
     def set_prefix(self, worker: str, incarnation: int, cache_generation: int, version: int, tokens: int) -> None:
         """Record the executor, cache and policy version that hold the first `tokens` tokens of the context."""
-        self.worker, self.incarnation, self.cache_generation, self.version = (
-            worker,
-            incarnation,
-            cache_generation,
-            version,
-        )
+        self.worker = worker
+        self.incarnation = incarnation
+        self.cache_generation = cache_generation
+        self.version = version
         self.tokens = tokens
 
 

@@ -23,7 +23,7 @@ import psutil
 
 from rose.topics.admin import create_topics
 from rose.topics.catalog import Partitions
-from rose.topics.local_broker.process import Broker, free_ports
+from rose.topics.local_broker import Broker, free_ports
 from rose.topics.settings import BusSettings
 from tests.chaos.hanging import WRITERS, abort_hanging, hangs, lost_ends
 from tests.support.brokers import flags

@@ -16,7 +16,7 @@ from bench.fleet.executor import Terms, What
 from bench.fleet.fleet import NAME, Act, Deed, Line, Plan, Serving
 from bench.fleet.rollout import job_of, rollout
 from bench.fleet.users import Pace
-from rose.pipeline.accounting.audit import audit_log
+from rose.pipeline.audit import audit_log
 from rose.schemas.arrays import ITEM_BYTES
 from rose.schemas.prompts import Prompt
 from rose.schemas.samples import Sample

@@ -18,10 +18,9 @@ from pathlib import Path
 import pytest
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
+from rose.pipeline.health_server import MOST_LINES
 from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
-from rose.pipeline.process.health_server import MOST_LINES
 from rose.schemas.errors import RecordError
-from rose.schemas.partitioning import home_partition, inbox_slot
 from rose.schemas.prompts import Prompt
 from rose.schemas.record import Record
 from rose.schemas.samples import SampleOutcome
@@ -39,9 +38,11 @@ from rose.topics.catalog import (
     SAMPLES,
     Partitions,
     Topic,
+    home_partition,
+    inbox_slot,
 )
 from rose.topics.dead_letters import DeadLetterIndex
-from rose.topics.local_broker.process import free_ports
+from rose.topics.local_broker import free_ports
 from rose.topics.log_reader import read_whole_topics
 from rose.topics.reader import Reader
 from rose.topics.records import Envelope, RawMessage

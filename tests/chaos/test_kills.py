@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rose.pipeline.accounting.audit import audit_log
+from rose.pipeline.audit import audit_log
 from rose.schemas.prompts import Prompt
 from rose.schemas.samples import SampleOutcome
 from rose.topics.catalog import OUTCOMES

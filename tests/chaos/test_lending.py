@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.pipeline.accounting.audit import audit_log
+from rose.pipeline.audit import audit_log
 from rose.schemas.turns import TurnOutcome, TurnResult
 from rose.topics.catalog import COMPLETED
 from rose.topics.reader import Reader

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
-from rose.topics.local_broker.process import Broker
+from rose.topics.local_broker import Broker
 from tests.conformance.bus_driver import WAIT_SECONDS, Cluster, produce, until
 from tests.support.brokers import embedded_first, start
 

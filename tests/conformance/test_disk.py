@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from confluent_kafka import KafkaError
 
-from rose.topics.local_broker.process import RESERVE_BYTES, Broker, BrokerFailed
+from rose.topics.local_broker import RESERVE_BYTES, Broker, BrokerFailed
 from tests.conformance.bus_driver import WAIT_SECONDS, Cluster, produce
 from tests.support.brokers import embedded_first, start
 

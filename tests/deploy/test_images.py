@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from rose.schemas.prompts import Prompt
-from rose.topics.local_broker.process import free_ports
+from rose.topics.local_broker import free_ports
 from tests.deploy.image_fixtures import VERSION, WHOLE, Container, Debian, Images, is_ready, look_into, running
 from tests.support.brokers import KAFKA, start
 from tests.support.waiting import until

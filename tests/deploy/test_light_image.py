@@ -6,7 +6,7 @@ import pytest
 
 from rose.topics.admin import create_topics
 from rose.topics.catalog import Partitions
-from rose.topics.local_broker.process import free_ports
+from rose.topics.local_broker import free_ports
 from tests.deploy.image_fixtures import BASE, Images, is_ready, look_into, running
 from tests.support.brokers import EMBEDDED, flags, start
 from tests.support.waiting import until

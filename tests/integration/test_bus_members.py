@@ -10,7 +10,7 @@ from confluent_kafka import TopicPartition
 
 from rose.schemas.wire import encode
 from rose.topics.catalog import PROMPTS
-from rose.topics.local_broker.idle_consumer import IdleConsumer
+from rose.topics.idle_consumer import IdleConsumer
 from rose.topics.reader import Reader
 from rose.topics.records import Envelope, Place
 from rose.topics.settings import BusSettings

@@ -15,7 +15,7 @@ from rose.topics.admin import connect, create_topics
 from rose.topics.catalog import CATALOG, PROMPTS
 from rose.topics.dead_letters import dead_lettered_places
 from rose.topics.errors import BusError
-from rose.topics.local_broker.process import Broker
+from rose.topics.local_broker import Broker
 from rose.topics.log_reader import read_to_end, read_whole_topics
 from rose.topics.queries import offset_in
 from rose.topics.reader import Reader

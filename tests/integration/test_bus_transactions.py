@@ -13,8 +13,7 @@ import pytest
 from rose.schemas.wire import encode
 from rose.topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS
 from rose.topics.errors import BusError
-from rose.topics.fetch import RecordFetch
-from rose.topics.log_reader import await_transactions, read_to_end
+from rose.topics.log_reader import RecordFetch, await_transactions, read_to_end
 from rose.topics.reader import Reader
 from rose.topics.records import Envelope, Place, RawMessage
 from rose.topics.settings import BusSettings

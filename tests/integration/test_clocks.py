@@ -12,7 +12,7 @@ from confluent_kafka import TIMESTAMP_LOG_APPEND_TIME, Producer
 from confluent_kafka.admin import NewTopic
 
 from rose.schemas.wire import encode
-from rose.topics import retention
+from rose.topics import admin
 from rose.topics.admin import connect, create_topics, expected_settings, find_drift
 from rose.topics.catalog import CATALOG, PROMPTS, SAMPLES, Retention
 from rose.topics.settings import BusSettings
@@ -51,11 +51,13 @@ def test_whoever_deletes_what_is_old_deletes_nothing_young_though_its_clock_is_a
 ) -> None:
     settings, place = with_topics(broker.settings(namespace)), (PROMPTS, 0)
     put(settings, [encode(PROMPT)] * 3)
-    monkeypatch.setattr(retention, "time", SimpleNamespace(time=lambda: time.time() + 400 * DAY_SECONDS))
-    assert retention.delete_before(settings, {place: 3}, client_id="test") == {}
-    assert retention.delete_before(
-        replace(settings, retention=Retention(prompts=-1.0)), {place: 2}, client_id="test"
-    ) == {place: 2}
+    monkeypatch.setattr(
+        admin, "time", SimpleNamespace(monotonic=time.monotonic, time=lambda: time.time() + 400 * DAY_SECONDS)
+    )
+    assert admin.delete_before(settings, {place: 3}, client_id="test") == {}
+    assert admin.delete_before(replace(settings, retention=Retention(prompts=-1.0)), {place: 2}, client_id="test") == {
+        place: 2
+    }
 
 
 def test_a_topic_that_is_stamped_by_its_writers_differs_from_the_catalog(broker: AnyBroker, namespace: str) -> None:

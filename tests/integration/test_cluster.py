@@ -17,7 +17,7 @@ from confluent_kafka.admin import AdminClient
 from rose.topics.admin import connect, create_topics
 from rose.topics.catalog import ENVIRONMENT_GROUP, OUTCOMES, Partitions
 from rose.topics.errors import BusError
-from rose.topics.local_broker.process import Broker
+from rose.topics.local_broker import Broker
 from rose.topics.log_reader import read_to_end
 from rose.topics.reader import Reader
 from rose.topics.settings import BusSettings

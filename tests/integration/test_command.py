@@ -11,13 +11,12 @@ import msgspec
 import pytest
 
 from rose.pipeline.config.options import Common
-from rose.pipeline.process.health_server import ProcessUnhealthy, print_health
-from rose.schemas.partitioning import home_partition
+from rose.pipeline.health_server import ProcessUnhealthy, print_health
 from rose.schemas.prompts import Prompt
 from rose.schemas.samples import Outcome, SampleOutcome
 from rose.topics.admin import create_topics
-from rose.topics.catalog import CATALOG, OUTCOMES, PROMPTS, Partitions
-from rose.topics.local_broker.process import free_ports
+from rose.topics.catalog import CATALOG, OUTCOMES, PROMPTS, Partitions, home_partition
+from rose.topics.local_broker import free_ports
 from rose.topics.log_reader import read_whole_topics
 from rose.topics.writer import Writer
 from tests.support.brokers import AnyBroker, any_broker, flags

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.pipeline.config.sections import WARM_START
+from rose.pipeline.config.settings import WARM_START
 from tests.support.brokers import EMBEDDED, KAFKA
 from tests.support.rose_command import TRAJECTORIES, Rose, small
 

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 from confluent_kafka import Producer
 
-from rose.pipeline.accounting.audit import audit_log, inspect_log
+from rose.pipeline.audit import audit_log, inspect_log
 from rose.pipeline.cli.dead_letters import DeadLetterRefused, list_dead_letters, retry_dead_letter, show_dead_letter
 from rose.pipeline.cli.replay import print_replay, print_why
 from rose.pipeline.config.options import Common
-from rose.pipeline.replay.search import UnknownTrajectory
+from rose.pipeline.replay.records import UnknownTrajectory
 from rose.schemas.errors import UsageError
 from rose.schemas.progress import GroupState
 from rose.schemas.prompts import Prompt

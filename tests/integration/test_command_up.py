@@ -11,11 +11,10 @@ import pytest
 from rose.pipeline.local.submit import remaining_work
 from rose.pipeline.monitor.screen import Screen
 from rose.schemas.errors import UsageError
-from rose.schemas.partitioning import home_partition
 from rose.schemas.progress import Group, GroupState
 from rose.schemas.prompts import Prompt
 from rose.topics.admin import create_topics
-from rose.topics.catalog import GROUPS, PROMPTS, Partitions
+from rose.topics.catalog import GROUPS, PROMPTS, Partitions, home_partition
 from rose.topics.errors import TopicMissing
 from rose.topics.log_reader import read_whole_topics
 from rose.topics.settings import BusSettings

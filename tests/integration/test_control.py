@@ -17,7 +17,7 @@ from rose.schemas.turns import TurnOutcome
 from rose.topics.admin import create_topics
 from rose.topics.catalog import GRANTS, REQUESTED, SUMMARIES, Partitions
 from rose.topics.dead_letters import read_dead_letters
-from rose.topics.local_broker.process import free_ports
+from rose.topics.local_broker import free_ports
 from rose.topics.log_reader import read_whole_topics
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer

@@ -15,8 +15,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from rose.topics.admin import connect, create_topics
 from rose.topics.catalog import PROMPTS, Partitions
-from rose.topics.local_broker.process import Broker, BrokerFailed, free_ports
-from rose.topics.local_broker.start import start_broker
+from rose.topics.local_broker import Broker, BrokerFailed, free_ports, start_broker
 from rose.topics.reader import Reader
 from tests.support.brokers import embedded_first, home_of, start
 
@@ -78,7 +77,7 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
 
 
 def test_a_port_is_given_to_one_process_while_it_lives() -> None:
-    asking = "import rose.topics.local_broker.process as b; b.PORTS = range({0}, {0} + 1); print(b.free_ports(1))"
+    asking = "import rose.topics.local_broker as b; b.PORTS = range({0}, {0} + 1); print(b.free_ports(1))"
     [own] = free_ports(1)
     ask = [sys.executable, "-c", asking.format(own)]
     assert subprocess.run(ask, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout == "[]\n"
@@ -153,7 +152,7 @@ def listening_addresses(port: int) -> set[str]:
 PARENT = """
 import sys
 from pathlib import Path
-from rose.topics.local_broker.start import start_broker
+from rose.topics.local_broker import start_broker
 broker = start_broker(Path(sys.argv[1]), kafka_home=Path(sys.argv[2]) if sys.argv[2] else None)
 print(broker.bootstrap, flush=True)
 sys.stdin.read()

@@ -16,7 +16,7 @@ from rose.schemas.heartbeats import ExecutorState, WorkerClass
 from rose.schemas.turns import TurnOutcome, TurnResult
 from rose.topics.admin import create_topics
 from rose.topics.catalog import Partitions
-from rose.topics.local_broker.process import free_ports
+from rose.topics.local_broker import free_ports
 from rose.topics.settings import BusSettings
 from rose.workers.weights.config import DEFAULT_RUN
 from tests.support.brokers import AnyBroker, best_broker, flags

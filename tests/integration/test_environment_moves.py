@@ -9,13 +9,12 @@ import pytest
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from rose.schemas.partitioning import home_partition
 from rose.schemas.progress import GroupState
 from rose.schemas.prompts import Sampling
 from rose.schemas.samples import Sample
 from rose.schemas.wire import encode
 from rose.topics.admin import connect
-from rose.topics.catalog import COMPLETED, ENVIRONMENT_GROUP, PROMPTS, REQUESTED, Retention, Topic
+from rose.topics.catalog import COMPLETED, ENVIRONMENT_GROUP, PROMPTS, REQUESTED, Retention, Topic, home_partition
 from rose.topics.dead_letters import read_dead_letters
 from rose.topics.reader import Reader
 from rose.topics.settings import BusSettings

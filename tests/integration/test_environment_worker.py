@@ -15,14 +15,13 @@ from confluent_kafka import OFFSET_BEGINNING
 from rose.schemas import wire
 from rose.schemas.arrays import pack_tokens, unpack_tokens
 from rose.schemas.errors import UsageError
-from rose.schemas.partitioning import home_partition
 from rose.schemas.progress import EnvSnapshot, Group, GroupState, TrajectoryProgress
 from rose.schemas.prompts import Prompt, PromptSampling
 from rose.schemas.record import Record
 from rose.schemas.samples import Sample
 from rose.schemas.turns import Refusal, TurnOutcome, TurnRequest, TurnResult
 from rose.schemas.wire import encode
-from rose.topics.catalog import COMPLETED, ENVIRONMENT_GROUP, ENVIRONMENT_TRANSACTIONAL_PREFIX, PROMPTS
+from rose.topics.catalog import COMPLETED, ENVIRONMENT_GROUP, ENVIRONMENT_TRANSACTIONAL_PREFIX, PROMPTS, home_partition
 from rose.topics.errors import BrokerUnreachable, BusError
 from rose.topics.log_reader import await_transactions, read_to_end
 from rose.topics.reader import Reader

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from rose.pipeline.config.options import Common
+from rose.pipeline.health_server import ProcessUnhealthy, print_health
 from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
-from rose.pipeline.process.health_server import ProcessUnhealthy, print_health
 from rose.schemas.arrays import unpack_logprobs, unpack_tokens
 from rose.schemas.heartbeats import ExecutorState
 from rose.schemas.sampled_tokens import VersionSpan
@@ -22,7 +22,7 @@ from rose.schemas.turns import FENCING_KEY, Refusal, TurnOutcome, TurnResult
 from rose.topics.admin import create_topics
 from rose.topics.catalog import DISPATCHED, Partitions
 from rose.topics.dead_letters import read_dead_letters
-from rose.topics.local_broker.process import Broker, free_ports
+from rose.topics.local_broker import Broker, free_ports
 from rose.topics.log_reader import read_whole_topics
 from rose.topics.records import RawMessage
 from rose.topics.settings import BusSettings

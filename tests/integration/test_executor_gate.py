@@ -21,8 +21,8 @@ from rose.schemas.heartbeats import ExecutorState
 from rose.schemas.turns import Refusal, TurnOutcome, held_hash
 from rose.topics.admin import create_topics
 from rose.topics.catalog import COMPLETED, HEARTBEATS, Partitions, Topic
-from rose.topics.fetch import RecordFetch
 from rose.topics.health import HEALTH, START_SECONDS, HealthStatus, status_of
+from rose.topics.log_reader import RecordFetch
 from rose.topics.records import Envelope
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer

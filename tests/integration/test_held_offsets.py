@@ -12,8 +12,7 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 
 from rose.topics.catalog import PROMPTS
 from rose.topics.errors import BusError
-from rose.topics.held_offsets import committed_offsets
-from rose.topics.local_broker.process import Broker
+from rose.topics.local_broker import Broker
 from rose.topics.reader import Reader
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
@@ -98,11 +97,11 @@ def test_they_are_told_once_a_transaction_of_the_same_id_has_ended(
             reader.committed([PLACE], seconds=SHORT_SECONDS)
         assert refused.value.code == KafkaError._TIMED_OUT, "the next owner of the id ends nothing"
         for _ in range(2):
-            assert committed_offsets(reader, writer, [PLACE]) == {PLACE: 7}
+            assert writer.committed_offsets(reader, [PLACE]) == {PLACE: 7}
 
 
 @pytest.mark.long
 def test_of_one_of_another_id_it_is_told_what_ends_it(broker: Broker, settings: BusSettings, reader: Reader) -> None:
     hang(broker, settings, "another")
     with closing(owner(settings)) as writer, pytest.raises(BusError, match=r"kafka-transactions\.sh"):
-        committed_offsets(reader, writer, [PLACE])
+        writer.committed_offsets(reader, [PLACE])

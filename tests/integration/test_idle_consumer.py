@@ -9,7 +9,7 @@ from confluent_kafka import KafkaError, Message, Producer, TopicPartition
 
 from rose.topics.admin import create_topics
 from rose.topics.catalog import REQUESTED, Partitions
-from rose.topics.local_broker.idle_consumer import MAX_REST_SECONDS, IdleConsumer
+from rose.topics.idle_consumer import MAX_REST_SECONDS, IdleConsumer
 from rose.topics.settings import BusSettings
 from tests.support.brokers import AnyBroker
 

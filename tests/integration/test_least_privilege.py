@@ -13,7 +13,8 @@ import pytest
 from confluent_kafka import OFFSET_BEGINNING, Producer
 from safetensors.torch import load_file
 
-from rose.pipeline.config.sections import WARM_START
+from rose.pipeline.cli.roles import announce_starts
+from rose.pipeline.config.settings import WARM_START
 from rose.pipeline.control.config import ControlConfig
 from rose.pipeline.control.service import run_control
 from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
@@ -22,7 +23,6 @@ from rose.pipeline.monitor.follower import RunFollower
 from rose.pipeline.routing.config import RouterConfig
 from rose.pipeline.routing.service import run_router
 from rose.schemas.errors import RoseError
-from rose.schemas.partitioning import home_partition as home_of_group
 from rose.schemas.turns import TurnOutcome, TurnResult
 from rose.topics.acl import (
     ADMIN,
@@ -43,7 +43,7 @@ from rose.topics.acl import (
     acls,
     connect_as,
 )
-from rose.topics.admin import connect, create_topics, durability_warnings
+from rose.topics.admin import connect, create_topics, delete_before, durability_warnings, lowest_committed
 from rose.topics.catalog import (
     CHUNKS,
     COMPLETED,
@@ -61,14 +61,13 @@ from rose.topics.catalog import (
     Retention,
     Topic,
 )
+from rose.topics.catalog import home_partition as home_of_group
 from rose.topics.dead_letters import read_dead_letters, resend
 from rose.topics.errors import AuthenticationFailed
-from rose.topics.local_broker.process import free_ports
+from rose.topics.local_broker import free_ports
 from rose.topics.log_reader import read_whole_topics
 from rose.topics.reader import Reader
 from rose.topics.records import Place
-from rose.topics.retention import delete_before, lowest_committed
-from rose.topics.role_announcements import announce_starts
 from rose.topics.settings import PREFIX, BusSettings
 from rose.topics.writer import Writer
 from rose.workers.environments.config import EnvironmentConfig

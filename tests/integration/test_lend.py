@@ -22,7 +22,7 @@ from rose.schemas.heartbeats import ExecutorState, WorkerClass
 from rose.schemas.turns import TurnOutcome, TurnResult
 from rose.topics.admin import create_topics
 from rose.topics.catalog import GRANTS, Partitions
-from rose.topics.local_broker.process import Broker, free_ports
+from rose.topics.local_broker import Broker, free_ports
 from rose.topics.settings import BusSettings
 from rose.workers.lender.config import LendConfig
 from rose.workers.lender.vllm_server import CORE_LOST_STATUS

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from docs.examples import plain_trainer
-from rose.pipeline.accounting.audit import audit_log
+from rose.pipeline.audit import audit_log
 from rose.schemas.prompts import Sampling
 from rose.schemas.samples import Outcome
 from rose.topics.admin import create_topics

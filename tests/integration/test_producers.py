@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from rose.schemas.partitioning import home_partition
 from rose.schemas.prompts import Prompt
 from rose.schemas.wire import SCHEMA_HEADER, decode
 from rose.topics.admin import create_topics
-from rose.topics.catalog import PROMPTS
+from rose.topics.catalog import PROMPTS, home_partition
 from rose.topics.log_reader import read_keyed_messages, topic_starts
 from rose.topics.settings import BusSettings
 from tests.support import brokers as kinds

@@ -12,12 +12,11 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from rose.pipeline.accounting.audit import audit_log
-from rose.schemas.partitioning import home_partition
+from rose.pipeline.audit import audit_log
 from rose.schemas.prompts import Prompt
 from rose.topics.admin import create_topics
-from rose.topics.catalog import DISPATCHED, HEARTBEATS, PROMPTS, Partitions
-from rose.topics.local_broker.process import Broker
+from rose.topics.catalog import DISPATCHED, HEARTBEATS, PROMPTS, Partitions, home_partition
+from rose.topics.local_broker import Broker
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 from tests.support.brokers import KAFKA, flags, start

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rose.topics.local_broker.process import free_ports
+from rose.topics.local_broker import free_ports
 from tests.support.lender_server_fixtures import SERVING
 from tests.support.waiting import WAIT_SECONDS
 

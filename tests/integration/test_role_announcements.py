@@ -6,11 +6,12 @@ from contextlib import closing
 import pytest
 from confluent_kafka.admin import NewTopic
 
-from rose.pipeline.accounting.audit import inspect_log
+from rose.pipeline.audit import inspect_log
+from rose.pipeline.cli import roles as tells
+from rose.pipeline.cli.roles import announce_starts
 from rose.pipeline.monitor.diagnosis import Severity, diagnose
 from rose.pipeline.monitor.follower import RunFollower
-from rose.schemas.role_starts import RoleBegun
-from rose.topics import role_announcements as tells
+from rose.schemas.heartbeats import RoleBegun
 from rose.topics.acl import VIEW
 from rose.topics.admin import connect, create_topics, expected_settings
 from rose.topics.catalog import DISPATCHED, ROLE_STARTS, Retention
@@ -18,7 +19,6 @@ from rose.topics.dead_letters import read_dead_letter_infos
 from rose.topics.errors import TopicMissing
 from rose.topics.health import RESTART_LIMIT, Health
 from rose.topics.log_reader import read_whole_topics
-from rose.topics.role_announcements import announce_starts
 from rose.topics.settings import BusSettings
 from rose.workers.weights.trust import Trust
 from tests.support.brokers import AnyBroker
@@ -34,7 +34,7 @@ def begun(settings: BusSettings) -> list[RoleBegun]:
 
 
 def test_each_beginning_is_on_the_log_once(broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tells, "MIN_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(tells, "ANNOUNCEMENT_PAUSE_SECONDS", 0.01)
     settings, health = broker.settings(namespace), Health()
     create_topics(settings, PARTITIONS)
     with announce_starts(settings, "router-0", health):
@@ -48,7 +48,7 @@ def test_each_beginning_is_on_the_log_once(broker: AnyBroker, namespace: str, mo
 def test_namesakes_that_run_at_once_have_places_apart_and_who_is_started_again_has_the_same(
     broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tells, "MIN_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(tells, "ANNOUNCEMENT_PAUSE_SECONDS", 0.01)
     settings = broker.settings(namespace)
     create_topics(settings, PARTITIONS)
 
@@ -71,7 +71,7 @@ def test_namesakes_that_run_at_once_have_places_apart_and_who_is_started_again_h
 def test_a_broker_without_the_topic_keeps_nobody_from_beginning_or_ending(
     broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tells, "STOP_SECONDS", 0.01)
+    monkeypatch.setattr(tells, "ANNOUNCEMENT_STOP_SECONDS", 0.01)
     settings, health = broker.settings(namespace), Health()
     with announce_starts(settings, "router-0", health):
         health.report_restart("there are no topics")

@@ -14,7 +14,7 @@ from rose.pipeline.routing.membership import MAX_UNPOLLED_SECONDS, SESSION_SECON
 from rose.schemas.turns import TurnDispatch
 from rose.topics.admin import create_topics
 from rose.topics.catalog import HEARTBEATS
-from rose.topics.local_broker.idle_consumer import IdleConsumer
+from rose.topics.idle_consumer import IdleConsumer
 from tests.support.brokers import EMBEDDED, KAFKA, AnyBroker, kafka_first, start
 from tests.support.roles import freeze, kill, thaw
 from tests.support.router_process_fixtures import PARTITIONS, RouterHarness, router_process

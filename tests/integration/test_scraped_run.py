@@ -21,8 +21,8 @@ import yaml
 from rose.pipeline.observability.__main__ import FOLDER
 from rose.pipeline.observability.dashboards import DASHBOARDS
 from rose.pipeline.observability.grafana import RATE
-from rose.pipeline.observability.metrics_table import metrics
-from rose.topics.local_broker.process import free_ports
+from rose.pipeline.observability.reference import metrics
+from rose.topics.local_broker import free_ports
 from tests.support.brokers import EMBEDDED
 from tests.support.rose_command import Rose, small
 from tests.support.waiting import until

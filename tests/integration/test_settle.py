@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.pipeline.accounting.audit import audit_log
+from rose.pipeline.audit import audit_log
 from rose.schemas.progress import GroupState
 from rose.schemas.samples import Sample
 from rose.topics.settings import BusSettings

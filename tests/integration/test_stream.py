@@ -9,11 +9,10 @@ from threading import Event
 import msgspec
 import pytest
 
-from rose.pipeline.accounting.audit import audit_log
-from rose.schemas.partitioning import home_partition
+from rose.pipeline.audit import audit_log
 from rose.schemas.progress import Group, GroupState
 from rose.topics.admin import connect, create_topics
-from rose.topics.catalog import GROUPS, SAMPLES, Partitions, Retention
+from rose.topics.catalog import GROUPS, SAMPLES, Partitions, Retention, home_partition
 from rose.topics.dead_letters import read_dead_letters
 from rose.topics.errors import BusError
 from rose.topics.reader import Reader

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rose.pipeline.accounting.audit import audit_log
+from rose.pipeline.audit import audit_log
 from rose.schemas.arrays import pack_tokens
 from rose.schemas.errors import UsageError
 from rose.schemas.samples import Ending, Outcome

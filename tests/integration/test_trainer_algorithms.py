@@ -5,7 +5,7 @@ from threading import Event
 
 import pytest
 
-from rose.pipeline.accounting.audit import audit_log
+from rose.pipeline.audit import audit_log
 from rose.topics.settings import BusSettings
 from rose.workers.trainer.main import run_trainer
 from tests.support.brokers import AnyBroker, flags

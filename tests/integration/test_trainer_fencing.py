@@ -12,7 +12,6 @@ from rose.schemas.errors import UsageError
 from rose.topics.admin import create_topics
 from rose.topics.catalog import Partitions
 from rose.topics.errors import BusError
-from rose.topics.held_offsets import committed_offsets
 from rose.topics.reader import Reader
 from rose.topics.records import Place
 from rose.topics.settings import BusSettings
@@ -184,9 +183,10 @@ def test_a_stream_that_hangs_as_it_begins_leaves_a_newer_one_its_place(
     write_samples(settings, make_samples(groups=range(3)))
     newer: list[SampleStream] = []
     came: list[bool] = []
+    committed_offsets = Writer.committed_offsets
 
-    def amid(reader: Reader, writer: Writer, places: Sequence[Place]) -> dict[Place, int | None]:
-        found = committed_offsets(reader, writer, places)
+    def amid(writer: Writer, reader: Reader, places: Sequence[Place]) -> dict[Place, int | None]:
+        found = committed_offsets(writer, reader, places)
         if not came:
             came.append(True)
             newer.append(SampleStream(settings, "policy"))
@@ -194,7 +194,7 @@ def test_a_stream_that_hangs_as_it_begins_leaves_a_newer_one_its_place(
             give_up(writer, monkeypatch, committed=False)
         return found
 
-    monkeypatch.setattr("rose.workers.trainer.fencing.committed_offsets", amid)
+    monkeypatch.setattr(Writer, "committed_offsets", amid)
     with pytest.raises(BusError) as refused:
         SampleStream(settings, "policy")
     assert refused.value.is_fenced

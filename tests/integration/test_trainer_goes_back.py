@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rose.pipeline.accounting.audit import audit_log
+from rose.pipeline.audit import audit_log
 from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Outcome, Sample
 from rose.topics.settings import BusSettings

@@ -5,7 +5,7 @@ from threading import Event
 
 import pytest
 
-from rose.pipeline.accounting.audit import audit_log
+from rose.pipeline.audit import audit_log
 from rose.pipeline.local.submit import settled_groups
 from rose.schemas.errors import UsageError
 from rose.topics.admin import create_topics

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from confluent_kafka.admin import AdminClient
 
-from rose.topics.local_broker.process import Broker
-from rose.topics.local_broker.start import start_broker
+from rose.topics.local_broker import Broker, start_broker
 from rose.topics.settings import BusSettings
 from tests.support.kafka_cluster import Cluster, start_cluster
 from tests.support.waiting import WAIT_SECONDS

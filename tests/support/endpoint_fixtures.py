@@ -15,7 +15,7 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from rose.schemas.errors import RoseError
-from rose.topics.local_broker.process import free_ports
+from rose.topics.local_broker import free_ports
 from rose.topics.settings import BusSettings
 from rose.workers.executor.config import ExecutorConfig
 from rose.workers.lender.config import EndpointConfig

@@ -11,9 +11,7 @@ such file, or one of another Java or other jars, Java does as it always does.
 import os
 from pathlib import Path
 
-from rose.topics.apache_kafka import LONE_JAVA, lone_node
-from rose.topics.local_broker.process import free_ports
-from rose.topics.local_broker.start import start_broker
+from rose.topics.local_broker import LONE_JAVA, free_ports, lone_node, start_broker
 from tests.support.brokers import KAFKA, home_of
 
 OPTIONS = "JDK_JAVA_OPTIONS"

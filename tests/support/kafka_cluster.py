@@ -19,8 +19,7 @@ from typing import Self
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
-from rose.topics.apache_kafka import SPARING_JAVA, NodePlace, node_kinds
-from rose.topics.local_broker.process import QUIET, Broker, BrokerFailed, free_ports
+from rose.topics.local_broker import QUIET, SPARING_JAVA, Broker, BrokerFailed, NodePlace, free_ports, node_kinds
 from rose.topics.settings import BusSettings
 
 CLUSTER_JAVA = ("-Xmx256m", *SPARING_JAVA)

@@ -19,7 +19,7 @@ import psutil
 
 from rose.schemas.arrays import pack_tokens
 from rose.schemas.prompts import Sampling
-from rose.topics.local_broker.process import free_ports
+from rose.topics.local_broker import free_ports
 from rose.workers.executor.ipc.messages import (
     REPORT_DECODER,
     Command,

@@ -6,7 +6,6 @@ import msgspec
 
 from rose.schemas.contexts import context_fields
 from rose.schemas.heartbeats import SlackHeartbeat
-from rose.schemas.partitioning import home_partition
 from rose.schemas.progress import Applied, Group, GroupState, TrajectoryProgress
 from rose.schemas.prompts import Prompt, Sampling
 from rose.schemas.record import Record
@@ -27,6 +26,7 @@ from rose.topics.catalog import (
     SAMPLES,
     Partitions,
     Topic,
+    home_partition,
 )
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer

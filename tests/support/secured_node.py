@@ -44,8 +44,7 @@ from cryptography.x509.oid import NameOID
 
 from rose.topics.acl import Acl, Operation, Resource
 from rose.topics.admin import ADMIN_SECONDS
-from rose.topics.apache_kafka import LONE_JAVA, Addition, lone_node
-from rose.topics.local_broker.process import HOST, Broker, BrokerFailed, free_ports
+from rose.topics.local_broker import HOST, LONE_JAVA, Addition, Broker, BrokerFailed, free_ports, lone_node
 from rose.topics.settings import BusSettings
 
 ADMIN_USER = "admin"

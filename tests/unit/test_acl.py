@@ -11,7 +11,7 @@ import yaml
 from confluent_kafka import KafkaError
 from typer.main import get_group
 
-from rose.pipeline.cli.command_groups import topics as commands
+from rose.pipeline.cli.topics import topics as commands
 from rose.schemas.errors import UsageError
 from rose.topics.acl import (
     CLUSTER_NAME,

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rose.pipeline.cli.roles import number_of
 from rose.pipeline.config.load import load
 from rose.pipeline.config.options import Common
-from rose.pipeline.config.sections import TasksSection
+from rose.pipeline.config.settings import TasksSection
 from rose.pipeline.local.demo import training_prompts
 from rose.pipeline.local.run import lending_server_roles, roles_of
 from rose.pipeline.local.submit import BadPrompts, read_prompts
@@ -27,10 +27,9 @@ from rose.pipeline.local.supervisor import QUICK_SECONDS, restart_backoff
 from rose.pipeline.monitor.run_state import RunState
 from rose.pipeline.routing.liveness import FORGET_SECONDS
 from rose.schemas.errors import UsageError
-from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat, Tenant
+from rose.schemas.heartbeats import ExecutorState, RoleBegun, SlackHeartbeat, Tenant
 from rose.schemas.progress import Group, GroupState
 from rose.schemas.prompts import Prompt
-from rose.schemas.role_starts import RoleBegun
 from rose.schemas.samples import Sample, SampleOutcome
 from rose.workers.environments.registry import BUILT_IN
 from tests.golden.examples import EXAMPLES

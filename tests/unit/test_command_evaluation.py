@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rose.pipeline.cli import evaluate
-from rose.pipeline.cli.evaluate import NotWritten, evaluate_folder
+from rose.pipeline.cli import run_commands
+from rose.pipeline.cli.run_commands import NotWritten, evaluate_folder
 from rose.pipeline.config.options import Common
 from rose.schemas.errors import UsageError
 from rose.workers.evaluate import Evaluation
@@ -25,7 +25,7 @@ def test_what_cannot_be_written_is_refused_before_a_task_is_played(
     (tmp_path / "file").touch()
     (tmp_path / "astray").symlink_to(tmp_path / "none" / "figures.json")
     (tmp_path / "round").symlink_to(tmp_path / "round")
-    monkeypatch.setattr(evaluate, "held_out", lambda *_: pytest.fail("played"))
+    monkeypatch.setattr(run_commands, "held_out", lambda *_: pytest.fail("played"))
     with pytest.raises(UsageError, match="cannot be written: name a file") as refused:
         evaluate_folder(Common(), None, tmp_path / name)
     assert "\n" not in str(refused.value)
@@ -33,7 +33,7 @@ def test_what_cannot_be_written_is_refused_before_a_task_is_played(
 
 def test_so_is_what_nobody_may_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Modes mean nothing to root, as whom tests may run."""
-    monkeypatch.setattr(evaluate, "held_out", lambda *_: pytest.fail("played"))
+    monkeypatch.setattr(run_commands, "held_out", lambda *_: pytest.fail("played"))
     (tmp_path / "kept.json").touch()
     for file, asked in ((tmp_path / "new.json", tmp_path), (tmp_path / "kept.json", tmp_path / "kept.json")):
         monkeypatch.setattr(os, "access", lambda path, _, asked=asked: path != asked)
@@ -53,7 +53,7 @@ def test_the_file_is_as_it_was_until_the_figures_are_there(
         assert (file.read_text() == "before") if there else not file.exists()
         return FOUND
 
-    monkeypatch.setattr(evaluate, "held_out", play)
+    monkeypatch.setattr(run_commands, "held_out", play)
     evaluate_folder(Common(), None, file)
     assert msgspec.json.decode(file.read_bytes(), type=Evaluation) == FOUND
     assert capsys.readouterr().out.startswith("0.7500 of 4 held-out tasks solved")
@@ -69,7 +69,7 @@ def test_figures_that_cannot_be_written_any_more_are_told(
         folder.rmdir()
         return FOUND
 
-    monkeypatch.setattr(evaluate, "held_out", play)
+    monkeypatch.setattr(run_commands, "held_out", play)
     with pytest.raises(NotWritten, match="the figures are above"):
         evaluate_folder(Common(), None, folder / "figures.json")
     assert capsys.readouterr().out.startswith("0.7500 of 4 held-out tasks solved")

@@ -13,17 +13,9 @@ from hypothesis import strategies as st
 
 from rose.pipeline.cli.replay import print_why
 from rose.pipeline.cli.run_commands import watch_run
-from rose.pipeline.config.field_docs import field_docs
-from rose.pipeline.config.load import (
-    SHARED,
-    Config,
-    load,
-    resolved_toml,
-    section_types,
-    without_secrets,
-    without_settings,
-)
+from rose.pipeline.config.load import Config, load, resolved_toml, without_secrets, without_settings
 from rose.pipeline.config.options import Common
+from rose.pipeline.config.settings import SHARED, field_docs, section_types
 from rose.pipeline.local.broker import DATA_FOLDER, RunBroker, readable_log, run_broker
 from rose.pipeline.local.run import write_configuration
 from rose.schemas.errors import UsageError

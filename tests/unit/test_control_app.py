@@ -13,7 +13,7 @@ from cryptography.x509.oid import NameOID
 from faust.auth import SASLCredentials, SSLCredentials
 from prometheus_client import REGISTRY
 
-from rose.pipeline.control.aiokafka_auth import credentials
+from rose.pipeline.control.app import credentials
 from rose.pipeline.control.elasticity import ElasticityCore
 from rose.pipeline.control.metrics import export_metrics
 from rose.pipeline.control.page import page_of, state_of

@@ -17,7 +17,7 @@ import yaml
 
 from rose.pipeline.config.load import load
 from rose.pipeline.config.options import Common
-from rose.pipeline.observability.metrics_table import metrics
+from rose.pipeline.observability.reference import metrics
 from tests.deploy.command_lines import parsed
 
 ROOT = Path(__file__).parents[2]

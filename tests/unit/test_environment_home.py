@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.schemas.partitioning import home_partition
 from rose.schemas.progress import GroupState, SettleRequest
 from rose.schemas.prompts import Prompt, trajectory_id
-from rose.topics.catalog import COMPLETED, MAX_MESSAGE_BYTES, PROMPTS
+from rose.topics.catalog import COMPLETED, MAX_MESSAGE_BYTES, PROMPTS, home_partition
 from rose.topics.reader import Reader
 from rose.topics.records import Envelope, InvalidMessage, RawMessage
 from rose.topics.writer import Writer

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose.schemas.errors import UsageError
-from rose.schemas.partitioning import inbox_slot
-from rose.topics.catalog import DISPATCHED, HEARTBEATS, Topic
+from rose.topics.catalog import DISPATCHED, HEARTBEATS, Topic, inbox_slot
 from rose.topics.reader import Reader
 from rose.topics.records import Place
 from rose.topics.writer import Writer

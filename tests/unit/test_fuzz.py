@@ -9,18 +9,18 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from rose.pipeline.accounting.ledger import Ledger
+from rose.pipeline.audit import Ledger
 from rose.pipeline.control.config import ControlConfig
 from rose.pipeline.control.elasticity import ElasticityCore
 from rose.pipeline.control.page import page_of, state_of
 from rose.pipeline.monitor.run_state import RunState
-from rose.pipeline.process.process_setup import serve_metrics
+from rose.pipeline.process_setup import serve_metrics
 from rose.pipeline.replay.description import describe_trajectory
-from rose.pipeline.replay.episodes import TrajectoryRecords, fold_trajectory, sort_records
+from rose.pipeline.replay.records import TrajectoryRecords, fold_trajectory, sort_records
 from rose.pipeline.report.history import fold_history
-from rose.pipeline.report.lending import LatencyBudgets, seconds_of_lending, summarise_lending
+from rose.pipeline.report.lending_statistics import LatencyBudgets, seconds_of_lending, summarise_lending
 from rose.pipeline.report.page import report_html
-from rose.pipeline.report.summary import Success, describe_machine, summarise
+from rose.pipeline.report.summary import RunMetadata, Success, describe_machine, summarise
 from rose.pipeline.routing.cell_summary import summarize_cell
 from rose.pipeline.routing.liveness import ClockSkews
 from rose.pipeline.routing.router import Router
@@ -38,7 +38,7 @@ from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResul
 from rose.schemas.weights import WeightChunk, WeightManifest
 from rose.schemas.wire import decode, encode
 from rose.topics.catalog import RECORD_TOPICS, Topic
-from rose.topics.local_broker.process import free_ports
+from rose.topics.local_broker import free_ports
 from rose.topics.records import Envelope, InvalidMessage
 from rose.workers.environments.home import DecisionKind, Home
 from rose.workers.environments.outbox import group_record
@@ -235,13 +235,9 @@ class House:
         summary = summarise(
             history,
             self.ledger.audit(),
+            RunMetadata(started_at=0.0, seconds=self.now, broker="none", success=Success(), machine=describe_machine()),
             run="strangers",
             seed=0,
-            started_at=0.0,
-            seconds=self.now,
-            broker="none",
-            success=Success(),
-            machine=describe_machine(),
             lending=summarise_lending(history, [], rows, promised),
         )
         report_html(summary, history, configuration="", rows=rows)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rose.pipeline import health_server as health_over_http
 from rose.pipeline.config.options import Common
-from rose.pipeline.process import health_server as health_over_http
-from rose.pipeline.process.health_server import MOST_LINES, ProcessUnhealthy, print_health, serve_health
+from rose.pipeline.health_server import MOST_LINES, ProcessUnhealthy, print_health, serve_health
 from rose.schemas.errors import UsageError
 from rose.topics.health import (
     HUNG_SECONDS,

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.topics.local_broker.idle_consumer import MAX_REST_SECONDS, MIN_SILENCE_SECONDS, REST_FRACTION, IdleBackoff
+from rose.topics.idle_consumer import MAX_REST_SECONDS, MIN_SILENCE_SECONDS, REST_FRACTION, IdleBackoff
 
 NAMES = [("requested", 0), ("requested", 1), ("prompts", 0)]
 SECONDS = st.floats(0, 10)

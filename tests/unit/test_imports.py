@@ -22,9 +22,11 @@ BARE = re.compile(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})(?:\.\w+|(?= import))")
 COMMAND = (
     "rose.pipeline.config",
     "rose.pipeline.asyncapi",
-    "rose.pipeline.process",
+    "rose.pipeline.terminal",
+    "rose.pipeline.health_server",
+    "rose.pipeline.process_setup",
     "rose.pipeline.monitor",
-    "rose.pipeline.report.write",
+    "rose.pipeline.report",
     "rose.pipeline.local",
     "rose.pipeline.cli",
     "rose.pipeline.observability",

@@ -12,10 +12,9 @@ from rose.pipeline.monitor.diagnosis import STALLED_SECONDS, STANDSTILL_SECONDS,
 from rose.pipeline.monitor.facts import Facts, Patience
 from rose.pipeline.monitor.run_state import RunState
 from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat, Tenant
-from rose.schemas.partitioning import home_partition
 from rose.schemas.progress import Group, GroupState
 from rose.schemas.turns import TurnResult
-from rose.topics.catalog import DISPATCHED
+from rose.topics.catalog import DISPATCHED, home_partition
 from rose.topics.records import Place
 from tests.golden.examples import EXAMPLES
 

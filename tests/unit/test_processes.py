@@ -8,7 +8,7 @@ import pytest
 
 WAITS = """
 import time
-from rose.pipeline.process.process_setup import dump_stacks_on_crash
+from rose.pipeline.process_setup import dump_stacks_on_crash
 
 def hangs():
     print("there", flush=True)
@@ -20,7 +20,7 @@ hangs()
 
 ASKED_AMID_A_WAIT = """
 import os, signal
-from rose.pipeline.process.process_setup import stop_on_signals
+from rose.pipeline.process_setup import stop_on_signals
 
 stop = stop_on_signals()
 with stop._cond:  # as at the beginning and end of stop.wait()
@@ -32,7 +32,7 @@ print("stops")
 TOLD_OF_ITS_TERMINAL = """
 import os, signal
 {before}
-from rose.pipeline.process.process_setup import stop_on_signals
+from rose.pipeline.process_setup import stop_on_signals
 
 stop = stop_on_signals()
 os.kill(os.getpid(), signal.SIGHUP)

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rose.pipeline.config.load import SHARED, section_types
-from rose.pipeline.observability.reference import cli, configuration, topics
-from rose.pipeline.observability.reference.log_event_meanings import MEANINGS, Meaning
-from rose.pipeline.observability.reference.log_events import PACKAGES, UnclearLogEvent, events_in, log_events
+from rose.pipeline.config.settings import SHARED, section_types
+from rose.pipeline.observability.log_events import MEANINGS, PACKAGES, Meaning, UnclearLogEvent, events_in, log_events
+from rose.pipeline.observability.reference import bounds_of, cli_page, configuration_page, topics_page
 from rose.topics.catalog import RECORD_TOPICS
 from rose.workers.executor.config import ExecutorConfig
 from rose.workers.lender.config import MemoryConfig
@@ -77,7 +76,7 @@ LOG.info("rose: turn_ended seconds=%.2f reason=%s", 1, 2)
 
 
 def test_configuration_page_has_every_key_with_a_meaning() -> None:
-    rows = [line.split(" | ") for line in configuration.as_markdown().splitlines() if line.startswith("| `")]
+    rows = [line.split(" | ") for line in configuration_page().splitlines() if line.startswith("| `")]
     keys = {row[0].removeprefix("| ").strip("`") for row in rows}
     for section, declared_by in section_types().items():
         for field in dataclasses.fields(declared_by):
@@ -87,18 +86,18 @@ def test_configuration_page_has_every_key_with_a_meaning() -> None:
 
 
 def test_bounds_are_those_that_the_sections_check() -> None:
-    assert configuration.bounds_of(ExecutorConfig)["heartbeat_seconds"] == "0.01 to 0.2"
-    assert configuration.bounds_of(MemoryConfig) == {"headroom": "0 to 1", "quiet_seconds": "0.001 to 31622400"}
+    assert bounds_of(ExecutorConfig)["heartbeat_seconds"] == "0.01 to 0.2"
+    assert bounds_of(MemoryConfig) == {"headroom": "0 to 1", "quiet_seconds": "0.001 to 31622400"}
 
 
 def test_topics_page_has_every_topic_with_producers_and_consumers() -> None:
-    page = topics.as_markdown()
+    page = topics_page()
     for topic in RECORD_TOPICS:
         [row] = [line for line in page.splitlines() if line.startswith(f"| `{topic.name}` | `")][:1]
         assert "|  |" not in row, row
 
 
 def test_cli_page_has_every_command_and_option() -> None:
-    page = cli.as_markdown()
+    page = cli_page()
     for text in ("### rose demo", "### rose topics acl", "### rose dlq retry", "`--lend/--no-lend`", "`-X KEY=VALUE`"):
         assert text in page

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from rose.pipeline.clock import format_utc as moment
 from rose.pipeline.replay.description import describe_trajectory, latency_stages
-from rose.pipeline.replay.episodes import TrajectoryRecords, fold_trajectory, sort_records
-from rose.pipeline.replay.search import UnknownTrajectory, find_group
-from rose.pipeline.replay.why import GroupFacts, PromptAt, TrajectoryFacts, why_group, why_trajectory
+from rose.pipeline.replay.records import TrajectoryRecords, UnknownTrajectory, find_group, fold_trajectory, sort_records
+from rose.pipeline.replay.why import GroupFacts, PromptAt, why_group, why_trajectory
 from rose.schemas.progress import Group, GroupState, TrajectoryProgress
 from rose.schemas.prompts import Prompt
 from rose.schemas.record import Record
@@ -142,17 +141,8 @@ def group(state: GroupState | None = GroupState.OPEN, **changes: object) -> Grou
     return GroupFacts(group_id="g-1", group=record, size=4, **changes)  # type: ignore[arg-type]
 
 
-def facts(*records: Record, live: bool = True) -> TrajectoryFacts:
-    own = found(*records)
-    return TrajectoryFacts(
-        trajectory_id=NAME,
-        progress=PROGRESS if live else None,
-        requests=tuple(own.requests),
-        dispatches=tuple(own.dispatches),
-        results=tuple(own.results),
-        samples=tuple(own.samples),
-        outcomes=tuple(own.outcomes),
-    )
+def facts(*records: Record, live: bool = True) -> TrajectoryRecords:
+    return found(*records, *[PROGRESS] * live)
 
 
 def attempt(number: int, outcome: TurnOutcome, reason: str = "") -> TurnResult:

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from rose.pipeline.accounting.ledger import Ledger
+from rose.pipeline.audit import Ledger
 from rose.pipeline.report import charts
 from rose.pipeline.report.history import RunHistory, fold_history
 from rose.pipeline.report.page import report_html
-from rose.pipeline.report.summary import Success, Summary, describe_machine, summarise
+from rose.pipeline.report.summary import RunMetadata, Success, Summary, describe_machine, summarise
 from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from rose.schemas.prompts import Sampling
 from rose.schemas.record import Record
@@ -141,13 +141,15 @@ def summary_of(history: RunHistory) -> Summary:
     return summarise(
         history,
         ledger.audit(),
+        RunMetadata(
+            started_at=START,
+            seconds=12.5,
+            broker="a broker",
+            success=Success(before=0.25, after=0.75, n=256),
+            machine=describe_machine(),
+        ),
         run="test",
         seed=3,
-        started_at=START,
-        seconds=12.5,
-        broker="a broker",
-        success=Success(before=0.25, after=0.75, n=256),
-        machine=describe_machine(),
     )
 
 

@@ -5,13 +5,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.pipeline.report import lending as moments_of
+from rose.pipeline.report import lending_statistics as moments_of
+from rose.pipeline.report.charts import lending_chart
 from rose.pipeline.report.history import LenderStatus, RunHistory, TurnFact, fold_history
-from rose.pipeline.report.lending import LatencyBudgets, lending_sentence, seconds_of_lending, summarise_lending
-from rose.pipeline.report.lending_chart import lending_chart
+from rose.pipeline.report.lending_statistics import (
+    LatencyBudgets,
+    lending_sentence,
+    seconds_of_lending,
+    summarise_lending,
+)
 from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat, WorkerClass
 from rose.schemas.turns import TurnTimes
-from rose.schemas.user_requests import UserRequest
+from rose.workers.loadgen.request_log import UserRequest
 from tests.golden.examples import EXAMPLES
 
 PROMISED = LatencyBudgets(ttft=0.25, tpot=0.05)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rose.pipeline.routing.candidates import rate_bucket
 from rose.pipeline.routing.cell_summary import MAX_COUNTED_TURNS, SILENT_SECONDS, summarize_cell
-from rose.pipeline.routing.rates import rate_bucket
 from rose.pipeline.routing.router import Router
 from rose.pipeline.routing.turn_queue import ReceivedRequest
 from rose.schemas.cells import MAX_EXECUTORS, CellSummary

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.pipeline.routing.candidates import PlacementQuery
+from rose.pipeline.routing.candidates import PlacementQuery, RateBucket, engine_step_rate, rate_bucket, turn_bucket
 from rose.pipeline.routing.placement import (
     DISPLACEMENT,
     FROZEN_DISPLACEMENT,
@@ -21,7 +21,6 @@ from rose.pipeline.routing.placement import (
     TIE_SECONDS,
     Placement,
 )
-from rose.pipeline.routing.rates import RateBucket, engine_step_rate, rate_bucket, turn_bucket
 from rose.pipeline.routing.rendezvous import COMPARED_WINDOW, MIN_COMPARED, compared_count
 from rose.schemas.heartbeats import MAX_HELD_TURNS, Hardware, SlackHeartbeat, Tenant
 from rose.schemas.turns import PlacementCost

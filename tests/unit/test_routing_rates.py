@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.pipeline.routing.rates import (
+from rose.pipeline.routing.candidates import (
     BUCKETS_PER_OCTAVE,
     TURN_BUCKETS_PER_OCTAVE,
     RateBucket,

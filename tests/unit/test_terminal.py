@@ -17,8 +17,8 @@ from rich.console import Console
 
 from rose.pipeline.monitor.diagnosis import Finding, Severity
 from rose.pipeline.monitor.screen import Screen, finding_lines
-from rose.pipeline.process.process_setup import configure_logging
-from rose.pipeline.process.terminal import escape_control_chars, file_error, print_line
+from rose.pipeline.process_setup import configure_logging
+from rose.pipeline.terminal import escape_control_chars, file_error, print_line
 from tests.unit.test_imports import ROOT
 
 NASTY = "\x1b]0;mine\x07 [/opt/model] is none \x9b2J [bold]\u202etxt"
@@ -163,7 +163,7 @@ def test_a_command_that_is_interrupted_while_it_starts_says_nothing() -> None:
 
 INHERITS = """
 import os, subprocess, sys
-from rose.pipeline.process.terminal import repair_streams
+from rose.pipeline.terminal import repair_streams
 repair_streams()
 subprocess.run([sys.executable, "-c", "import os; [os.fstat(number) for number in range(3)]"], check=True)
 os._exit(0)
@@ -178,8 +178,8 @@ def test_a_stream_that_was_closed_is_there_for_children_too(closed: str) -> None
 
 LOGS = """
 import sys
-from rose.pipeline.process.process_setup import configure_logging
-from rose.pipeline.process.terminal import repair_streams
+from rose.pipeline.process_setup import configure_logging
+from rose.pipeline.terminal import repair_streams
 import structlog
 repair_streams()
 configure_logging()

@@ -23,10 +23,9 @@ from enum import Enum
 from typing import NamedTuple
 
 from rose.schemas.limits import MAX_GROUP_SIZE
-from rose.schemas.partitioning import home_partition
 from rose.schemas.progress import Group, GroupState, SettleRequest
 from rose.schemas.prompts import Prompt, trajectory_id
-from rose.topics.catalog import MAX_MESSAGE_BYTES, Topic
+from rose.topics.catalog import MAX_MESSAGE_BYTES, Topic, home_partition
 from rose.topics.records import Envelope, InvalidMessage
 from rose.workers.environments.trajectory import Trajectory
 

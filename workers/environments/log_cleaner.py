@@ -9,8 +9,8 @@ from threading import Thread
 import structlog
 
 from rose.schemas.errors import RoseError
+from rose.topics.admin import delete_before
 from rose.topics.records import Place
-from rose.topics.retention import delete_before
 from rose.topics.settings import BusSettings
 
 EVERY_SECONDS = 600.0

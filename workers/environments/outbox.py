@@ -31,7 +31,6 @@ from rose.topics.catalog import (
     SNAPSHOTS,
 )
 from rose.topics.errors import BusError, TopicMissing
-from rose.topics.held_offsets import committed_offsets
 from rose.topics.queries import noop
 from rose.topics.reader import Reader
 from rose.topics.records import Place
@@ -121,7 +120,7 @@ class Outbox:
     def offsets(self, places: Sequence[Place]) -> dict[Place, int | None]:
         """The committed offsets of the consumer group. Raises BusError."""
         try:
-            return committed_offsets(self._reader, self._writer, places)
+            return self._writer.committed_offsets(self._reader, places)
         except BusError as error:
             failure = error
         self._fail()

@@ -25,8 +25,7 @@ from rose.schemas.prompts import Prompt
 from rose.schemas.turns import TurnOutcome, TurnRequest, TurnResult
 from rose.topics.catalog import COMPLETED, GROUPS, PROGRESS, PROMPTS, REQUESTED, SNAPSHOTS
 from rose.topics.dead_letters import dead_lettered_places
-from rose.topics.fetch import JUMP_RECORDS, RecordFetch, RecordSearch
-from rose.topics.log_reader import await_transactions, read_to_end
+from rose.topics.log_reader import JUMP_RECORDS, RecordFetch, RecordSearch, await_transactions, read_to_end
 from rose.topics.reader import Reader
 from rose.topics.records import Envelope, Place
 from rose.topics.settings import BusSettings

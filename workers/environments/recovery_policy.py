@@ -8,7 +8,7 @@ Keeps true
 from confluent_kafka import KafkaError
 
 from rose.topics.errors import BusError, TopicMissing
-from rose.topics.fetch import FetchStalled
+from rose.topics.log_reader import FetchStalled
 from rose.topics.retry import RetryPolicy
 from rose.topics.settings import TRANSACTION_MILLISECONDS
 from rose.workers.environments.membership import WorkerFenced

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from rose.schemas.errors import describe_error
-from rose.topics.backoff import Backoff
+from rose.topics.retry import Backoff
 from rose.workers.environments import metrics
 from rose.workers.environments.jobs import EnvironmentFailure, Job, JobResult, Runner, RunnerLimits
 from rose.workers.environments.thread_runner import CLOSE_SECONDS

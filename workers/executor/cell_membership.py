@@ -23,8 +23,7 @@ import secrets
 
 from rose.schemas.errors import UsageError
 from rose.schemas.heartbeats import MOVING_REASON
-from rose.schemas.partitioning import inbox_slot
-from rose.topics.catalog import DISPATCHED, HEARTBEATS, partitions_of_cell
+from rose.topics.catalog import DISPATCHED, HEARTBEATS, inbox_slot, partitions_of_cell
 from rose.topics.reader import Reader
 from rose.topics.records import Place
 from rose.topics.writer import Writer

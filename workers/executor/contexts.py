@@ -27,7 +27,7 @@ from rose.schemas.contexts import ContextMissing, assemble_context, matches_cont
 from rose.schemas.errors import RoseError
 from rose.schemas.turns import TurnDispatch, TurnKey, TurnRequest
 from rose.topics.catalog import REQUESTED
-from rose.topics.fetch import RecordFetch
+from rose.topics.log_reader import RecordFetch
 from rose.topics.reader import Reader
 from rose.topics.records import Place
 from rose.topics.settings import BusSettings

@@ -26,7 +26,7 @@ from threading import Event
 
 import structlog
 
-from rose.topics.backoff import Backoff
+from rose.topics.retry import Backoff
 from rose.workers.lender.process_id import ProcessId, open_pidfd, process_state
 from rose.workers.lender.watchdog_page import STACK_SIGNAL, StatusPage
 

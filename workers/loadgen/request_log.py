@@ -8,7 +8,24 @@ from pathlib import Path
 
 import msgspec
 
-from rose.schemas.user_requests import UserRequest
+
+class UserRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request to a serving engine, by the clock of its sender."""
+
+    at: float
+    """Unix seconds at which the request was due."""
+    seconds: float
+    """Time from `at` until its last token or its failure."""
+    prompt_tokens: int
+    tokens: int = 0
+    """Tokens that came."""
+    first_token_seconds: float | None = None
+    """TTFT: from `at` to its first token; None if it got none."""
+    token_seconds: float | None = None
+    """TPOT: the mean time between its tokens; None where there were fewer than two."""
+    error: str = ""
+    """Why it failed; empty if it did not."""
+
 
 REQUEST_LOG = "serving.jsonl"
 

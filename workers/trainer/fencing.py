@@ -20,7 +20,6 @@ from confluent_kafka import KafkaError
 from rose.schemas.errors import UsageError
 from rose.topics.catalog import OUTCOMES, TRAINER_PREFIX
 from rose.topics.errors import BusError
-from rose.topics.held_offsets import committed_offsets
 from rose.topics.reader import Reader
 from rose.topics.records import Envelope, InvalidMessage, Place
 from rose.topics.settings import BusSettings
@@ -56,7 +55,7 @@ class FencedCommitter:
             self._mark = reader.commit_metadata([OUTCOMES_PLACE])[
                 OUTCOMES_PLACE
             ]  # read before the offsets: if the offsets are not a newer stream's, the mark is not either
-        offsets = committed_offsets(reader, self.writer, [*places, OUTCOMES_PLACE])
+        offsets = self.writer.committed_offsets(reader, [*places, OUTCOMES_PLACE])
         if not self._settings.embedded:
             stood = {place: offset for place, offset in offsets.items() if offset is not None}
             self.commit(lambda writer: None, {OUTCOMES_PLACE: 0, **stood}, reader)

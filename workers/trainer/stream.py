@@ -37,6 +37,7 @@ import structlog
 from rose.schemas.errors import RoseError, UsageError
 from rose.schemas.progress import Group, GroupState
 from rose.schemas.samples import Sample, SampleOutcome
+from rose.topics.admin import delete_before, lowest_committed
 from rose.topics.catalog import GROUPS, OUTCOMES, SAMPLES, TRAINER_PREFIX
 from rose.topics.dead_letters import dead_lettered_places
 from rose.topics.errors import BusError
@@ -45,7 +46,6 @@ from rose.topics.log_reader import await_transactions, read_to_end
 from rose.topics.metrics import register
 from rose.topics.reader import Reader
 from rose.topics.records import EndOfPartition, Envelope, InvalidMessage, Item, Place
-from rose.topics.retention import delete_before, lowest_committed
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 from rose.workers.trainer import metrics

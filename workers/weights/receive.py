@@ -25,7 +25,7 @@ from torch import Tensor
 from rose.schemas.errors import RoseError, describe_error
 from rose.schemas.weights import ChunkRef, WeightChunk, WeightManifest
 from rose.topics.catalog import CHUNKS
-from rose.topics.fetch import RecordFetch
+from rose.topics.log_reader import RecordFetch
 from rose.topics.metrics import register, unregister
 from rose.topics.reader import Reader
 from rose.topics.records import EndOfPartition, Envelope

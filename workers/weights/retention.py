@@ -21,9 +21,9 @@ from confluent_kafka import KafkaException
 
 from rose.schemas.errors import RoseError
 from rose.schemas.weights import FirstChunk, WeightManifest
+from rose.topics.admin import delete_before
 from rose.topics.catalog import CHUNKS
 from rose.topics.records import Envelope
-from rose.topics.retention import delete_before
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 from rose.workers.weights.chunk_stores import AnchorStore, lowest_offsets

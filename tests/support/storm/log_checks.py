@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import msgpack
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
 
-from rose.pipeline.accounting.audit import audit_log
+from rose.pipeline.audit import audit_log
 from rose.topics.catalog import COMPLETED, DISPATCHED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES
 from rose.topics.dead_letter_headers import OFFSET, PARTITION, TOPIC
 from rose.topics.settings import BusSettings

@@ -16,7 +16,7 @@ from enum import Enum
 from itertools import cycle, islice
 from typing import TypeAlias
 
-from rose.schemas.partitioning import inbox_slot
+from rose.topics.catalog import inbox_slot
 from tests.support.storm.lines import Line, Lines, Sort
 from tests.support.storm.shape import Shape
 

@@ -20,7 +20,7 @@ from typing import TextIO
 import psutil
 
 from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
-from rose.topics.local_broker.process import Broker, free_ports
+from rose.topics.local_broker import Broker, free_ports
 from tests.support.installed_versions import InstalledVersions
 from tests.support.kafka_cluster import Cluster
 from tests.support.lender_server_fixtures import MODEL, server_flags

@@ -19,7 +19,7 @@ from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from rose.topics.admin import create_topics
 from rose.topics.catalog import OUTCOMES, PROMPTS, REQUESTED, SAMPLES, Partitions
-from rose.topics.local_broker.process import QUIET, Broker
+from rose.topics.local_broker import QUIET, Broker
 from rose.topics.queries import offset_in
 from rose.topics.settings import BusSettings
 from tests.support.brokers import flags

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.pipeline.accounting.ledger import Audit, Ledger
+from rose.pipeline.audit import Audit, Ledger
 from rose.schemas.progress import Group, GroupState
 from rose.schemas.prompts import trajectory_id
 from rose.schemas.samples import Outcome, SampleOutcome

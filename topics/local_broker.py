@@ -1,14 +1,25 @@
-"""A broker process on this machine, of any kind: start, check, stop, kill and restart.
+"""A local broker, the embedded default or an Apache Kafka node, behind one interface: start, check, stop and restart.
 
 Keeps true
-- A broker that was started answers on loopback, and every partition has its leader.
+- `start_broker` returns only when the broker answers on loopback and every partition has its leader. The broker does
+  not create a topic because a client names it.
 - The broker never outlives its parent, however the parent ends. A single broker whose parent is killed has time to
   save.
 - All data of a broker and its log are in one folder. A restart on that folder finds every record that was saved.
 - The port stays the same over `restart`, so clients reconnect by themselves.
 - `check` reports a broker that can no longer save the records that it acknowledges.
+- Every Apache Kafka node is broker and controller in one process (KRaft). Every topic and internal topic of a cluster
+  may have a replica on each node, and more than half of the replicas acknowledge.
+
+Example:
+    with start_broker(run_folder / "broker", kafka_home=settings.kafka_home) as broker:
+        ...  # broker.bootstrap is "127.0.0.1:PORT"
+        broker.check()
 """
 
+import base64
+import importlib.metadata
+import importlib.util
 import itertools
 import os
 import random
@@ -18,8 +29,10 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -267,3 +280,184 @@ def _size(file: Path) -> int:
         return file.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+SPARING_JAVA = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+"""Java's options for a start that takes little CPU time."""
+LONE_JAVA = ("-Xmx512m", *SPARING_JAVA)
+"""Java's options for a single node. The process takes about 460 MB, and its start half the CPU time of a start with
+Java's default garbage collector and compilers."""
+JAVA_VERSION = 17
+"""The oldest Java that runs an Apache Kafka 4 broker."""
+
+_JAR = re.compile(r"kafka_\d+\.\d+-(\d+\.\d+\.\d+)\.jar")
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """Ports and folder of one node of a cluster."""
+
+    node: int
+    port: int
+    controller_port: int
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addition:
+    """Settings of a node in addition to those of a plain node."""
+
+    settings: str = ""
+    """Lines appended to server.properties, which override earlier lines. `@PORT@` and the like stand for values."""
+    logging: str = ""
+    """Lines appended to the list of loggers in log4j2.yaml."""
+    format_options: tuple[str, ...] = ()
+    """Options of the tool that formats a new node."""
+    client: Mapping[str, str] = field(default_factory=dict)
+    """librdkafka settings that clients of the node need."""
+
+
+PLAIN = Addition()
+
+
+def lone_node(
+    data_folder: Path, port: int, kafka_home: Path, java: Sequence[str] = LONE_JAVA, addition: Addition = PLAIN
+) -> BrokerKind:
+    """A single node with a formatted folder. Raises BrokerFailed without Kafka or Java, or if the formatting fails.
+
+    `kafka_home`: a folder with Kafka's `libs/`. `java`: Java's options.
+    """
+    own = data_folder / "apache-kafka"
+    own.mkdir(exist_ok=True)
+    [kind] = node_kinds([NodePlace(1, port, free_ports(1)[0], own)], kafka_home, java, addition)
+    return kind
+
+
+def node_kinds(
+    places: list[NodePlace], kafka_home: Path, options: Sequence[str], addition: Addition = PLAIN
+) -> list[BrokerKind]:
+    """Write the configuration of the nodes of one cluster, format new folders, and return how the nodes are run."""
+    libs = kafka_home / "libs"
+    found = sorted(match[1] for jar in libs.glob("kafka_*.jar") if (match := _JAR.fullmatch(jar.name)))
+    if not found:
+        raise BrokerFailed(f"no Apache Kafka in {kafka_home}: KAFKA_HOME is a folder with libs/kafka_SCALA-VERSION.jar")
+    java = [_java(), *options]
+    jars = ["-cp", f"{libs.resolve()}/*"]
+    for place in places:
+        _write_configuration(place, places, addition)
+    _format(places, [*java, *jars], addition.format_options)
+    return [
+        BrokerKind(
+            name=f"Apache Kafka {found[-1]}",
+            command=[*java, f"-Dlog4j2.configurationFile={_logging(place)}", *jars, "kafka.Kafka", str(_server(place))],
+            node=place.node,
+            orphan_signal=signal.SIGTERM if len(places) == 1 else signal.SIGKILL,
+            client_settings=addition.client,
+        )
+        for place in places
+    ]
+
+
+def _write_configuration(place: NodePlace, places: list[NodePlace], addition: Addition) -> None:
+    templates = files("rose.topics")
+    filled = {
+        "@NODE@": str(place.node),
+        "@PORT@": str(place.port),
+        "@CONTROLLER_PORT@": str(place.controller_port),
+        "@VOTERS@": ",".join(f"{each.node}@{HOST}:{each.controller_port}" for each in places),
+        "@LOG_FOLDER@": str(place.folder / "log"),
+        "@COPIES@": str(len(places)),
+        "@ACKNOWLEDGED@": str(len(places) // 2 + 1),
+    }
+    settings = (templates / "kafka-server.properties.in").read_text(encoding="utf-8") + addition.settings
+    for word, value in filled.items():
+        settings = settings.replace(word, value)
+    _server(place).write_text(settings, encoding="utf-8")
+    logging = (templates / "kafka-log4j2.yaml").read_text(encoding="utf-8") + addition.logging
+    _logging(place).write_text(logging, encoding="utf-8")
+
+
+def _format(places: list[NodePlace], java: list[str], options: Sequence[str]) -> None:
+    """Format the folders of new nodes, in parallel. Raises BrokerFailed."""
+    tool = "kafka.tools.StorageTool", "format"
+    cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
+    new = [place for place in places if not (place.folder / "log" / "meta.properties").exists()]
+    formatters = [
+        subprocess.Popen(
+            # with "=", because an id may begin with "-"
+            [*java, *tool, f"--cluster-id={cluster_id}", "-c", str(_server(place)), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+        )
+        for place in new
+    ]
+    said = [formatter.communicate()[0] for formatter in formatters]
+    for place, formatter, told in zip(new, formatters, said, strict=True):
+        if formatter.returncode != 0:
+            raise BrokerFailed(f"Apache Kafka could not format {place.folder / 'log'}: {told.strip()}")
+
+
+def _server(place: NodePlace) -> Path:
+    return place.folder / "server.properties"
+
+
+def _logging(place: NodePlace) -> Path:
+    return place.folder / "log4j2.yaml"
+
+
+def _java() -> str:
+    """The Java program of JAVA_HOME if that is set, otherwise on the PATH. Raises BrokerFailed if it is too old."""
+    home = os.environ.get("JAVA_HOME")
+    java = shutil.which("java", path=None if home is None else f"{home}/bin")
+    advice = f"Apache Kafka needs Java {JAVA_VERSION} or newer: install it, or set JAVA_HOME"
+    if java is None:
+        raise BrokerFailed(f"no Java found{'' if home is None else f' in {home}'}; {advice}")
+    said = subprocess.run([java, "-version"], capture_output=True, encoding="utf-8", errors="replace", check=False)
+    version = re.search(r'version "((?:1\.)?(\d+)[^"]*)"', said.stderr + said.stdout)
+    if version is None or int(version[2]) < JAVA_VERSION:
+        raise BrokerFailed(f"{java} is {f'Java {version[1]}' if version else 'no Java'}; {advice}")
+    return java
+
+
+def start_broker(
+    data_folder: Path, *, kafka_home: Path | None = None, port: int | None = None, kafka_java: Sequence[str] = LONE_JAVA
+) -> Broker:
+    """Start a broker on loopback with its data and log in `data_folder`, and wait until it answers.
+
+    `kafka_home`: a folder with Apache Kafka's `libs/`; None starts the embedded broker. `port`: None picks a free port.
+    `kafka_java`: Java's options for Apache Kafka. Call this from a thread that lives as long as the broker should: the
+    broker ends with that thread. Raises BrokerFailed with a sentence that names the cause and the remedy.
+    """
+    data_folder.mkdir(parents=True, exist_ok=True)
+    data_folder = data_folder.resolve()
+    if port is None:
+        [port] = free_ports(1)
+    kind = (
+        _embedded_kind(data_folder, port)
+        if kafka_home is None
+        else lone_node(data_folder, port, kafka_home, kafka_java)
+    )
+    broker = Broker(kind, data_folder, port)
+    broker.launch()
+    broker.await_ready()
+    return broker
+
+
+def _embedded_kind(data_folder: Path, port: int) -> BrokerKind:
+    package = importlib.util.find_spec("noida_db")
+    if package is None or package.origin is None:
+        raise BrokerFailed(
+            "the embedded broker is not installed: pip install 'rose-rollouts[embedded]', "
+            "or name an Apache Kafka (KAFKA_HOME) or a running cluster (--bootstrap-server)"
+        )
+    binary = Path(package.origin).with_name("noida-db")
+    own = data_folder / "noida-db"
+    options = ["--data-dir", str(own), "--host", HOST, "--only", "kafka", "--kafka-port", str(port)]
+    own.mkdir(exist_ok=True)
+    return BrokerKind(
+        name=f"noida-db {importlib.metadata.version('noida-db')}",
+        command=[str(binary), "start", *options],
+        snapshot=own / "kafka.json",
+    )

@@ -1,19 +1,42 @@
-"""The sections of the configuration that belong to no role. Every field is documented here and nowhere else."""
+"""The settings: every section of the configuration, and the rules that involve several sections.
 
+Keeps true
+- A role's section is the role's own dataclass. The sections that belong to no role are declared here; every field is
+  documented where it is declared and nowhere else.
+- Fields that several roles share (`SHARED`) are set once, in the section that they come from.
+"""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field
+
+from rose.pipeline.control.config import ControlConfig
+from rose.pipeline.routing.config import RouterConfig
 from rose.schemas.errors import UsageError
-from rose.schemas.limits import MAX_GROUP_SIZE, MAX_TURNS
-from rose.schemas.setting_bounds import YEAR_SECONDS, check_bounds, is_http_server
+from rose.schemas.limits import HIGHEST_PORT, MAX_GROUP_SIZE, MAX_TURNS, YEAR_SECONDS, check_bounds, is_http_server
+from rose.schemas.prompts import ENVIRONMENT_CHARACTERS
 from rose.topics.catalog import DEFAULT_RETENTION
 from rose.topics.health import RESTART_WINDOW_SECONDS
+from rose.topics.settings import PREFIX as NAMES
+from rose.topics.settings import check_required_settings
+from rose.workers.environments.config import EnvironmentConfig
+from rose.workers.executor.config import NAME, ExecutorConfig
+from rose.workers.lender.config import EndpointConfig, LenderConfig
+from rose.workers.loadgen.config import LoadgenConfig
+from rose.workers.trainer.config import TrainerConfig
+from rose.workers.weights.config import HOLDS, WeightsConfig
+from rose.workers.weights.trust import run_id
 
 WARM_START = Path(__file__).parents[2] / "workers" / "models" / "calculator"
 """The small policy that comes with ROSE, pre-trained on noisy demonstrations of the calculator task."""
-
-HIGHEST_PORT = 65_535
 
 MOST_PARTITIONS = 65_536
 """Maximum number of partitions of a topic."""
@@ -285,3 +308,137 @@ class TasksSection:
                 "held_out_seed": (0, MOST_FIRST_SEED),
             },
         )
+
+
+SHARED: Mapping[str, tuple[str, ...]] = {
+    "environment.model_folder": ("model.folder",),
+    "environment.model_id": ("model.id",),
+    "executor.model_folder": ("model.folder",),
+    "executor.model_id": ("model.id",),
+    "trainer.model_folder": ("model.folder",),
+    "trainer.model_id": ("model.id",),
+    "trainer.run_folder": ("run.folder", "run.name"),
+    "trainer.seed": ("run.seed",),
+    "users.model_folder": ("serving.folder",),
+    "users.run_folder": ("run.folder", "run.name"),
+    "weights.run": ("run.name",),
+}
+"""Fields of roles that are set from other sections: from one field, or as a path from several."""
+
+
+NAMESPACE_CHARACTERS = 100
+"""Maximum length of a namespace: a manifest must be able to name the run, and Kafka the topics."""
+
+NAMESPACE = re.compile(rf"[A-Za-z0-9._-]{{0,{NAMESPACE_CHARACTERS}}}")
+
+
+class Settings(BaseModel):
+    """All sections. Each one is a frozen dataclass, declared in the package that it belongs to."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+    run: RunSection = Field(default_factory=RunSection)
+    broker: BrokerSection = Field(default_factory=BrokerSection)
+    topics: TopicsSection = Field(default_factory=TopicsSection)
+    model: ModelSection = Field(default_factory=ModelSection)
+    environment: EnvironmentConfig
+    executor: ExecutorConfig
+    lender: LenderConfig = Field(default_factory=LenderConfig)
+    endpoint: EndpointConfig = Field(default_factory=EndpointConfig)
+    serving: ServingSection = Field(default_factory=ServingSection)
+    users: LoadgenConfig
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    control: ControlConfig = Field(default_factory=ControlConfig)
+    trainer: TrainerConfig
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    metrics: MetricsSection = Field(default_factory=MetricsSection)
+    tracing: TracingSection = Field(default_factory=TracingSection)
+    tasks: TasksSection = Field(default_factory=TasksSection)
+
+
+def section_types() -> dict[str, type]:
+    """Return every section's dataclass by name, in the order in which sections are shown."""
+    return {
+        name: field.annotation for name, field in Settings.model_fields.items() if isinstance(field.annotation, type)
+    }
+
+
+def check_together(settings: Settings) -> None:
+    """Check the rules that involve several sections. Raises UsageError."""
+    run, topics, environment, trainer = settings.run, settings.topics, settings.environment, settings.trainer
+    executor, held = settings.executor, HOLDS.get(settings.executor.dtype, ())
+    fits = {
+        f"executor.dtype ({executor.dtype}) must be one of {', '.join(HOLDS)}": bool(held),
+        f"weights.dtype ({settings.weights.dtype}) cannot be held exactly by engines in executor.dtype "
+        f"({executor.dtype}): leave weights.dtype out": (settings.weights.dtype or executor.dtype) in held,
+        f"environment.window_groups ({environment.window_groups}) is less than trainer.groups_per_step "
+        f"({trainer.groups_per_step}): the trainer would wait for groups that may not open": (
+            environment.window_groups >= trainer.groups_per_step  # of each worker: all homes may fall to one
+        ),
+        f"run.name ({run.name!r}) names a folder of its own in run.folder": run.name not in ("", ".", ".."),
+        f"run.environment_workers ({run.environment_workers}) is more than topics.home_partitions "
+        f"({topics.home_partitions}): some would have nothing to do": (
+            run.environment_workers <= topics.home_partitions
+        ),
+        f"model.id ({settings.model.id!r}) may have 1 to 128 characters, of A-Z a-z 0-9 . _ : -": (
+            NAME.fullmatch(settings.model.id) is not None
+        ),
+        f"topics.cells ({topics.cells}) is more than topics.home_partitions or topics.inbox_slots "
+        f"({topics.home_partitions} and {topics.inbox_slots}): each cell has some of both": (
+            topics.cells <= min(topics.home_partitions, topics.inbox_slots)
+        ),
+        f"topics.cells ({topics.cells}) must be 1 to 65536": 1 <= topics.cells <= 2**16,
+        f"topics.turns_retention_seconds ({topics.turns_retention_seconds:.12g}) is less than environment."
+        f"turn_patience_seconds ({environment.turn_patience_seconds:.12g}): turns could be deleted while they wait": (
+            topics.turns_retention_seconds >= environment.turn_patience_seconds
+        ),
+        f"environment.max_context_tokens ({environment.max_context_tokens}) is more than executor.max_model_len "
+        f"({executor.max_model_len})": environment.max_context_tokens <= executor.max_model_len,
+    }
+    for path, names in {
+        "tasks.environment": (settings.tasks.environment,),
+        "environment.environments": environment.environments,
+    }.items():
+        what = f"{path}: the name of an environment has 1 to {ENVIRONMENT_CHARACTERS} characters"
+        fits[what] = all(1 <= len(name) <= ENVIRONMENT_CHARACTERS for name in names)
+    for sentence, holds in fits.items():
+        if not holds:
+            raise UsageError(sentence)
+    if not NAMESPACE.fullmatch(settings.broker.namespace):
+        raise UsageError(
+            f"broker.namespace ({settings.broker.namespace!r}) begins the names of topics: it may have "
+            f"{NAMESPACE_CHARACTERS} characters, of A-Z a-z 0-9 . _ -"
+        )
+    if NAMES in settings.broker.namespace:
+        raise UsageError(
+            f"broker.namespace ({settings.broker.namespace!r}) has {NAMES} in it, with which names behind a namespace "
+            "begin: rights to another one would reach into this one"
+        )
+    check_required_settings(settings.broker.properties, settings.broker.bootstrap_server)
+    run_id(settings.broker.namespace, run.name)  # raises UsageError for a name that no manifest can have
+
+
+BASES = ("builtins", "enum", "msgspec")
+"""Packages whose base classes declare no documented fields."""
+
+
+@cache
+def field_docs(declared_by: type) -> dict[str, str]:
+    """Return, by field or member of a class, the string that follows its declaration, on one line."""
+    sentences: dict[str, str] = {}
+    for ancestor in reversed([each for each in declared_by.__mro__ if each.__module__.partition(".")[0] not in BASES]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(ancestor))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for declaration, follower in zip(body.body, body.body[1:], strict=False):
+            match declaration:
+                case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
+                    pass
+                case _:
+                    continue
+            if (
+                isinstance(follower, ast.Expr)
+                and isinstance(follower.value, ast.Constant)
+                and isinstance(follower.value.value, str)
+            ):
+                sentences[name] = " ".join(inspect.cleandoc(follower.value.value).split())
+    return sentences

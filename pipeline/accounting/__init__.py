@@ -1,1 +1,0 @@
-"""The state of every trajectory: the ledger and the audit of the conservation law."""

@@ -1,1 +1,0 @@
-"""Reference pages of the documentation that are generated from the code."""
