@@ -30,10 +30,9 @@ from typing import NamedTuple
 from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat, WorkerClass
 from rose.schemas.sampled_tokens import SampledTokens, VersionSpan
 from rose.schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnResult, TurnTimes
-from rose.workers.executor.heartbeat_writer import HeartbeatWriter
 from rose.workers.executor.inbox import Inbox, InboxAction
 from rose.workers.executor.ipc.messages import EngineStatus, TurnFinished
-from rose.workers.executor.results import ExecutorIncarnation, finished_result, refused_result
+from rose.workers.executor.records import ExecutorIncarnation, HeartbeatWriter, finished_result, refused_result
 from rose.workers.executor.vllm.types import FinishedTurn
 
 INCARNATION, VERSION = 1, 0

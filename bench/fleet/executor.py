@@ -32,7 +32,6 @@ from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import MAX_HELD_TURNS, TTL_SECONDS, ExecutorState, SlackHeartbeat, WorkerClass
 from rose.schemas.turns import Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
 from rose.workers.executor.grants import UNRESTRICTED, IntakeGate, Lease, Permission
-from rose.workers.executor.heartbeat_writer import HeartbeatWriter
 from rose.workers.executor.inbox import Inbox, InboxAction, kv_tokens_needed
 from rose.workers.executor.ipc.messages import (
     ABORTED,
@@ -43,7 +42,13 @@ from rose.workers.executor.ipc.messages import (
     Suspend,
     TurnFinished,
 )
-from rose.workers.executor.results import ExecutorIncarnation, finished_result, refused_result, resumed_context
+from rose.workers.executor.records import (
+    ExecutorIncarnation,
+    HeartbeatWriter,
+    finished_result,
+    refused_result,
+    resumed_context,
+)
 from rose.workers.lender.kv_budget import KvBudget, KvShares, KvUsage
 
 BEAT_SECONDS = 0.2

@@ -31,7 +31,6 @@ from rose.topics.settings import BusSettings
 from rose.workers.executor.config import ExecutorConfig
 from rose.workers.executor.grants import Lease
 from rose.workers.executor.ipc.engine_client import EngineClient
-from rose.workers.executor.main import run_executor
 from rose.workers.executor.vllm.folder import check_folder
 from rose.workers.lender.config import LendConfig, LenderConfig
 from rose.workers.lender.observe import observe
@@ -182,6 +181,8 @@ def _run_connection(plan: LendingPlan, shapes: Mapping[str, tuple[int, ...]], pa
         if settings is None:
             observe(client, stop)
             return
+        from rose.workers.executor.loop import run_executor  # not in the watchdog, nor in an observer
+
         job = run_id(settings.namespace, plan.weights.run)
         lease = Lease(job, grant_required=plan.lender.needs_grant)
         run_executor(

@@ -31,10 +31,9 @@ from vllm.v1.request import Request, RequestStatus
 from rose.schemas.prompts import Sampling
 from rose.schemas.sampled_tokens import SampledTokensBuilder
 from rose.schemas.turns import TurnTimes
-from rose.workers.executor.vllm.backend import InProcessBackend, ModelBackend
-from rose.workers.executor.vllm.cpu_runner import zero_new_blocks
+from rose.workers.executor.vllm.engine_core import InProcessBackend, ModelBackend, start_core
 from rose.workers.executor.vllm.folder import read_folder
-from rose.workers.executor.vllm.start import start_core
+from rose.workers.executor.vllm.model_runner import zero_new_blocks
 from rose.workers.executor.vllm.types import (
     EngineBroken,
     EngineConfig,
@@ -43,26 +42,11 @@ from rose.workers.executor.vllm.types import (
     EngineStartError,
     FinishedTurn,
     HeldTurn,
-    ModelFolderError,
     StepResult,
     SwapRefused,
     first_line,
 )
 from rose.workers.model_config import check_context_length
-
-__all__ = [
-    "Engine",
-    "EngineBroken",
-    "EngineConfig",
-    "EngineLoad",
-    "EngineRefusal",
-    "EngineStartError",
-    "FinishedTurn",
-    "HeldTurn",
-    "ModelFolderError",
-    "StepResult",
-    "SwapRefused",
-]
 
 LEAST_TEMPERATURE = 0.01
 """vLLM silently raises lower temperatures other than 0 to this value."""

@@ -29,7 +29,7 @@ from rose.workers.executor.config import ExecutorConfig
 from rose.workers.executor.ipc.engine_client import EngineClient
 from rose.workers.executor.ipc.messages import EngineFailed, MessageSender
 from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
-from rose.workers.executor.main import run_executor
+from rose.workers.executor.loop import run_executor
 from rose.workers.executor.vllm.folder import check_folder
 from rose.workers.executor.vllm.types import EngineBroken
 from rose.workers.lender.config import EndpointConfig

@@ -13,8 +13,9 @@ from pathlib import Path
 from rose.schemas.prompts import Sampling
 from rose.workers.executor.ipc.messages import NextWork, WorkKind
 from rose.workers.executor.step_cost import StepCost
-from rose.workers.executor.vllm.backend import InProcessBackend, ModelBackend
-from rose.workers.executor.vllm.engine import Engine, EngineConfig
+from rose.workers.executor.vllm.engine import Engine
+from rose.workers.executor.vllm.engine_core import InProcessBackend, ModelBackend
+from rose.workers.executor.vllm.types import EngineConfig
 from rose.workers.lender.config import LendConfig
 from rose.workers.lender.vllm.kv_pool import KvPool
 from rose.workers.lender.vllm.kv_sharing import KvSharing, guest_pool

@@ -17,7 +17,7 @@ from typing import Any
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import Request
 
-from rose.workers.executor.vllm.backend import kv_cache_address
+from rose.workers.executor.vllm.engine_core import kv_cache_address
 from rose.workers.lender.admission import Admission, ServingState
 from rose.workers.lender.vllm.kv_pool import CachePages, KvPool, blocks_are_contiguous
 

@@ -26,7 +26,7 @@ from vllm.v1.executor.abstract import Executor
 
 from rose.schemas.errors import RoseError
 from rose.workers.executor.ipc.weight_buffers import StagedTensors
-from rose.workers.executor.vllm.backend import BackendWeights
+from rose.workers.executor.vllm.engine_core import BackendWeights
 from rose.workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused
 from rose.workers.executor.vllm.weights import check_version
 from rose.workers.lender.process_id import ProcessId

@@ -29,8 +29,8 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from rose.schemas.errors import describe_error
 from rose.workers.executor.ipc.messages import TensorLayout
 from rose.workers.executor.ipc.weight_buffers import StagedTensors
-from rose.workers.executor.vllm.backend import patch_runner, release_runner
-from rose.workers.executor.vllm.start import hide_llvmlite
+from rose.workers.executor.vllm.engine_core import hide_llvmlite
+from rose.workers.executor.vllm.model_runner import patch_runner, release_runner
 from rose.workers.executor.vllm.weights import PolicyWeights, keep_unpacked_weights
 from rose.workers.lender.process_id import ProcessId, current_process_id
 from rose.workers.lender.vllm.kv_pool import return_all_pages
