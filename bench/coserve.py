@@ -34,8 +34,8 @@ from bench.coserving.results import checks, peers, standings, worst
 from bench.coserving.server import LENT, LONGEST_TOKENS, SERVED, VOCABULARY, Launch, Server, lending, make_model, serve
 from bench.coserving.windows import Budgets, Window, busy, figures, run_window
 from rose.schemas.errors import RoseError
-from rose.workers.loadgen.completion_stream import StreamedCompletion
 from rose.workers.loadgen.config import SQUARE
+from rose.workers.loadgen.requests import StreamedCompletion
 from rose.workers.loadgen.traces import TraceScaling, TraceWindow, read_trace, scale_requests
 
 TRIES = 3

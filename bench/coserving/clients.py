@@ -22,7 +22,7 @@ import time
 import aiohttp
 import msgspec
 
-from rose.workers.loadgen.completion_stream import StreamedCompletion, completion_body, http_session, stream_completion
+from rose.workers.loadgen.requests import StreamedCompletion, completion_body, http_session, stream_completion
 from rose.workers.loadgen.traces import FIRST_WORD, Request
 
 REQUEST_SECONDS = 120.0

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from bench.coserving.clients import REQUEST_SECONDS
 from bench.coserving.server import MODEL_NAME, Server
 from rose.schemas.errors import RoseError
-from rose.workers.loadgen.completion_stream import StreamedCompletion, completion_body, http_session, stream_completion
+from rose.workers.loadgen.requests import StreamedCompletion, completion_body, http_session, stream_completion
 from rose.workers.loadgen.traces import TraceWindow
 
 LEAST, WANTED, MOST = 0.17, 0.24, 0.33

@@ -15,7 +15,7 @@ from bench.check import Check
 from bench.coserving.arms import AGAIN, ALONE, Arm, Promise
 from bench.coserving.figures import Ratio, Summary, harvest, latency, percentile, ratio, summary
 from bench.coserving.windows import Budgets, Window, figures
-from rose.workers.loadgen.completion_stream import StreamedCompletion
+from rose.workers.loadgen.requests import StreamedCompletion
 
 COMPARED = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "gap_p99_ms", "prefix_hit_rate")
 """Figures whose ratio over alone is given."""

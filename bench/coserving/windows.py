@@ -19,7 +19,7 @@ from bench.coserving.clients import REQUEST_SECONDS, Rolled, Used, UserOrders
 from bench.coserving.figures import attainment, covered, latency, percentile
 from bench.coserving.processes import Client
 from bench.coserving.server import MODEL_NAME, Server
-from rose.workers.loadgen.completion_stream import StreamedCompletion
+from rose.workers.loadgen.requests import StreamedCompletion
 from rose.workers.loadgen.traces import TraceWindow
 
 SETTLE_SECONDS = 2.0

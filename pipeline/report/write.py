@@ -14,7 +14,7 @@ from rose.pipeline.report.lending import LatencyBudgets, seconds_of_lending, sum
 from rose.pipeline.report.summary import Machine, Success, Summary, describe_machine, summarise
 from rose.schemas.errors import UsageError
 from rose.topics.settings import BusSettings
-from rose.workers.loadgen.request_log import read_request_log
+from rose.workers.loadgen.requests import read_request_log
 from rose.workers.trainer.step_log import read_step_log
 
 SUMMARY, REPORT, MOMENTS = "summary.json", "report.html", "moments.jsonl"

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from bench.coserving.clients import Rolled, RolloutOrders, UserOrders, roll, use
-from rose.workers.loadgen.completion_stream import StreamedCompletion, http_session, stream_completion
+from rose.workers.loadgen.requests import StreamedCompletion, http_session, stream_completion
 from rose.workers.loadgen.traces import Request
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -22,7 +22,7 @@ from bench.coserving.pace import LEAST, MOST, PaceError, search
 from bench.coserving.results import checks, peers, standings, worst
 from bench.coserving.server import Server, ServerError
 from bench.coserving.windows import Budgets, Window, busy, figures, flaw, late
-from rose.workers.loadgen.completion_stream import StreamedCompletion
+from rose.workers.loadgen.requests import StreamedCompletion
 
 times = st.lists(st.floats(0, 100), min_size=1, max_size=50)
 BUDGETS = Budgets(ttft=0.1, tpot=0.02)

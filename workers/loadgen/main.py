@@ -20,9 +20,14 @@ import structlog
 
 from rose.schemas.errors import UsageError
 from rose.schemas.user_requests import UserRequest
-from rose.workers.loadgen.completion_stream import StreamedCompletion, completion_body, http_session, stream_completion
 from rose.workers.loadgen.config import LoadgenConfig
-from rose.workers.loadgen.request_log import RequestLog
+from rose.workers.loadgen.requests import (
+    RequestLog,
+    StreamedCompletion,
+    completion_body,
+    http_session,
+    stream_completion,
+)
 from rose.workers.loadgen.traces import Arrival, Request, TraceScaling, TraceWindow, read_trace, scale_requests
 
 REQUEST_SECONDS = 60.0

@@ -233,7 +233,7 @@ class ObservationReport(Message, frozen=True):
     idle_seconds: float
     """Part of `seconds` without a request."""
     stretches: tuple[int, ...]
-    """Number of ended idle stretches, by bucket as in `rose.workers.lender.idle_stretches`."""
+    """Number of ended idle stretches, by bucket as in `rose.workers.lender.observe`."""
     stretch_seconds: float
     """Sum of the ended idle stretches."""
     running: int

@@ -31,6 +31,7 @@ from rose.schemas.prompts import MIN_TEMPERATURE, Sampling
 from rose.schemas.sampled_tokens import SampledTokensBuilder
 from rose.schemas.turns import TurnTimes
 from rose.workers.executor.config import ExecutorConfig
+from rose.workers.executor.ipc.engine_client import StagedTensors
 from rose.workers.executor.ipc.messages import (
     ABORTED,
     COMMAND_DECODER,
@@ -48,11 +49,10 @@ from rose.workers.executor.ipc.messages import (
     WeightsStaged,
 )
 from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
-from rose.workers.executor.ipc.weight_buffers import StagedTensors
 from rose.workers.executor.vllm.types import EngineBroken, EngineRefusal, FinishedTurn, SwapRefused
 from rose.workers.lender.config import EndpointConfig
 from rose.workers.lender.endpoint.concurrency_limit import AimdLimit, LatencyWindow, TokenRates, exceeds_budget
-from rose.workers.lender.endpoint.protocol import Endpoint, TurnChunk, TurnLost
+from rose.workers.lender.endpoint.server_interface import Endpoint, TurnChunk, TurnLost
 from rose.workers.lender.endpoint.versions import EndpointVersions
 
 LATENCY_WINDOW_SECONDS = 1.0

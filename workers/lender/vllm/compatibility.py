@@ -7,7 +7,7 @@ Keeps true
   checked only for the parts that the observation uses.
 
 The parts are the wrapped methods of the engine-core process, and the names that a guest has its own value of
-(`process_globals`). The parts of vLLM that the rollout engine itself uses are in `rose.workers.executor.vllm`, and are
+(`host_process`). The parts of vLLM that the rollout engine itself uses are in `rose.workers.executor.vllm`, and are
 covered by its tests.
 """
 
