@@ -21,11 +21,10 @@ from prometheus_client.registry import Collector
 from rose.topics.health import HEALTH
 from rose.topics.metrics import register, unregister
 from rose.workers.executor.ipc.engine_client import EngineClient
-from rose.workers.executor.ipc.messages import MessageSender, ObservationReport
-from rose.workers.executor.ipc.shared_memory import RingBuffer
+from rose.workers.executor.ipc.messages import ObservationReport
 from rose.workers.executor.metrics import SERVING_REQUESTS
 from rose.workers.lender.config import LendConfig
-from rose.workers.lender.sidecar_link import Connection, SidecarListener
+from rose.workers.lender.sidecar_link import CurrentSidecar, SidecarListener
 
 LOG_SECONDS = 60.0
 """Seconds between two log lines."""
@@ -94,7 +93,7 @@ def observe_core(core: Any, config: LendConfig, wake: Callable[[], None], log: L
     def take_input() -> None:
         core.process_input_queue_block = True
         listener.arm_wakeup()
-        if listener.connection is not observer.link:
+        if observer.sidecar.changed:
             core.process_input_queue_block = False
         process_input_queue()
         if core.scheduler.has_requests():
@@ -116,9 +115,7 @@ class Observer:
 
     def __init__(self, scheduler: Any, listener: SidecarListener) -> None:
         self.idleness = IdleStretches(time.monotonic())
-        self.link: Connection | None = None
-        """The listener's connection at the last step."""
-        self._listener = listener
+        self.sidecar = CurrentSidecar(listener)
         self._pool = scheduler.kv_cache_manager.block_pool
         self._scheduler = scheduler
         kv = scheduler.kv_cache_config
@@ -127,29 +124,22 @@ class Observer:
         self._most_blocks = 0
         """Most blocks that were held since the last report."""
         self._report_at = 0.0
-        self._reports: MessageSender | None = None
 
     def on_step(self) -> None:
         """Update the counts, and report if it is time. Call it after each step of the loop."""
         self._most_blocks = max(self._most_blocks, self._held_blocks)
-        if self._listener.connection is not self.link:
-            self._switch_connection()
-        now = time.monotonic()
-        if self._reports is not None and now >= self._report_at and not len(self._reports):
+        if self.sidecar.changed:
+            self.sidecar.switch()
+        now, reports = time.monotonic(), self.sidecar.reports
+        if reports is not None and now >= self._report_at and not len(reports):
             self._report_at = now + REPORT_SECONDS
-            self._reports.send(self._report(now))
+            reports.send(self._report(now))
             self._most_blocks = 0
 
     @property
     def _held_blocks(self) -> int:
         """Blocks of serving's requests, without cached prefixes that no request holds."""
         return int(self._blocks - self._pool.get_num_free_blocks())
-
-    def _switch_connection(self) -> None:
-        while self._listener.closed:  # first: the connection that is used from now on may end at any moment
-            self._listener.closed.pop().close()
-        self.link = self._listener.connection
-        self._reports = None if self.link is None else MessageSender(RingBuffer(self.link.channel.reports))
 
     def _report(self, now: float) -> ObservationReport:
         running, waiting = self._scheduler.get_request_counts()
