@@ -30,7 +30,7 @@ from bench.coserving.curve import draw
 from bench.coserving.figures import latency, percentile
 from bench.coserving.pace import first_guess, search, unloaded
 from bench.coserving.report import show
-from bench.coserving.results import checks, peers, standings, worst
+from bench.coserving.results import checks, published_ratios, standings, worst
 from bench.coserving.server import LENT, LONGEST_TOKENS, SERVED, VOCABULARY, Launch, Server, lending, make_model, serve
 from bench.coserving.windows import Budgets, Window, busy, figures, run_window
 from rose.schemas.errors import RoseError
@@ -150,7 +150,7 @@ def result(
         "budgets_ms": {"ttft": 1000 * promised.ttft, "tpot": 1000 * promised.tpot},
         "checks": checks(arms, found),
         "arms": found,
-        "peers": peers() if arguments.trace.startswith(SQUARE) else {},
+        "peers": published_ratios() if arguments.trace.startswith(SQUARE) else {},
         "worst": worst(windows),
         "windows": [
             {

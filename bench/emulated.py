@@ -277,7 +277,7 @@ class EmulatedExecutor:
         self._heartbeats = HeartbeatWriter(self._start, slot)
         self._received: dict[TurnKey, float] = {}
 
-    def take(self, dispatch: TurnDispatch, work: Work, now: float) -> TurnResult | None:
+    def on_dispatch(self, dispatch: TurnDispatch, work: Work, now: float) -> TurnResult | None:
         """Take a dispatch on, of which `work` says what it will come to; or refuse it."""
         answer = self._inbox.on_dispatch(dispatch, VERSION, offset=dispatch.offset)
         if answer.action is InboxAction.ACCEPT:
@@ -290,10 +290,10 @@ class EmulatedExecutor:
         """What it has answered up to now."""
         return [(self._answer(each), each) for each in self.engine.advance(now)]
 
-    def beat(self, now: float) -> SlackHeartbeat:
+    def heartbeat(self, now: float) -> SlackHeartbeat:
         """How it stands."""
         engine, machine = self.engine, self.engine.machine
-        tick = EngineStatus(
+        status = EngineStatus(
             version=VERSION,
             device=f"emulated {machine.kind}",
             running=engine.running,
@@ -308,7 +308,7 @@ class EmulatedExecutor:
         )
         state = ExecutorState.READY
         return self._heartbeats.next_heartbeat(
-            tick, self._inbox, state=state, version=VERSION, pause_reason="", now=now
+            status, self._inbox, state=state, version=VERSION, pause_reason="", now=now
         )
 
     def _answer(self, finished: Finished) -> TurnResult:

@@ -1,6 +1,6 @@
 """How an update is cut before it is coded, and the codecs that are measured on it.
 
-Keeps true: every codec codes the same words. ROSE's gets slices, as the weight transfer cuts them. For sizes the peers
+Keeps true: every codec codes the same words. ROSE's gets slices, as the weight transfer cuts them. For sizes the others
 get whole tensors, so that they pay for one payload a tensor; for speeds they get slices too, which stay in the cache.
 """
 
@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from bench.peer_codecs import PEERS, Codec, Words
+from bench.other_codecs import OTHER_CODECS, Codec, Words
 from bench.weight_deltas import Version
 from rose.workers.weights.codec import decode, encode
 from rose.workers.weights.layout import matrix, slices_of, whole
@@ -23,7 +23,7 @@ def _decode(old: Words, payload: bytes) -> Words:
     return decode(old, payload, DTYPE).astype(np.uint16, copy=False)
 
 
-CODECS: Mapping[str, Codec] = {OURS: Codec(partial(encode, dtype=DTYPE), _decode), **PEERS}
+CODECS: Mapping[str, Codec] = {OURS: Codec(partial(encode, dtype=DTYPE), _decode), **OTHER_CODECS}
 """By name; ROSE's first."""
 
 

@@ -90,7 +90,7 @@ def standings(arms: Sequence[Arm], windows: Sequence[Window], budgets: Budgets) 
     }
 
 
-def peers() -> dict[str, dict[str, float]]:
+def published_ratios() -> dict[str, dict[str, float]]:
     """By way of llm-d's, its published figures over those that it published of serving alone."""
     alone, *others = BATCH_GATEWAY
     return {

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from bench.coserving.clients import Rolled, RolloutOrders, UserOrders, roll, use
+from bench.coserving.clients import RolloutResult, RolloutTask, UserTask, run_rollouts, send_requests
 from rose.workers.loadgen.requests import StreamedCompletion, http_session, stream_completion
 from rose.workers.loadgen.traces import Request
 
@@ -99,7 +99,7 @@ async def test_users_never_wait_for_answers() -> None:
 
     requests = [Request(at=0.005 * i, prompt=[5, 6], tokens=1) for i in range(20)]
     async with serving(handler) as url:
-        used = await asyncio.wait_for(use(UserOrders(url, "m", "s", requests), time.monotonic()), 30)
+        used = await asyncio.wait_for(send_requests(UserTask(url, "m", "s", requests), time.monotonic()), 30)
     assert [answer.error for answer in used.answers] == [""] * 20
     assert max(answer.sent for answer in used.answers) <= min(answer.moments[0] for answer in used.answers)
 
@@ -112,9 +112,9 @@ async def test_a_trajectory_goes_on_from_all_its_tokens() -> None:
         seen.append(asked["prompt"])
         return await streamed(request, tokens(*range(7, 7 + asked["max_tokens"])), LAST)
 
-    rolled = Rolled([], [], [])
+    rolled = RolloutResult([], [], [])
     async with serving(handler) as url:
-        rolling = asyncio.create_task(roll(RolloutOrders(url, "m", 1, None, 99), rolled))
+        rolling = asyncio.create_task(run_rollouts(RolloutTask(url, "m", 1, None, 99), rolled))
         while len(seen) < 3:
             await asyncio.sleep(0.01)
         rolling.cancel()

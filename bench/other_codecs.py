@@ -76,7 +76,7 @@ def gap_zstd_decode(old: Words, payload: bytes) -> Words:
     return new
 
 
-PEERS: Mapping[str, Codec] = {
+OTHER_CODECS: Mapping[str, Codec] = {
     "coo": Codec(coo_encode, coo_decode),
     "xor_zstd": Codec(xor_zstd_encode, xor_zstd_decode),
     "gap_zstd": Codec(gap_zstd_encode, gap_zstd_decode),
