@@ -11,8 +11,8 @@ from rose.topics.settings import BusSettings
 
 
 def start_program(program: str, settings: BusSettings, *, number: int = 0) -> "subprocess.Popen[bytes]":
-    """Start a program of `bench.children` in its own process. `number`: number of the router, of several."""
-    command = [sys.executable, "-m", "bench.children", program, json.dumps(asdict(settings)), f"--number={number}"]
+    """Start a program of `bench.bus_programs` in its own process. `number`: number of the router, of several."""
+    command = [sys.executable, "-m", "bench.bus_programs", program, json.dumps(asdict(settings)), f"--number={number}"]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 

@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.check import Check, Section
-from bench.other_codecs import OTHER_CODECS, Words
+from bench.delta_codecs import CODECS, OTHER_CODECS, OURS, Words, slices, tensors
 from bench.weight_deltas import Version, updates
-from bench.weight_slices import CODECS, OURS, slices, tensors
 from bench.weight_speeds import keep
 from rose.workers.weights.codec import DENSE
 

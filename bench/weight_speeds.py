@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.check import Check, Section
-from bench.other_codecs import OTHER_CODECS, Words
+from bench.delta_codecs import CODECS, OTHER_CODECS, OURS, Words, slices
 from bench.weight_deltas import Version
-from bench.weight_slices import CODECS, OURS, slices
 from rose.schemas.errors import RoseError
 
 PASSES = 5

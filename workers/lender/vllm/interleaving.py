@@ -117,7 +117,10 @@ class ServingView:
         now = time.monotonic()
         behind = time.time() - now
         return ServingState(
-            prefills=[(min(now, request.arrival_time - behind), _prompt_tokens_left(request)) for request in first],
+            prefills=[
+                (min(now, request.arrival_time - behind), max(0, request.num_tokens - request.num_computed_tokens))
+                for request in first
+            ],
             last_tokens=[at for request in running if (at := self._last.get(request.request_id)) is not None],
             waiting=waiting,
             queued=self.has_unread,
@@ -142,11 +145,6 @@ class ServingView:
                 self._last[name] = ended
         if len(self._last) > len(self._scheduler.requests):  # some were aborted
             self._last = {name: at for name, at in self._last.items() if name in self._scheduler.requests}
-
-
-def _prompt_tokens_left(request: Any) -> int:
-    left: int = request.num_tokens - request.num_computed_tokens
-    return max(0, left)
 
 
 class StepInterleaver:
