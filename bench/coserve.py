@@ -32,11 +32,11 @@ from bench.coserving.pace import first_guess, search, unloaded
 from bench.coserving.report import show
 from bench.coserving.results import checks, published_ratios, standings, worst
 from bench.coserving.server import LENT, LONGEST_TOKENS, SERVED, VOCABULARY, Launch, Server, lending, make_model, serve
+from bench.coserving.square import SQUARE, read_arrivals
 from bench.coserving.windows import Budgets, Window, busy, figures, run_window
 from rose.schemas.errors import RoseError
-from rose.workers.loadgen.config import SQUARE
 from rose.workers.loadgen.requests import StreamedCompletion
-from rose.workers.loadgen.traces import TraceScaling, TraceWindow, read_trace, scale_requests
+from rose.workers.loadgen.traces import TraceScaling, TraceWindow, scale_requests
 
 TRIES = 3
 """Windows that an arm may have in a round until one counts."""
@@ -109,7 +109,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         longest=LONGEST_TOKENS,
         vocabulary=VOCABULARY,
     )
-    work = scale_requests(read_trace(arguments.trace, first=arguments.first, count=arguments.requests), shape)
+    work = scale_requests(read_arrivals(arguments.trace, first=arguments.first, count=arguments.requests), shape)
     with ExitStack() as stack:
         model, lent = make_model(folder / "model", SERVED), make_model(folder / "lent", LENT)
         plain = stack.enter_context(serve(Launch(), model, folder / "server-0.log"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from bench.check import Check
 from bench.coserving.arms import AGAIN, ALONE, Arm, Promise
-from bench.coserving.figures import Ratio, Summary, harvest, latency, percentile, ratio, summary
+from bench.coserving.figures import Ratio, Summary, harvest, latency, outside_seconds, percentile, ratio, summary
 from bench.coserving.windows import Budgets, Window, figures
 from rose.workers.loadgen.requests import StreamedCompletion
 
@@ -220,7 +220,7 @@ def _wait(window: Window, answer: StreamedCompletion, answered: Sequence[Streame
         "second": answer.due - window.start,
         "ttft": 1000 * (first - answer.due),
         "client": 1000 * (answer.sent - answer.due),
-        "outside": 1000 * answer.outside_seconds,
+        "outside": 1000 * outside_seconds(answer),
         "queue": 1000 * answer.queue_seconds,
         "prefill": 1000 * answer.prefill_seconds,
         "prompt": answer.prompt_tokens,

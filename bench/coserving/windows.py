@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from bench.coserving.arms import Arm
 from bench.coserving.clients import REQUEST_SECONDS, RolloutResult, UserResult, UserTask
-from bench.coserving.figures import attainment, covered, latency, percentile
+from bench.coserving.figures import attainment, covered, engine_seconds, latency, outside_seconds, percentile
 from bench.coserving.processes import Client
 from bench.coserving.server import MODEL_NAME, Server
 from rose.workers.loadgen.requests import StreamedCompletion
@@ -136,9 +136,9 @@ def figures(window: Window, budgets: Budgets) -> dict[str, float]:
         "ttft": [each.ttft for each in latencies],
         "tpot": [each.tpot for each in latencies if each.tpot is not None],
         "gap": [later - one for each in answered for one, later in pairwise(each.moments)],
-        "outside": [answer.outside_seconds for answer in answered],
+        "outside": [outside_seconds(answer) for answer in answered],
         "queue": [answer.queue_seconds for answer in answered],
-        "waited": [answer.outside_seconds + answer.queue_seconds for answer in answered],
+        "waited": [outside_seconds(answer) + answer.queue_seconds for answer in answered],
     }
     end = max([window.start + window.seconds, *(answer.moments[-1] for answer in answered)])
     prompt = sum(answer.prompt_tokens for answer in answered)
@@ -170,7 +170,7 @@ def busy(window: Window) -> float:
 
     By the server's own durations, each ending where its last token came: time in HTTP is not the engine's.
     """
-    held = [(each.moments[-1] - each.engine_seconds, each.moments[-1]) for each in window.answers if each.moments]
+    held = [(each.moments[-1] - engine_seconds(each), each.moments[-1]) for each in window.answers if each.moments]
     return covered(held, window.start, window.start + window.seconds)
 
 

@@ -50,19 +50,6 @@ class StreamedCompletion(msgspec.Struct):
     """Seconds from the first token to the last token."""
     error: str = ""
 
-    @property
-    def engine_seconds(self) -> float:
-        """Seconds from the scheduler's queue to the last token."""
-        return self.queue_seconds + self.prefill_seconds + self.decode_seconds
-
-    @property
-    def outside_seconds(self) -> float:
-        """Seconds of the time to the first token that are neither queue nor prefill.
-
-        These are HTTP, and the time until the scheduler has the request.
-        """
-        return self.moments[0] - self.sent - self.queue_seconds - self.prefill_seconds
-
 
 class _Choice(msgspec.Struct):
     token_ids: list[int] = []
