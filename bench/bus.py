@@ -23,15 +23,12 @@ p99_ratio   same records: same broker, same clients and settings, same rate, in 
             each has a moment to get going again.
 """
 
-import json
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -42,7 +39,7 @@ from bench.contexts import LONG, TURNS, bytes_a_turn, memory, read_back
 from bench.cores import scale
 from bench.history import Fleet, Recorder
 from bench.load import USUAL, Executors, Lane, Shape, closed_loop, drain, open_loop
-from bench.processes import processor_seconds
+from bench.processes import processor_seconds, start_program
 from rose.pipeline.routing.router import Router
 from rose.topics.acl import ADMIN, ENVIRONMENT, EXECUTOR, ROUTER, Role
 from rose.topics.admin import create_topics
@@ -59,7 +56,7 @@ FLYING_TURNS = 4_000
 """Turns kept on their way while throughput is measured: 125 an executor."""
 SETTLE_SECONDS = 4.0
 """Of load at the beginning of each window that does not count: librdkafka takes up to 1 s to resume a partition, and a
-router that was stopped for long stands in line for its seat again."""
+router that was stopped for long joins its consumer group again."""
 SHORT = 150
 """Tokens of contexts whose turns a second are compared with those of LONG ones."""
 PAIRS = 3
@@ -123,8 +120,7 @@ class Way:
         namespace = f"bench-{program}."
         create_topics(sign_in(namespace, "admin", ADMIN), partitions)
         settings = sign_in(namespace, program, ROUTER)
-        arguments = [sys.executable, "-m", "bench.children", program, json.dumps(asdict(settings))]
-        self.process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
+        self.process = start_program(program, settings)
         self.load = sign_in(namespace, "load", ENVIRONMENT, EXECUTOR)
         self.lane = Lane(self.load, partitions, routed=program == "router", shape=shape)
 

@@ -13,19 +13,15 @@ replaced    Seconds from the moment at which a killed router is evicted to the o
             answered meanwhile.
 """
 
-import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict
 
 from bench.broker import kafka_home, scratch_broker
 from bench.check import Check, options, tell
 from bench.load import Executors, Lane, closed_loop, drain
-from bench.processes import processor_seconds
+from bench.processes import processor_seconds, start_program
 from rose.pipeline.routing.membership import HEARTBEAT_SECONDS, SESSION_SECONDS
 from rose.schemas.cells import CellSummary
 from rose.topics.admin import create_topics
@@ -49,21 +45,7 @@ class Routers:
     def __init__(self, settings: BusSettings, count: int) -> None:
         create_topics(settings, PARTITIONS)
         self._settings = settings
-        self._processes = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "bench.children",
-                    "router",
-                    json.dumps(asdict(settings)),
-                    "--number",
-                    str(number),
-                ],
-                stdout=subprocess.DEVNULL,
-            )
-            for number in range(count)
-        ]
+        self._processes = [start_program("router", settings, number=number) for number in range(count)]
         self.lane = Lane(settings, PARTITIONS, routed=True)
         self.executors = Executors(settings, PARTITIONS)
 

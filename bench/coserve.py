@@ -30,13 +30,13 @@ from bench.coserving.curve import draw
 from bench.coserving.figures import latency, percentile
 from bench.coserving.pace import first_guess, search, unloaded
 from bench.coserving.report import show
-from bench.coserving.results import checks, peers, standings, worst
+from bench.coserving.results import checks, published_ratios, standings, worst
 from bench.coserving.server import LENT, LONGEST_TOKENS, SERVED, VOCABULARY, Launch, Server, lending, make_model, serve
+from bench.coserving.square import SQUARE, read_arrivals
 from bench.coserving.windows import Budgets, Window, busy, figures, run_window
 from rose.schemas.errors import RoseError
-from rose.workers.loadgen.completion_stream import StreamedCompletion
-from rose.workers.loadgen.config import SQUARE
-from rose.workers.loadgen.traces import TraceScaling, TraceWindow, read_trace, scale_requests
+from rose.workers.loadgen.requests import StreamedCompletion
+from rose.workers.loadgen.traces import TraceScaling, TraceWindow, scale_requests
 
 TRIES = 3
 """Windows that an arm may have in a round until one counts."""
@@ -109,7 +109,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         longest=LONGEST_TOKENS,
         vocabulary=VOCABULARY,
     )
-    work = scale_requests(read_trace(arguments.trace, first=arguments.first, count=arguments.requests), shape)
+    work = scale_requests(read_arrivals(arguments.trace, first=arguments.first, count=arguments.requests), shape)
     with ExitStack() as stack:
         model, lent = make_model(folder / "model", SERVED), make_model(folder / "lent", LENT)
         plain = stack.enter_context(serve(Launch(), model, folder / "server-0.log"))
@@ -150,7 +150,7 @@ def result(
         "budgets_ms": {"ttft": 1000 * promised.ttft, "tpot": 1000 * promised.tpot},
         "checks": checks(arms, found),
         "arms": found,
-        "peers": peers() if arguments.trace.startswith(SQUARE) else {},
+        "peers": published_ratios() if arguments.trace.startswith(SQUARE) else {},
         "worst": worst(windows),
         "windows": [
             {

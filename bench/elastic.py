@@ -43,14 +43,14 @@ from bench.fleet.arms import (
     MOST_WALL_SECONDS,
     RATES,
     Shape,
-    deeds_of,
+    actions_of,
     prompts_of,
     serving_of,
-    terms_of,
+    specs_of,
     whole_plan,
     worker_name,
 )
-from bench.fleet.executor import GRANT, MEMORY, USERS, What
+from bench.fleet.executor import GRANT, MEMORY, USERS, NoteKind
 from bench.fleet.figures import Spread, Waiting, first_turns, from_grants, last_lent, last_turns_off, spread_of
 from bench.fleet.fleet import NAME, Line, Plan
 from bench.fleet.rollout import Rollout, job_of, rollout
@@ -116,10 +116,10 @@ def run_arm(settings: BusSettings, shape: Shape, name: str, folder: Path, *, kil
     plan = Plan(
         bus=settings,
         job=job_of(settings),
-        executors=terms_of(shape, name),
+        executors=specs_of(shape, name),
         lengths=LENGTHS,
         serving=serving_of(shape) if name == "rose" else None,
-        deeds=deeds_of(shape, name),
+        actions=actions_of(shape, name),
         journal=str(folder / "journal.jsonl"),
     )
     prompts, killed_at = prompts_of(GROUPS, shape.groups, shape.group_size), 0.0
@@ -166,7 +166,7 @@ def _arm_of(
         machine=machine,
         processors=processors,
         audit="" if audit.clean and audit.settled == audit.requested else str(audit),
-        overfilled=sum(line.what == What.OVERFILLED.value for line in lines),
+        overfilled=sum(line.what == NoteKind.OVERFILLED.value for line in lines),
         lines=[line for line in lines if line.at >= running.began_at],
         waiting=waiting,
         outlived=outlived,

@@ -30,10 +30,9 @@ from typing import NamedTuple
 from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat, WorkerClass
 from rose.schemas.sampled_tokens import SampledTokens, VersionSpan
 from rose.schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnResult, TurnTimes
-from rose.workers.executor.heartbeat_writer import HeartbeatWriter
 from rose.workers.executor.inbox import Inbox, InboxAction
 from rose.workers.executor.ipc.messages import EngineStatus, TurnFinished
-from rose.workers.executor.results import ExecutorIncarnation, finished_result, refused_result
+from rose.workers.executor.records import ExecutorIncarnation, HeartbeatWriter, finished_result, refused_result
 from rose.workers.executor.vllm.types import FinishedTurn
 
 INCARNATION, VERSION = 1, 0
@@ -278,7 +277,7 @@ class EmulatedExecutor:
         self._heartbeats = HeartbeatWriter(self._start, slot)
         self._received: dict[TurnKey, float] = {}
 
-    def take(self, dispatch: TurnDispatch, work: Work, now: float) -> TurnResult | None:
+    def on_dispatch(self, dispatch: TurnDispatch, work: Work, now: float) -> TurnResult | None:
         """Take a dispatch on, of which `work` says what it will come to; or refuse it."""
         answer = self._inbox.on_dispatch(dispatch, VERSION, offset=dispatch.offset)
         if answer.action is InboxAction.ACCEPT:
@@ -291,10 +290,10 @@ class EmulatedExecutor:
         """What it has answered up to now."""
         return [(self._answer(each), each) for each in self.engine.advance(now)]
 
-    def beat(self, now: float) -> SlackHeartbeat:
+    def heartbeat(self, now: float) -> SlackHeartbeat:
         """How it stands."""
         engine, machine = self.engine, self.engine.machine
-        tick = EngineStatus(
+        status = EngineStatus(
             version=VERSION,
             device=f"emulated {machine.kind}",
             running=engine.running,
@@ -309,7 +308,7 @@ class EmulatedExecutor:
         )
         state = ExecutorState.READY
         return self._heartbeats.next_heartbeat(
-            tick, self._inbox, state=state, version=VERSION, pause_reason="", now=now
+            status, self._inbox, state=state, version=VERSION, pause_reason="", now=now
         )
 
     def _answer(self, finished: Finished) -> TurnResult:

@@ -14,13 +14,14 @@ memory      MiB of a process and its keeper, the shared part by halves.
 With `--json FILE` the result is kept.
 """
 
-import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 from bench.check import Check, options, say, tell
 from bench.processes import processor_seconds
@@ -59,16 +60,10 @@ def stage(kind: str) -> Iterator[tuple[RunnerPool, list[int]]]:
     try:
         answered(made, [ResetJob(generation=0, trajectory_id="0", environment=NAME, ticket=0, seed=7, arguments={})])
         if kind == "process":
-            (keeper,) = children(os.getpid())
-            pids += [keeper, *children(keeper)]
+            pids += [process.pid for process in psutil.Process().children(recursive=True)]
         yield made, pids
     finally:
         made.close()
-
-
-def children(pid: int) -> list[int]:
-    """Those that its first thread has started."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()]
 
 
 def answered(on: RunnerPool, jobs: list[Job]) -> dict[str, bytes]:
@@ -83,11 +78,8 @@ def answered(on: RunnerPool, jobs: list[Job]) -> dict[str, bytes]:
 
 
 def mebibytes(pids: list[int]) -> float:
-    """Of memory that these processes hold."""
-    pages = [
-        Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").partition("\nPss:")[2].split()[0] for pid in pids
-    ]
-    return sum(map(int, pages)) / 1024
+    """Of memory that these processes hold, the shared part by halves."""
+    return float(sum(psutil.Process(pid).memory_full_info().pss for pid in pids) / 2**20)
 
 
 def steps(states: dict[str, bytes], action: bytes) -> list[Job]:

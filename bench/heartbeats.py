@@ -34,7 +34,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 
 from bench.broker import scratch_broker
 from bench.check import Check, options, tell
-from bench.processes import processor_seconds
+from bench.processes import processor_seconds, start_program
 from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
 from rose.schemas.prompts import Sampling
 from rose.schemas.sampled_tokens import VersionSpan
@@ -59,7 +59,7 @@ PATIENCE_SECONDS = 60.0
 SHARE, ACTED_MILLISECONDS = 0.1, 250.0
 
 
-def beat(worker: str, slot: int, sequence: int, *, room: int, running: int, noise: float) -> SlackHeartbeat:
+def heartbeat(worker: str, slot: int, sequence: int, *, room: int, running: int, noise: float) -> SlackHeartbeat:
     """`room`: turns that it may hold; `noise`: of its rates."""
     return SlackHeartbeat(
         worker=worker,
@@ -82,7 +82,7 @@ def beat(worker: str, slot: int, sequence: int, *, room: int, running: int, nois
     )
 
 
-def send_beats(settings: BusSettings, executors: int, cells: int) -> None:
+def send_heartbeats(settings: BusSettings, executors: int, cells: int) -> None:
     """Those of the steady executors, until the process is ended."""
     producer, topic, noise = Producer(settings.producer("bench-beats")), settings.topic(HEARTBEATS), random.Random(0)
     began, sent = time.perf_counter(), 0
@@ -92,19 +92,19 @@ def send_beats(settings: BusSettings, executors: int, cells: int) -> None:
         for number in range(sent, due):
             rounds, executor = divmod(number, executors)
             slot = executor % cells
-            told = beat(f"steady-{executor}", slot, rounds, room=0, running=TURNS, noise=noise.uniform(0.97, 1.03))
+            told = heartbeat(f"steady-{executor}", slot, rounds, room=0, running=TURNS, noise=noise.uniform(0.97, 1.03))
             producer.produce(topic, value=encode(told), partition=slot)
         sent = due
         producer.poll(0.002)
 
 
-class Changers:
+class ChangingExecutors:
     """One executor a cell that has room for a turn when it says so, and the turns that wait for that."""
 
     def __init__(self, settings: BusSettings, cells: int) -> None:
         self._settings, self._cells = settings, cells
-        self._producer = Producer(settings.producer("bench-changers"))
-        self._consumer = Consumer(settings.consumer("bench-changers", LOG_GROUP))
+        self._producer = Producer(settings.producer("bench-changing"))
+        self._consumer = Consumer(settings.consumer("bench-changing", LOG_GROUP))
         inbox = settings.topic(DISPATCHED)
         self._consumer.assign([TopicPartition(inbox, slot, 0) for slot in range(cells)])
         self._sequence = [0] * cells
@@ -180,7 +180,7 @@ class Changers:
 
     def _beat(self, cell: int) -> None:
         room = int(cell == self._open)
-        told = beat(f"changer-{cell}", cell, self._sequence[cell], room=room, running=0, noise=1.0)
+        told = heartbeat(f"changer-{cell}", cell, self._sequence[cell], room=room, running=0, noise=1.0)
         self._sequence[cell] += 1
         self._write(HEARTBEATS, encode(told), cell)
 
@@ -224,9 +224,9 @@ class Changers:
 
 
 @contextmanager
-def child(*words: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is ended with this."""
-    with subprocess.Popen([sys.executable, "-m", *words], stdout=subprocess.DEVNULL) as process:
+def running(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
+    """The process, which is ended with this."""
+    with process:
         try:
             yield process
         finally:
@@ -250,28 +250,27 @@ def share(used: float, sent: int, executors: int, cells: int, details: dict[str,
 def measure(settings: BusSettings, executors: int, cells: int, seconds: float) -> list[Check]:
     """The figures, of a router of its own."""
     create_topics(settings, Partitions(home=cells, slots=cells, cells=cells))
-    told = json.dumps(asdict(settings))
-    changers, order = Changers(settings, cells), random.Random(1)
+    changing, order = ChangingExecutors(settings, cells), random.Random(1)
+    counts = ["--executors", str(executors - cells), "--cells", str(cells)]
+    sender = [sys.executable, "-m", "bench.heartbeats", "--send", json.dumps(asdict(settings)), *counts]
     with (
-        child("bench.children", "router", told) as router,
-        child(
-            "bench.heartbeats", "--send", told, "--executors", str(executors - cells), "--cells", str(cells)
-        ) as beats,
+        running(start_program("router", settings)) as router,
+        running(subprocess.Popen(sender, stdout=subprocess.DEVNULL)) as beats,
     ):
         for cell in (cell for _ in range(2) for cell in range(cells)):
-            changers.ask(cell)
-        changers.change(0)  # the router serves
-        changers.wait(WARM_SECONDS)
-        sent, before = -changers.heartbeats(), [processor_seconds(each.pid) for each in (router, beats)]
+            changing.ask(cell)
+        changing.change(0)  # the router serves
+        changing.wait(WARM_SECONDS)
+        sent, before = -changing.heartbeats(), [processor_seconds(each.pid) for each in (router, beats)]
         at = time.perf_counter()
-        changers.wait(seconds)
+        changing.wait(seconds)
         after, took = [processor_seconds(each.pid) for each in (router, beats)], time.perf_counter() - at
-        sent += changers.heartbeats()
+        sent += changing.heartbeats()
         found: list[float] = []
         for _ in range(FIRST_CHANGES + CHANGES):
-            changers.wait(order.uniform(0, BEAT_SECONDS))
-            found.append(1e3 * changers.change(order.randrange(cells)))
-    changers.close()
+            changing.wait(order.uniform(0, BEAT_SECONDS))
+            found.append(1e3 * changing.change(order.randrange(cells)))
+    changing.close()
     used, sending = (there - here for here, there in zip(before, after, strict=True))
     percentiles = statistics.quantiles(found[FIRST_CHANGES:], n=100)
     details = {"heartbeats a second": round(sent / took), "the sender": round(sending / took, 3)}
@@ -297,7 +296,7 @@ def main() -> None:
     parser.add_argument("--send", help=argparse.SUPPRESS)  # what this program starts itself with
     arguments = parser.parse_args()
     if arguments.send is not None:
-        send_beats(BusSettings(**json.loads(arguments.send)), arguments.executors, arguments.cells)
+        send_heartbeats(BusSettings(**json.loads(arguments.send)), arguments.executors, arguments.cells)
     with scratch_broker() as broker:
         name = broker.name
         checks = measure(broker.settings("beats."), arguments.executors, arguments.cells, arguments.seconds)

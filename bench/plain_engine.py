@@ -30,7 +30,7 @@ class Task:
 
 
 @dataclass(slots=True, kw_only=True)
-class Played:
+class SampledTrajectory:
     """One trajectory as it grows; the three lists are of equal length."""
 
     environment: Environment
@@ -57,10 +57,10 @@ def sample_trajectories(
     *,
     generator: torch.Generator,
     max_tokens: int,
-) -> list[Played]:
+) -> list[SampledTrajectory]:
     """Play every task to its end at temperature 1; at most `max_tokens` sampled tokens a turn."""
     model.eval()
-    trajectories = [Played(environment=task.environment()) for task in tasks]
+    trajectories = [SampledTrajectory(environment=task.environment()) for task in tasks]
     batch = _Batch(model, trajectories)
     with asyncio.Runner() as runner:  # an environment lives in one event loop
         runner.run(_reset(trajectories, tasks, turn_format))
@@ -71,14 +71,14 @@ def sample_trajectories(
     return trajectories
 
 
-async def _reset(trajectories: Sequence[Played], tasks: Sequence[Task], turn_format: TurnFormat) -> None:
+async def _reset(trajectories: Sequence[SampledTrajectory], tasks: Sequence[Task], turn_format: TurnFormat) -> None:
     for trajectory, task in zip(trajectories, tasks, strict=True):
         observation = await trajectory.environment.reset(task.seed, task.arguments)
         for token in turn_format.observation_tokens(observation, first=True):
             trajectory.append(token, mask=0, logprob=0.0)
 
 
-async def _step(rows: Sequence[Played], turn_format: TurnFormat) -> None:
+async def _step(rows: Sequence[SampledTrajectory], turn_format: TurnFormat) -> None:
     for row in rows:
         start = len(row.loss_mask)
         while start > 0 and row.loss_mask[start - 1]:
@@ -113,7 +113,7 @@ def _sample_turn(batch: "_Batch", stops: Sequence[int], *, generator: torch.Gene
 class _Batch:
     """Trajectories that share a KV cache, a column a position; rows that sit a column out are masked there."""
 
-    def __init__(self, model: Any, rows: list[Played]) -> None:
+    def __init__(self, model: Any, rows: list[SampledTrajectory]) -> None:
         from transformers import DynamicCache
 
         self.rows = rows

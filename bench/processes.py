@@ -1,10 +1,22 @@
-"""What a process has used, as Linux counts it."""
+"""The processes that benchmarks start and measure."""
 
-import os
-from pathlib import Path
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+
+import psutil
+
+from rose.topics.settings import BusSettings
+
+
+def start_program(program: str, settings: BusSettings, *, number: int = 0) -> "subprocess.Popen[bytes]":
+    """Start a program of `bench.bus_programs` in its own process. `number`: number of the router, of several."""
+    command = [sys.executable, "-m", "bench.bus_programs", program, json.dumps(asdict(settings)), f"--number={number}"]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 
 def processor_seconds(pid: int) -> float:
-    """Of all its threads, in its own code and the kernel's."""
-    values = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
+    """Return the processor seconds of all threads of a process, in its own code and in the kernel."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bench.plain_engine import Played, Task, sample_trajectories
+from bench.plain_engine import SampledTrajectory, Task, sample_trajectories
 from rose.pipeline.config.settings import Settings
 from rose.pipeline.local.demo import training_prompts
 from rose.schemas.prompts import Prompt
@@ -120,7 +120,7 @@ class Reference:
             training_seconds=time.perf_counter() - sampled,
         )
 
-    def _play(self, model: Any, seeds: Sequence[int], generator: torch.Generator) -> list[Played]:
+    def _play(self, model: Any, seeds: Sequence[int], generator: torch.Generator) -> list[SampledTrajectory]:
         arguments = self._settings.tasks.arguments
         return sample_trajectories(
             model,

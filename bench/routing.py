@@ -185,7 +185,7 @@ def work_of(turn: Turn, number: int, max_tokens: int) -> Work:
     return Work(key, turn.context_tokens, turn.new_tokens, turn.context_tokens + max_tokens, turn.blocks)
 
 
-class Peers(Simulation):
+class PolicySimulation(Simulation):
     """Another policy before servers that queue what they cannot run."""
 
     def __init__(self, workload: Workload, policy: Policy) -> None:
@@ -211,7 +211,7 @@ class Peers(Simulation):
             self.answered(executor, finished)
 
 
-class Rose(Simulation):
+class RoseSimulation(Simulation):
     """The router's core before executors that keep its contract."""
 
     def __init__(self, workload: Workload, router: Router | None = None) -> None:
@@ -224,8 +224,8 @@ class Rose(Simulation):
         self._works: dict[str, Work] = {}
         self._sampling = Sampling(max_tokens=workload.max_tokens)
         for slot in range(len(self.executors)):
-            self._beat(slot)
-            self._at(slot / len(self.executors) * HEARTBEAT_SECONDS, self._beating(slot))
+            self._send_heartbeat(slot)
+            self._at(slot / len(self.executors) * HEARTBEAT_SECONDS, self._heartbeat_repeatedly(slot))
 
     @property
     def engines(self) -> list[Engine]:
@@ -248,34 +248,34 @@ class Rose(Simulation):
             requested_at=self.now,
             patience_seconds=PATIENCE_SECONDS,
         )
-        self._obey(self.router.on_event(ReceivedRequest.from_record(request), self.now))
+        self._apply(self.router.on_event(ReceivedRequest.from_record(request), self.now))
 
     def advance(self, executor: int) -> None:
         for result, finished in self.executors[executor].advance(self.now):
-            self._obey(self.router.on_event(result, self.now))
+            self._apply(self.router.on_event(result, self.now))
             self.answered(executor, finished)
 
-    def _obey(self, decisions: Sequence[Decision]) -> None:
+    def _apply(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
             if not isinstance(decision, TurnDispatch):
                 raise RuntimeError(f"the router gave a turn up: {decision.reason}")
-            refused = self.executors[decision.slot].take(
+            refused = self.executors[decision.slot].on_dispatch(
                 decision, self._works[decision.request.trajectory_id]._replace(key=decision.key), self.now
             )
             self.look_again(decision.slot)
             if refused is not None:
-                self._obey(self.router.on_event(refused, self.now))
+                self._apply(self.router.on_event(refused, self.now))
 
-    def _beating(self, slot: int) -> Callable[[], None]:
-        def beat() -> None:
-            self._beat(slot)
-            self._obey(self.router.tick(self.now))
-            self._at(self.now + HEARTBEAT_SECONDS, beat)
+    def _heartbeat_repeatedly(self, slot: int) -> Callable[[], None]:
+        def send() -> None:
+            self._send_heartbeat(slot)
+            self._apply(self.router.tick(self.now))
+            self._at(self.now + HEARTBEAT_SECONDS, send)
 
-        return beat
+        return send
 
-    def _beat(self, slot: int) -> None:
-        self._obey(self.router.on_event(self.executors[slot].beat(self.now), self.now))
+    def _send_heartbeat(self, slot: int) -> None:
+        self._apply(self.router.on_event(self.executors[slot].heartbeat(self.now), self.now))
 
 
 def figures(simulation: Simulation) -> dict[str, float]:
@@ -305,8 +305,8 @@ def figures(simulation: Simulation) -> dict[str, float]:
 def measure(workload: Workload, seed: int) -> dict[str, dict[str, float]]:
     """The figures of every policy, ROSE's first."""
     executors = len(workload.machines)
-    simulations: dict[str, Simulation] = {ROSE: Rose(workload)}
-    simulations |= {name: Peers(workload, policy(executors, seed)) for name, policy in POLICIES.items()}
+    simulations: dict[str, Simulation] = {ROSE: RoseSimulation(workload)}
+    simulations |= {name: PolicySimulation(workload, policy(executors, seed)) for name, policy in POLICIES.items()}
     found = {}
     for name, simulation in simulations.items():
         simulation.run()

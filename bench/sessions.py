@@ -8,7 +8,7 @@ Keeps true
   time for them.
 
 `demo`: the demo's own tasks, groups and bounds, played by the real environment in the real turn format. A scripted
-player takes the policy's place, which makes a slip now and then, so that trajectories have 2 to 12 turns.
+policy takes the policy's place, which makes a slip now and then, so that trajectories have 2 to 12 turns.
 `mooncake`: a trace of Mooncake's. Requests with the same first block are the turns of one trajectory (no two such share
 anything); a turn comes at the trace's moment, and never before the one before it was answered.
 """
@@ -31,7 +31,7 @@ from rose.workers.environments.turn_format import TurnFormat
 from rose.workers.loadgen.traces import BLOCK_TOKENS, Arrival, read_trace
 
 SLIPS = 0.15
-"""Share of the scripted player's actions that the tool cannot read: it tries again."""
+"""Share of the scripted policy's actions that the tool cannot read: it tries again."""
 
 ENVIRONMENT_SECONDS = 0.06
 """Mean time from an answer to the next request, in the demo: what a turn is on the bus."""
@@ -122,12 +122,12 @@ def demo(machines: Sequence[Machine], *, groups: int, seed: int, busy: float) ->
     settings = load(Common(config=configuration, settings=[])).settings
     draw = random.Random(seed)
     form = TurnFormat(settings.model.folder)
-    player = _Player(form, draw, machines[0].block_tokens)
+    policy = _ScriptedPolicy(form, draw, machines[0].block_tokens)
     sessions = []
     for prompt in training_prompts(settings.tasks, run="bench", seed=seed, groups=groups):
         for index in range(prompt.group_size):
             name = f"{prompt.group_id}:{index}"
-            sessions.append(Session(name, prompt.group_id, asyncio.run(player.play(name, prompt.task_seed))))
+            sessions.append(Session(name, prompt.group_id, asyncio.run(policy.run(name, prompt.task_seed))))
     workload = Workload(
         name="demo",
         machines=list(machines),
@@ -197,7 +197,7 @@ def _turns(name: str, arrivals: Sequence[Arrival], private: Iterator[int]) -> li
     return turns
 
 
-class _Player:
+class _ScriptedPolicy:
     """Works the calculator's sums out in the demo's own tokens, with a slip now and then."""
 
     def __init__(self, form: TurnFormat, draw: random.Random, block_tokens: int) -> None:
@@ -205,7 +205,7 @@ class _Player:
         self._draw = draw
         self._block_tokens = block_tokens
 
-    async def play(self, name: str, seed: int) -> list[Turn]:
+    async def run(self, name: str, seed: int) -> list[Turn]:
         """The turns of one trajectory of this task."""
         environment, turns = Calculator(), []
         observation = await environment.reset(seed, {})

@@ -1,4 +1,4 @@
-"""How small an update becomes, beside the entropy of what changed and beside the peers' codecs.
+"""How small an update becomes, beside the entropy of what changed and beside the codecs of other projects.
 
 The floor of a tensor: what its changes hold beyond what the receiver knows of each weight, the exponent of the old
 value. Per exponent, n * H(fraction changed) for where and changed * H(step) for what, as if the receiver knew the
@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.check import Check, Section
-from bench.peer_codecs import PEERS, Words
+from bench.delta_codecs import CODECS, OTHER_CODECS, OURS, Words, slices, tensors
 from bench.weight_deltas import Version, updates
-from bench.weight_slices import CODECS, OURS, slices, tensors
 from bench.weight_speeds import keep
 from rose.workers.weights.codec import DENSE
 
@@ -60,7 +59,7 @@ class Totals:
 
     @property
     def best_peer(self) -> str:
-        return min(PEERS, key=self.bytes.__getitem__)
+        return min(OTHER_CODECS, key=self.bytes.__getitem__)
 
     @property
     def of_best_peer(self) -> float:
@@ -168,7 +167,7 @@ def _checks(learning_rate: float, total: Totals, taken: list[Totals]) -> list[Ch
             unit="times smaller",
             bound=LEAST_OF_PEER,
             direction="min",
-            against=f"the smallest of {', '.join(PEERS)} on the same updates",
+            against=f"the smallest of {', '.join(OTHER_CODECS)} on the same updates",
             details={"best_peer": total.best_peer, "by_update": [round(update.of_best_peer, 4) for update in taken]},
         ),
         Check(

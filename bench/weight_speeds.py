@@ -1,4 +1,4 @@
-"""How fast an update is coded and applied on one core, beside the peers' codecs and a copy of the words.
+"""How fast an update is coded and applied on one core, beside the codecs of other projects and a copy of the words.
 
 Gigabytes (10^9) of dense words a second of processor time, over all slices of a whole model, one after the other; every
 codec gets the same slices, and applying makes a new array as it does for an engine. Codecs take turns, PASSES times;
@@ -13,16 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from bench.check import Check, Section
-from bench.peer_codecs import PEERS, Words
+from bench.delta_codecs import CODECS, OTHER_CODECS, OURS, Words, slices
 from bench.weight_deltas import Version
-from bench.weight_slices import CODECS, OURS, slices
 from rose.schemas.errors import RoseError
 
 PASSES = 5
 
 LEAST = {"encode": 0.6, "apply": 1.2}
-"""GB/s on one core, or less where OF_PEER times the fastest peer is less."""
-OF_PEER = 4.0
+"""GB/s on one core, or less where OF_OTHER times the fastest other codec is less."""
+OF_OTHER = 4.0
 
 COPY = "copy"
 
@@ -99,13 +98,13 @@ def _rates(passes: Mapping[str, Pass], gigabytes: float) -> dict[str, float]:
 
 
 def _check(way: str, rates: Mapping[str, float]) -> Check:
-    best = max(PEERS, key=rates.__getitem__)
+    best = max(OTHER_CODECS, key=rates.__getitem__)
     return Check(
         name=way,
         value=rates[OURS],
         unit="GB/s",
-        bound=round(min(LEAST[way], OF_PEER * rates[best]), 3),
+        bound=round(min(LEAST[way], OF_OTHER * rates[best]), 3),
         direction="min",
-        against=f"the less of {LEAST[way]} and {OF_PEER:g} times the fastest peer; dense bytes, one core",
+        against=f"the less of {LEAST[way]} and {OF_OTHER:g} times the fastest other codec; dense bytes, one core",
         details={"best_peer": best, "best_peer_gb_s": rates[best], "copy_gb_s": rates[COPY]},
     )

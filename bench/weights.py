@@ -1,6 +1,6 @@
 """What the weight transfer saves and costs, on real updates of SmolLM2-135M.
 
-    python -m bench.weights --only sizes     bytes of real updates beside their entropy and the peers' codecs (minutes)
+    python -m bench.weights --only sizes     bytes of real updates, beside entropy and other codecs (minutes)
     python -m bench.weights --only speeds    coding and applying on one core, on an update that the sizes left
     python -m bench.weights --only link      seconds to the last of four receivers over slow links (root; minutes)
     python -m bench.weights --only pause     how long vLLM stands still for a new version

@@ -24,8 +24,8 @@ from typing import Protocol
 
 import msgspec
 
-from bench.coserving.clients import Rolled, RolloutOrders
-from bench.coserving.guests import GuestOrders
+from bench.coserving.clients import RolloutResult, RolloutTask
+from bench.coserving.guests import GuestTask
 from bench.coserving.processes import Client
 from bench.coserving.server import MAX_RUNNING, MODEL_NAME, VOCABULARY, Launch, Lends, Server
 from rose.workers.lender.admission import SLO as SLO_DIAL
@@ -44,7 +44,7 @@ STOP_SECONDS = 60.0
 class Guests(Protocol):
     """Rollouts that run beside serving."""
 
-    def beside(self, server: Server) -> AbstractContextManager[Rolled]:
+    def beside(self, server: Server) -> AbstractContextManager[RolloutResult]:
         """They run within the context; when it is left, what it gave holds every token and the moment it came."""
         ...
 
@@ -56,9 +56,9 @@ class Requesters:
     trajectories: int
     priority: int | None = None
 
-    def beside(self, server: Server) -> AbstractContextManager[Rolled]:
+    def beside(self, server: Server) -> AbstractContextManager[RolloutResult]:
         """Raises ClientError."""
-        return _rolling("rollouts", RolloutOrders(server.url, MODEL_NAME, self.trajectories, self.priority, VOCABULARY))
+        return _rolling("rollouts", RolloutTask(server.url, MODEL_NAME, self.trajectories, self.priority, VOCABULARY))
 
 
 @dataclass(frozen=True)
@@ -69,27 +69,27 @@ class Guest:
     spike_seconds: float = 0.0
     """Between two moments at which all trajectories ask at once while a version lands; 0: there are none."""
 
-    def beside(self, server: Server) -> AbstractContextManager[Rolled]:
+    def beside(self, server: Server) -> AbstractContextManager[RolloutResult]:
         """Raises ClientError."""
-        orders = GuestOrders(
+        task = GuestTask(
             socket=str(server.lends_at),
             trajectories=self.trajectories,
             vocabulary=VOCABULARY,
             model=str(server.lent),
             spike_seconds=self.spike_seconds,
         )
-        return _rolling("guests", orders)
+        return _rolling("guests", task)
 
 
 @contextmanager
-def _rolling(kind: str, orders: msgspec.Struct) -> Iterator[Rolled]:
-    with Client(kind, orders) as client:
+def _rolling(kind: str, task: msgspec.Struct) -> Iterator[RolloutResult]:
+    with Client(kind, task) as client:
         client.wait_until_ready()
-        rolled = Rolled([], [], [])
+        rolled = RolloutResult([], [], [])
         yield rolled
         client.say(b"stop")
-        measured = client.result(Rolled, seconds=STOP_SECONDS)
-    for field_ in msgspec.structs.fields(Rolled):
+        measured = client.result(RolloutResult, seconds=STOP_SECONDS)
+    for field_ in msgspec.structs.fields(RolloutResult):
         setattr(rolled, field_.name, getattr(measured, field_.name))
 
 

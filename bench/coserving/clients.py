@@ -3,7 +3,7 @@
     python -m bench.coserving.clients users      the requests of a trace, each at its moment (open loop)
     python -m bench.coserving.clients rollouts   a fixed number of trajectories, always asking (closed loop)
 
-A client reads its orders as a line of JSON, says that it is ready, and reads one more line: users the moment at which
+A client reads its task as a line of JSON, says that it is ready, and reads one more line: users the moment at which
 their window begins, rollouts nothing until they are told to stop. Its last line is what it measured.
 
 Keeps true
@@ -22,7 +22,7 @@ import time
 import aiohttp
 import msgspec
 
-from rose.workers.loadgen.completion_stream import StreamedCompletion, completion_body, http_session, stream_completion
+from rose.workers.loadgen.requests import StreamedCompletion, completion_body, http_session, stream_completion
 from rose.workers.loadgen.traces import FIRST_WORD, Request
 
 REQUEST_SECONDS = 120.0
@@ -38,7 +38,7 @@ PROMPT_TOKENS, TURN_TOKENS, OBSERVATION_TOKENS, TURNS = 96, 48, 24, 5
 """Of a rollout's trajectory: what it begins with, samples, is told between turns, and how many turns it has."""
 
 
-class UserOrders(msgspec.Struct, frozen=True):
+class UserTask(msgspec.Struct, frozen=True):
     """What a process of users is to send."""
 
     url: str
@@ -48,7 +48,7 @@ class UserOrders(msgspec.Struct, frozen=True):
     requests: list[Request]
 
 
-class RolloutOrders(msgspec.Struct, frozen=True):
+class RolloutTask(msgspec.Struct, frozen=True):
     """What a process of rollouts is to keep going."""
 
     url: str
@@ -59,7 +59,7 @@ class RolloutOrders(msgspec.Struct, frozen=True):
     vocabulary: int
 
 
-class Used(msgspec.Struct):
+class UserResult(msgspec.Struct):
     """What users measured."""
 
     answers: list[StreamedCompletion]
@@ -67,7 +67,7 @@ class Used(msgspec.Struct):
     """Seconds that each tick of the timer was behind."""
 
 
-class Rolled(msgspec.Struct):
+class RolloutResult(msgspec.Struct):
     """What rollouts got: when, and how many tokens; lists of equal length."""
 
     moments: list[float]
@@ -85,24 +85,24 @@ class Rolled(msgspec.Struct):
     """How often the guest might not compute, by why."""
 
 
-async def use(orders: UserOrders, start: float) -> Used:
+async def send_requests(task: UserTask, start: float) -> UserResult:
     """Send every request at its moment after `start`; return when all are answered."""
     ticks: list[float] = []
     async with http_session(REQUEST_SECONDS) as client:
         ticking = asyncio.create_task(_tick(ticks, start))
         async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(_at_its_moment(client, orders, each, start)) for each in orders.requests]
+            asked = [group.create_task(_at_its_moment(client, task, each, start)) for each in task.requests]
         ticking.cancel()
-    return Used([task.result() for task in asked], ticks)
+    return UserResult([each.result() for each in asked], ticks)
 
 
 async def _at_its_moment(
-    client: aiohttp.ClientSession, orders: UserOrders, request: Request, start: float
+    client: aiohttp.ClientSession, task: UserTask, request: Request, start: float
 ) -> StreamedCompletion:
     due = start + request.at
     await asyncio.sleep(due - time.monotonic())
-    wanted = completion_body(orders.model, request.prompt, request.tokens, temperature=0.0, cache_salt=orders.salt)
-    return await stream_completion(client, orders.url, wanted, due=due)
+    wanted = completion_body(task.model, request.prompt, request.tokens, temperature=0.0, cache_salt=task.salt)
+    return await stream_completion(client, task.url, wanted, due=due)
 
 
 async def _tick(ticks: list[float], start: float) -> None:
@@ -113,18 +113,18 @@ async def _tick(ticks: list[float], start: float) -> None:
         ticks.append(time.monotonic() - due)
 
 
-async def roll(orders: RolloutOrders, rolled: Rolled) -> None:
+async def run_rollouts(task: RolloutTask, rolled: RolloutResult) -> None:
     """Keep the trajectories going until this is cancelled."""
     salt = f"rollouts-{time.monotonic()}"
     async with http_session(REQUEST_SECONDS) as client, asyncio.TaskGroup() as group:
-        for number in range(orders.trajectories):
-            group.create_task(_play(client, orders, salt, random.Random(number), rolled))
+        for number in range(task.trajectories):
+            group.create_task(_run_trajectory(client, task, salt, random.Random(number), rolled))
 
 
-async def _play(
-    client: aiohttp.ClientSession, orders: RolloutOrders, salt: str, draw: random.Random, rolled: Rolled
+async def _run_trajectory(
+    client: aiohttp.ClientSession, task: RolloutTask, salt: str, draw: random.Random, rolled: RolloutResult
 ) -> None:
-    more = {"cache_salt": salt} | ({} if orders.priority is None else {"priority": orders.priority})
+    more = {"cache_salt": salt} | ({} if task.priority is None else {"priority": task.priority})
 
     def count(moment: float, tokens: list[int]) -> None:
         rolled.moments.append(moment)
@@ -132,15 +132,15 @@ async def _play(
         context.extend(tokens)
 
     while True:
-        context = words(draw, PROMPT_TOKENS, orders.vocabulary)
+        context = words(draw, PROMPT_TOKENS, task.vocabulary)
         for _ in range(TURNS):
-            wanted = completion_body(orders.model, list(context), TURN_TOKENS, temperature=1.0, **more)
-            answer = await stream_completion(client, orders.url, wanted, due=time.monotonic(), on_tokens=count)
+            wanted = completion_body(task.model, list(context), TURN_TOKENS, temperature=1.0, **more)
+            answer = await stream_completion(client, task.url, wanted, due=time.monotonic(), on_tokens=count)
             if answer.error:
                 rolled.errors.append(answer.error)
                 await asyncio.sleep(0.1)  # a server that refuses is not asked without a pause
                 break
-            context += words(draw, OBSERVATION_TOKENS, orders.vocabulary)
+            context += words(draw, OBSERVATION_TOKENS, task.vocabulary)
 
 
 def words(draw: random.Random, count: int, vocabulary: int) -> list[int]:
@@ -148,9 +148,9 @@ def words(draw: random.Random, count: int, vocabulary: int) -> list[int]:
     return draw.choices(range(FIRST_WORD, vocabulary), k=count)
 
 
-async def _roll_until_told(orders: RolloutOrders) -> Rolled:
-    rolled = Rolled([], [], [])
-    rolling = asyncio.create_task(roll(orders, rolled))
+async def _roll_until_told(task: RolloutTask) -> RolloutResult:
+    rolled = RolloutResult([], [], [])
+    rolling = asyncio.create_task(run_rollouts(task, rolled))
     told = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))
     await asyncio.wait((rolling, told), return_when=asyncio.FIRST_COMPLETED)
     rolling.cancel()
@@ -165,14 +165,14 @@ def main() -> None:
     parser.add_argument("kind", choices=["users", "rollouts"])
     kind = parser.parse_args().kind
     line = sys.stdin.readline()
-    measured: Used | Rolled
+    measured: UserResult | RolloutResult
     if kind == "users":
-        orders = msgspec.json.decode(line, type=UserOrders)
+        task = msgspec.json.decode(line, type=UserTask)
         print("ready", flush=True)
-        measured = asyncio.run(use(orders, float(sys.stdin.readline())))
+        measured = asyncio.run(send_requests(task, float(sys.stdin.readline())))
     else:
         os.nice(LESS_URGENT)
-        rollouts = msgspec.json.decode(line, type=RolloutOrders)
+        rollouts = msgspec.json.decode(line, type=RolloutTask)
         print("ready", flush=True)
         measured = asyncio.run(_roll_until_told(rollouts))
     print(msgspec.json.encode(measured).decode(), flush=True)

@@ -13,6 +13,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rose.workers.loadgen.requests import StreamedCompletion
+
 
 @dataclass(frozen=True, slots=True)
 class Latency:
@@ -28,6 +30,19 @@ def latency(due: float, moments: Sequence[float], counts: Sequence[int]) -> Late
     """Of a request whose tokens came `counts` at a time at these moments; at least one came."""
     after_first = sum(counts) - 1
     return Latency(moments[0] - due, (moments[-1] - moments[0]) / after_first if after_first else None)
+
+
+def engine_seconds(answer: StreamedCompletion) -> float:
+    """Seconds from the scheduler's queue to the last token."""
+    return answer.queue_seconds + answer.prefill_seconds + answer.decode_seconds
+
+
+def outside_seconds(answer: StreamedCompletion) -> float:
+    """Seconds of the time to the first token that are neither queue nor prefill.
+
+    These are HTTP, and the time until the scheduler has the request.
+    """
+    return answer.moments[0] - answer.sent - answer.queue_seconds - answer.prefill_seconds
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

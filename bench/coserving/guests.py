@@ -1,8 +1,8 @@
-"""The sidecar of a lending server, with trajectories in place of a bus: orders turns of the guest, counts tokens.
+"""The sidecar of a lending server, with trajectories in place of a bus: submits turns to the guest, counts tokens.
 
     python -m bench.coserving.guests
 
-It reads its orders as a line of JSON, says that it is ready, and goes on until it is told to stop by another line; its
+It reads its task as a line of JSON, says that it is ready, and goes on until it is told to stop by another line; its
 last line is what it measured.
 
 Keeps true: a turn's tokens are counted when they came, evenly from its first to its last; the engine tells both.
@@ -22,7 +22,15 @@ from pathlib import Path
 import msgspec
 from safetensors.torch import load_file
 
-from bench.coserving.clients import LESS_URGENT, OBSERVATION_TOKENS, PROMPT_TOKENS, TURN_TOKENS, TURNS, Rolled, words
+from bench.coserving.clients import (
+    LESS_URGENT,
+    OBSERVATION_TOKENS,
+    PROMPT_TOKENS,
+    TURN_TOKENS,
+    TURNS,
+    RolloutResult,
+    words,
+)
 from rose.schemas.arrays import count, pack_tokens, unpack_tokens
 from rose.schemas.prompts import Sampling
 from rose.workers.executor.ipc.engine_client import EngineClient
@@ -47,7 +55,7 @@ GIVE_UP_SECONDS = 10.0
 """For the turns that are under way in the end."""
 
 
-class GuestOrders(msgspec.Struct, frozen=True):
+class GuestTask(msgspec.Struct, frozen=True):
     """The work that a sidecar keeps in progress."""
 
     socket: str
@@ -62,24 +70,24 @@ class GuestOrders(msgspec.Struct, frozen=True):
 class Trajectories:
     """Turns of a number of trajectories, each asked for when the one before has been answered and there is room."""
 
-    def __init__(self, orders: GuestOrders, link: EngineClient, version: int) -> None:
+    def __init__(self, task: GuestTask, link: EngineClient, version: int) -> None:
         self._link = link
-        self._spike_seconds = orders.spike_seconds or math.inf
+        self._spike_seconds = task.spike_seconds or math.inf
         self._next_spike = time.monotonic() + self._spike_seconds
-        self._tensors = load_file(Path(orders.model) / "model.safetensors") if orders.spike_seconds else {}
+        self._tensors = load_file(Path(task.model) / "model.safetensors") if task.spike_seconds else {}
         self._changing = False
         self._version = version
-        self._vocabulary = orders.vocabulary
-        self._draws = [random.Random(number) for number in range(orders.trajectories)]
+        self._vocabulary = task.vocabulary
+        self._draws = [random.Random(number) for number in range(task.trajectories)]
         self._contexts: list[list[int]] = [[] for _ in self._draws]
-        self._turns = [0] * orders.trajectories
+        self._turns = [0] * task.trajectories
         self._numbers = itertools.count()
         self._open: dict[str, int] = {}
-        self._due = deque(range(orders.trajectories))
+        self._due = deque(range(task.trajectories))
         """Trajectories whose next turn waits for room."""
         self._room_tokens = 0
         """That open turns may hold, as the engine said last."""
-        self.rolled = Rolled([], [], [])
+        self.rolled = RolloutResult([], [], [])
 
     def _spike(self) -> None:
         """All trajectories ask at once, and a version lands."""
@@ -114,7 +122,7 @@ class Trajectories:
         sampling = Sampling(max_tokens=TURN_TOKENS, temperature=1.0)
         self._link.send(SubmitTurn(name, pack_tokens(self._contexts[number]), sampling, self._version))
 
-    def hear(self, *, more: bool) -> int:
+    def read_reports(self, *, more: bool) -> int:
         """Take reports in, ask on if `more`; returns how many turns are open."""
         self._link.wait(LOOK_SECONDS)
         if more and time.monotonic() >= self._next_spike:
@@ -165,9 +173,9 @@ class Trajectories:
         self.rolled.counts += [1] * made
 
 
-def run_beside(orders: GuestOrders, told: threading.Event) -> Rolled:
+def run_beside(task: GuestTask, told: threading.Event) -> RolloutResult:
     """Until it is told to stop. Raises EngineBroken, or OSError where no server lends."""
-    with closing(connect(Path(orders.socket))) as end:
+    with closing(connect(Path(task.socket))) as end:
         link = EngineClient(end.channel, end.connection.fileno())
         link.send(Resume())
         tick = link.wait_until_ready(told)
@@ -175,15 +183,15 @@ def run_beside(orders: GuestOrders, told: threading.Event) -> Rolled:
             tick = link.wait_until_ready(told)
         print("ready", flush=True)
         if tick is None:
-            return Rolled([], [], [])
-        playing = Trajectories(orders, link, tick.version)
+            return RolloutResult([], [], [])
+        trajectories = Trajectories(task, link, tick.version)
         while not told.is_set():
-            playing.hear(more=True)
-        playing.give_up()
+            trajectories.read_reports(more=True)
+        trajectories.give_up()
         deadline = time.monotonic() + GIVE_UP_SECONDS
-        while playing.hear(more=False) and time.monotonic() < deadline:
+        while trajectories.read_reports(more=False) and time.monotonic() < deadline:
             pass
-        return playing.rolled
+        return trajectories.rolled
 
 
 def _until_told(told: threading.Event) -> None:
@@ -193,9 +201,9 @@ def _until_told(told: threading.Event) -> None:
 
 def main() -> None:
     os.nice(LESS_URGENT)
-    orders, told = msgspec.json.decode(sys.stdin.readline(), type=GuestOrders), threading.Event()
+    task, told = msgspec.json.decode(sys.stdin.readline(), type=GuestTask), threading.Event()
     threading.Thread(target=_until_told, args=(told,), daemon=True).start()
-    print(msgspec.json.encode(run_beside(orders, told)).decode(), flush=True)
+    print(msgspec.json.encode(run_beside(task, told)).decode(), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from bench.coserving.clients import REQUEST_SECONDS
+from bench.coserving.figures import engine_seconds
 from bench.coserving.server import MODEL_NAME, Server
 from rose.schemas.errors import RoseError
-from rose.workers.loadgen.completion_stream import StreamedCompletion, completion_body, http_session, stream_completion
+from rose.workers.loadgen.requests import StreamedCompletion, completion_body, http_session, stream_completion
 from rose.workers.loadgen.traces import TraceWindow
 
 LEAST, WANTED, MOST = 0.17, 0.24, 0.33
@@ -64,7 +65,7 @@ def unloaded(server: Server, work: TraceWindow) -> list[StreamedCompletion]:
 
 def first_guess(answers: Sequence[StreamedCompletion], work: TraceWindow) -> float:
     """The pace at which these requests would keep an engine WANTED busy if they never met."""
-    each = sum(answer.engine_seconds for answer in answers) / len(answers)
+    each = sum(engine_seconds(answer) for answer in answers) / len(answers)
     return WANTED * work.seconds / (each * len(work.requests))
 
 

@@ -19,16 +19,16 @@ class ClientError(RoseError):
 
 
 class Client:
-    """A client process from its orders to its result; use it as a context."""
+    """A client process from its task to its result; use it as a context."""
 
-    def __init__(self, kind: str, orders: msgspec.Struct) -> None:
+    def __init__(self, kind: str, task: msgspec.Struct) -> None:
         """`kind`: users, rollouts or guests."""
         self._kind = kind
         program = ["bench.coserving.guests"] if kind == "guests" else ["bench.coserving.clients", kind]
         self._process = subprocess.Popen(
             [sys.executable, "-m", *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-        self.say(msgspec.json.encode(orders))
+        self.say(msgspec.json.encode(task))
 
     def __enter__(self) -> "Client":
         return self

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from bench.check import Check
 from bench.coserving.arms import AGAIN, ALONE, Arm, Promise
-from bench.coserving.figures import Ratio, Summary, harvest, latency, percentile, ratio, summary
+from bench.coserving.figures import Ratio, Summary, harvest, latency, outside_seconds, percentile, ratio, summary
 from bench.coserving.windows import Budgets, Window, figures
-from rose.workers.loadgen.completion_stream import StreamedCompletion
+from rose.workers.loadgen.requests import StreamedCompletion
 
 COMPARED = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "gap_p99_ms", "prefix_hit_rate")
 """Figures whose ratio over alone is given."""
@@ -90,7 +90,7 @@ def standings(arms: Sequence[Arm], windows: Sequence[Window], budgets: Budgets) 
     }
 
 
-def peers() -> dict[str, dict[str, float]]:
+def published_ratios() -> dict[str, dict[str, float]]:
     """By way of llm-d's, its published figures over those that it published of serving alone."""
     alone, *others = BATCH_GATEWAY
     return {
@@ -220,7 +220,7 @@ def _wait(window: Window, answer: StreamedCompletion, answered: Sequence[Streame
         "second": answer.due - window.start,
         "ttft": 1000 * (first - answer.due),
         "client": 1000 * (answer.sent - answer.due),
-        "outside": 1000 * answer.outside_seconds,
+        "outside": 1000 * outside_seconds(answer),
         "queue": 1000 * answer.queue_seconds,
         "prefill": 1000 * answer.prefill_seconds,
         "prompt": answer.prompt_tokens,

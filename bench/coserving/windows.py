@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from bench.coserving.arms import Arm
-from bench.coserving.clients import REQUEST_SECONDS, Rolled, Used, UserOrders
-from bench.coserving.figures import attainment, covered, latency, percentile
+from bench.coserving.clients import REQUEST_SECONDS, RolloutResult, UserResult, UserTask
+from bench.coserving.figures import attainment, covered, engine_seconds, latency, outside_seconds, percentile
 from bench.coserving.processes import Client
 from bench.coserving.server import MODEL_NAME, Server
-from rose.workers.loadgen.completion_stream import StreamedCompletion
+from rose.workers.loadgen.requests import StreamedCompletion
 from rose.workers.loadgen.traces import TraceWindow
 
 SETTLE_SECONDS = 2.0
@@ -57,7 +57,7 @@ class Window:
     """In the order in which they were due."""
     ticks: Sequence[float]
     """Seconds that the clients' timers were behind, tick by tick."""
-    rolled: Rolled
+    rolled: RolloutResult
     server: Mapping[str, float]
     """How far the server's counters went, users and rollouts together where both ask it."""
     thrown: str = ""
@@ -66,7 +66,7 @@ class Window:
 
 def run_window(arm: Arm, server: Server, work: TraceWindow, *, number: int, most_late: float) -> Window:
     """Run one window; `most_late` is how far behind clients may be in one of a hundred cases. Raises RoseError."""
-    rolled = Rolled([], [], [])
+    rolled = RolloutResult([], [], [])
     with ExitStack() as stack:
         salt = f"window-{time.monotonic()}"
         users = [_user(stack, server, part, salt) for part in (_dealt(work) if arm.users else [])]
@@ -78,7 +78,7 @@ def run_window(arm: Arm, server: Server, work: TraceWindow, *, number: int, most
         for user in users:
             user.say(repr(start).encode())
         seconds = work.seconds if arm.users else min(work.seconds, GUESTS_ALONE_SECONDS)
-        used = [user.result(Used, seconds=seconds + REQUEST_SECONDS + LEAD_SECONDS) for user in users]
+        used = [user.result(UserResult, seconds=seconds + REQUEST_SECONDS + LEAD_SECONDS) for user in users]
         time.sleep(max(0.0, start + seconds - time.monotonic()))  # guests alone have no answers that end a window
         after = server.counters()
     answers = sorted((answer for each in used for answer in each.answers), key=lambda answer: answer.due)
@@ -93,7 +93,7 @@ def _dealt(work: TraceWindow) -> list[TraceWindow]:
 
 
 def _user(stack: ExitStack, server: Server, part: TraceWindow, salt: str) -> Client:
-    user = stack.enter_context(Client("users", UserOrders(server.url, MODEL_NAME, salt, part.requests)))
+    user = stack.enter_context(Client("users", UserTask(server.url, MODEL_NAME, salt, part.requests)))
     user.wait_until_ready()
     return user
 
@@ -136,9 +136,9 @@ def figures(window: Window, budgets: Budgets) -> dict[str, float]:
         "ttft": [each.ttft for each in latencies],
         "tpot": [each.tpot for each in latencies if each.tpot is not None],
         "gap": [later - one for each in answered for one, later in pairwise(each.moments)],
-        "outside": [answer.outside_seconds for answer in answered],
+        "outside": [outside_seconds(answer) for answer in answered],
         "queue": [answer.queue_seconds for answer in answered],
-        "waited": [answer.outside_seconds + answer.queue_seconds for answer in answered],
+        "waited": [outside_seconds(answer) + answer.queue_seconds for answer in answered],
     }
     end = max([window.start + window.seconds, *(answer.moments[-1] for answer in answered)])
     prompt = sum(answer.prompt_tokens for answer in answered)
@@ -170,7 +170,7 @@ def busy(window: Window) -> float:
 
     By the server's own durations, each ending where its last token came: time in HTTP is not the engine's.
     """
-    held = [(each.moments[-1] - each.engine_seconds, each.moments[-1]) for each in window.answers if each.moments]
+    held = [(each.moments[-1] - engine_seconds(each), each.moments[-1]) for each in window.answers if each.moments]
     return covered(held, window.start, window.start + window.seconds)
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.fleet.engine import Lengths, Rates
-from bench.fleet.executor import Terms
-from bench.fleet.fleet import Act, Deed, Serving
-from bench.fleet.users import Pace, short_seconds, users_of, whole_workers
+from bench.fleet.executor import ExecutorSpec
+from bench.fleet.fleet import Action, PlannedAction, Serving
+from bench.fleet.users import ServingRates, short_seconds, users_of, whole_workers
 from rose.schemas.prompts import Prompt
 from rose.workers.loadgen.traces import read_trace
 
@@ -18,7 +18,7 @@ RATES = Rates(prefill_tokens_per_second=500.0, decode_tokens_per_second=10.0, ma
 
 LENGTHS = Lengths(median_tokens=14.0, trajectory_sigma=0.25, turn_sigma=0.4, token=21)
 
-SERVING_PACE = Pace(prefill_tokens_per_second=8000.0, tpot_seconds=0.03)
+SERVING_RATES = ServingRates(prefill_tokens_per_second=8000.0, tpot_seconds=0.03)
 """Of users' requests."""
 
 SERVING_BYTES, GUEST_BYTES_PER_TOKEN = 36_000, 90
@@ -57,14 +57,14 @@ class Shape:
     wake: float
 
 
-def terms_of(shape: Shape, arm: str) -> tuple[Terms, ...]:
+def specs_of(shape: Shape, arm: str) -> tuple[ExecutorSpec, ...]:
     """The executors of an arm, each with an inbox of its own."""
-    fixed = [Terms(name=dedicated_name(number), slot=number, rates=RATES) for number in range(shape.dedicated)]
+    fixed = [ExecutorSpec(name=dedicated_name(number), slot=number, rates=RATES) for number in range(shape.dedicated)]
     if arm == "fixed":
         return tuple(fixed)
-    lends, given = arm == "rose", {deed.worker for deed in deeds_of(shape, arm)}
+    lends, given = arm == "rose", {planned.worker for planned in actions_of(shape, arm)}
     workers = [
-        Terms(
+        ExecutorSpec(
             name=worker_name(number),
             slot=shape.dedicated + number,
             rates=RATES,
@@ -88,22 +88,26 @@ def worker_name(number: int) -> str:
     return f"serving-{number}"
 
 
-def whole_plan(shape: Shape) -> tuple[tuple[Deed, ...], float]:
+def whole_plan(shape: Shape) -> tuple[tuple[PlannedAction, ...], float]:
     """When whole workers come and go, and for how many seconds users then wanted more than was left to them."""
-    users = users_of(read_trace(str(shape.trace)), SERVING_PACE, workers=shape.lenders, speed=shape.speed)
+    users = users_of(read_trace(str(shape.trace)), SERVING_RATES, workers=shape.lenders, speed=shape.speed)
     moves = whole_workers(users, delay=shape.allocation_delay, wall_seconds=MOST_WALL_SECONDS)
-    deeds = [
-        Deed(at=move.at, worker=worker_name(move.worker), act=Act.START if move.given else Act.STOP) for move in moves
+    actions = [
+        PlannedAction(at=move.at, worker=worker_name(move.worker), action=Action.START if move.given else Action.STOP)
+        for move in moves
     ]
-    return tuple(deeds), short_seconds(users, moves, wall_seconds=MOST_WALL_SECONDS)
+    return tuple(actions), short_seconds(users, moves, wall_seconds=MOST_WALL_SECONDS)
 
 
-def deeds_of(shape: Shape, arm: str) -> tuple[Deed, ...]:
+def actions_of(shape: Shape, arm: str) -> tuple[PlannedAction, ...]:
     """Who comes and goes in an arm."""
     if arm == "whole":
         return whole_plan(shape)[0]
     if arm == "rose":  # what is run before is for the lenders alone: so all are woken once
-        return tuple(Deed(at=0.0, worker=dedicated_name(number), act=Act.START) for number in range(shape.dedicated))
+        return tuple(
+            PlannedAction(at=0.0, worker=dedicated_name(number), action=Action.START)
+            for number in range(shape.dedicated)
+        )
     return ()
 
 
@@ -111,7 +115,7 @@ def serving_of(shape: Shape) -> Serving:
     """Whom lenders serve."""
     return Serving(
         trace=str(shape.trace),
-        pace=SERVING_PACE,
+        rates=SERVING_RATES,
         speed=shape.speed,
         kv_bytes=SERVING_BYTES,
         headroom=HEADROOM,

@@ -10,7 +10,7 @@ Keeps true, as `rose.workers.executor.loop` and a lender's guest do
 What would not have fit the largest of its offers of late either is told as `overfilled`: nobody may send that.
 
 Example
-    dispatched(g:0 turn 0)      -> Wanted: its context
+    dispatched(g:0 turn 0)      -> ContextRequest: its context
     context(..., 150 tokens)    -> nothing
     step(0.2 s later)           -> a heartbeat that lists it
     step(1.5 s later)           -> COMPLETED, a heartbeat
@@ -32,7 +32,6 @@ from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import MAX_HELD_TURNS, TTL_SECONDS, ExecutorState, SlackHeartbeat, WorkerClass
 from rose.schemas.turns import Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
 from rose.workers.executor.grants import UNRESTRICTED, IntakeGate, Lease, Permission
-from rose.workers.executor.heartbeat_writer import HeartbeatWriter
 from rose.workers.executor.inbox import Inbox, InboxAction, kv_tokens_needed
 from rose.workers.executor.ipc.messages import (
     ABORTED,
@@ -43,7 +42,13 @@ from rose.workers.executor.ipc.messages import (
     Suspend,
     TurnFinished,
 )
-from rose.workers.executor.results import ExecutorIncarnation, finished_result, refused_result, resumed_context
+from rose.workers.executor.records import (
+    ExecutorIncarnation,
+    HeartbeatWriter,
+    finished_result,
+    refused_result,
+    resumed_context,
+)
 from rose.workers.lender.kv_budget import KvBudget, KvShares, KvUsage
 
 BEAT_SECONDS = 0.2
@@ -60,7 +65,7 @@ GRANT, USERS, MEMORY, GROWN, TURNS = "grant", "users", "memory", "grown", "turns
 """Who has turns come and go, in a journal."""
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
+class ExecutorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What one executor is."""
 
     name: str
@@ -73,7 +78,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """Until a guest that was granted is there, its weights with it."""
 
 
-class What(Enum):
+class NoteKind(Enum):
     """What a journal tells of."""
 
     GRANTED = "granted"
@@ -95,26 +100,26 @@ class What(Enum):
 class Note(NamedTuple):
     """For the journal."""
 
-    what: What
+    what: NoteKind
     at: float
     since: float
     reason: str = ""
 
 
-class Wanted(NamedTuple):
+class ContextRequest(NamedTuple):
     """The context of a turn that was taken on."""
 
     dispatch: TurnDispatch
 
 
-class Back(NamedTuple):
+class ReturnedTurns(NamedTuple):
     """Turns that had to go: once all are on the log, the note's moment is known."""
 
     results: Sequence[TurnResult]
     note: Note
 
 
-Said = TurnResult | SlackHeartbeat | Wanted | Back | Note
+Output = TurnResult | SlackHeartbeat | ContextRequest | ReturnedTurns | Note
 
 
 @dataclass(slots=True)
@@ -138,7 +143,7 @@ class FleetExecutor:
 
     def __init__(
         self,
-        terms: Terms,
+        spec: ExecutorSpec,
         lengths: Lengths,
         incarnation: int,
         now: float,
@@ -147,18 +152,18 @@ class FleetExecutor:
         memory: KvBudget | None = None,
     ) -> None:
         """`lease` and `memory`: of a lender."""
-        self.terms = terms
+        self.spec = spec
         self._lengths = lengths
         self._lease = lease
         self._memory = memory
         self._now = self._beat_at = now
         self._start = ExecutorIncarnation(
-            terms.name, WorkerClass.SERVING if terms.lends else WorkerClass.DEDICATED, incarnation
+            spec.name, WorkerClass.SERVING if spec.lends else WorkerClass.DEDICATED, incarnation
         )
-        self._inbox = Inbox(terms.name, incarnation, max_turns=terms.rates.max_turns, token_budget=0)
-        self._beats = HeartbeatWriter(self._start, terms.slot, by_grant=terms.lends)
-        self._gate = IntakeGate(self._leave, lends=terms.lends)
-        self._engine = Engine(terms.rates)
+        self._inbox = Inbox(spec.name, incarnation, max_turns=spec.rates.max_turns, token_budget=0)
+        self._heartbeats = HeartbeatWriter(self._start, spec.slot, by_grant=spec.lends)
+        self._gate = IntakeGate(self._permission, lends=spec.lends)
+        self._engine = Engine(spec.rates)
         self._shares: KvShares | None = None
         self._offers = Offers()
         self._waiting: dict[TurnKey, float] = {}
@@ -166,12 +171,12 @@ class FleetExecutor:
         self._keys: dict[str, tuple[TurnKey, float]] = {}
         """In the engine; since when they are here."""
         self._answered: deque[int] = deque(maxlen=MAX_HELD_TURNS)
-        self._parked = NOT_TOLD if terms.lends else ""
+        self._parked = NOT_TOLD if spec.lends else ""
         self._built_at = 0.0
         self._computed_at = now
         self._users = Step(now, 0, 0)
         self._cuts = 0
-        self._shut = GRANT if terms.lends else ""
+        self._shut = GRANT if spec.lends else ""
         """Who keeps one turn more from it: those that it holds already, or somebody else; empty where nobody does."""
         self._most_tokens = 0
         """The widest budget since its guest is there: what users leave when they are gone."""
@@ -190,40 +195,40 @@ class FleetExecutor:
         """Turns."""
         return len(self._inbox)
 
-    def claimed(self, claim: int) -> None:
+    def on_claim(self, claim: int) -> None:
         """A router has claimed the inbox."""
         self._inbox.on_claim(claim)
 
-    def granted(self, grant: CapacityGrant | None, now: float, *, voice: GrantSource, seen: bool) -> list[Said]:
+    def on_grant(self, grant: CapacityGrant | None, now: float, *, source: GrantSource, live: bool) -> list[Output]:
         """The newest grant under one of its two keys was read."""
         assert self._lease is not None
-        self._lease.on_grant(grant, now, source=voice, live=seen)
-        if grant is None or not grant.lend or not seen:
+        self._lease.on_grant(grant, now, source=source, live=live)
+        if grant is None or not grant.lend or not live:
             return []
         self._granted_at = grant.granted_at
-        return [Note(What.GRANTED, now, grant.granted_at, grant.reason)]
+        return [Note(NoteKind.GRANTED, now, grant.granted_at, grant.reason)]
 
-    def dispatched(self, dispatch: TurnDispatch, offset: int, now: float) -> list[Said]:
+    def on_dispatch(self, dispatch: TurnDispatch, offset: int, now: float) -> list[Output]:
         """A dispatch came from its inbox."""
         answer = self._inbox.on_dispatch(dispatch, self._version, offset=offset)
         if answer.action is InboxAction.DROP:
             return []
         if answer.action is InboxAction.REFUSE:
-            said: list[Said] = [self._refused(dispatch, answer.reason, answer.refusal, now)]
+            said: list[Output] = [self._refused(dispatch, answer.reason, answer.refusal, now)]
             fits = self._offers.fit(len(self._inbox) + 1, self._inbox.tokens + kv_tokens_needed(dispatch))
             if answer.refusal is Refusal.ROOM and not fits:
-                said.append(Note(What.OVERFILLED, now, now, "/".join(map(str, dispatch.key))))
+                said.append(Note(NoteKind.OVERFILLED, now, now, "/".join(map(str, dispatch.key))))
             return said
         if self._gate.reason:
             self._inbox.release(dispatch.key)
             return [self._refused(dispatch, self._gate.reason, Refusal.ROOM, now)]
         self._waiting[dispatch.key] = now
         if self._freed is None:
-            return [Wanted(dispatch)]
+            return [ContextRequest(dispatch)]
         freed, self._freed = self._freed, None
-        return [Wanted(dispatch), Note(What.FIRST, now, freed.at, freed.reason)]
+        return [ContextRequest(dispatch), Note(NoteKind.FIRST, now, freed.at, freed.reason)]
 
-    def context(self, dispatch: TurnDispatch, context: bytes | ContextMissing, now: float) -> list[Said]:
+    def on_context(self, dispatch: TurnDispatch, context: bytes | ContextMissing, now: float) -> list[Output]:
         """What it goes on from, or why that cannot be had; of a turn that went back meanwhile it means nothing."""
         if self._waiting.pop(dispatch.key, None) is None:
             return []
@@ -243,28 +248,28 @@ class FleetExecutor:
         self._engine.take(name, request, count(resumed_context(dispatch, context)), rest, finish, now)
         return []
 
-    def step(self, users: Step, idle_seconds: float, now: float) -> list[Said]:
+    def step(self, users: Step, idle_seconds: float, now: float) -> list[Output]:
         """Time has passed, so much of it without a user; `users`, who are there now, came or went last at `at`."""
         self._now, self._users = now, users
         if idle_seconds > 0:
             self._computed_at = now
         if self._parked == BUILT and now >= self._built_at:
             self._parked, self._computed_at = "", now
-        said: list[Said] = [self._done(done) for done in self._engine.advance(idle_seconds, now)]
+        said: list[Output] = [self._done(done) for done in self._engine.advance(idle_seconds, now)]
         said += self._share_memory(now)
         said += self._open_or_close(now)
         said += self._note_room(now)
         state = (self._state, self._gate.reason, self._inbox.token_budget)
         if state != self._beat_of or now >= self._beat_at:
             self._beat_of, self._beat_at = state, now + BEAT_SECONDS
-            said.append(self._beat(self._state, now))
+            said.append(self._heartbeat(self._state, now))
         return said
 
-    def stop(self, now: float) -> list[Said]:
+    def stop(self, now: float) -> list[Output]:
         """It leaves: everything goes back, and its last heartbeat says what it has answered."""
         self._gate.close(STOPPED)
         back = self._give_up(STOPPED, now)
-        return [*back, self._beat(ExecutorState.STOPPING, now, self._answered)]
+        return [*back, self._heartbeat(ExecutorState.STOPPING, now, self._answered)]
 
     @property
     def _version(self) -> int:
@@ -274,51 +279,55 @@ class FleetExecutor:
     def _state(self) -> ExecutorState:
         return ExecutorState.PAUSED if self._gate.reason else ExecutorState.READY
 
-    def _leave(self) -> Permission:
+    def _permission(self) -> Permission:
         return UNRESTRICTED if self._lease is None else self._lease.permission(self._now)
 
-    def _share_memory(self, now: float) -> list[Said]:
+    def _share_memory(self, now: float) -> list[Output]:
         """What turns may hold beside users; those that have to go for them."""
         if self._memory is None or self._parked:
             return []
-        per_token = self.terms.kv_bytes_per_token
+        per_token = self.spec.kv_bytes_per_token
         use = KvUsage(serving_bytes=self._users.tokens, guest_bytes=self._engine.held_tokens * per_token)
-        most, grow = self.terms.rates.kv_tokens * per_token, not self._users.running
+        most, grow = self.spec.rates.kv_tokens * per_token, not self._users.running
         self._shares = self._memory.decide(use, most_bytes=most, policy_version=VERSION, grow=grow, now=now)
         self._cuts += self._shares.cuts
         back: list[TurnResult] = []
         while self._engine.held_tokens * per_token > self._shares.budget_bytes:
             done = self._engine.give_up(self._engine.youngest(), now, "serving takes its memory")
             back.append(self._done(done))
-        note = Note(What.OFF, now, self._users.at, MEMORY) if self._shares.cuts else Note(What.OFF, now, now, GROWN)
-        return [Back(back, note)] if back else []
+        note = (
+            Note(NoteKind.OFF, now, self._users.at, MEMORY)
+            if self._shares.cuts
+            else Note(NoteKind.OFF, now, now, GROWN)
+        )
+        return [ReturnedTurns(back, note)] if back else []
 
-    def _open_or_close(self, now: float) -> list[Said]:
+    def _open_or_close(self, now: float) -> list[Output]:
         """Follow what the grant and the users let it."""
         before = self._gate.reason
-        order = self._gate.update(self._tick(), busy=bool(self._keys))
+        order = self._gate.update(self._engine_status(), busy=bool(self._keys))
         if isinstance(order, Resume) and self._parked == NOT_TOLD:
-            self._parked, self._built_at = BUILT, now + self.terms.wake_seconds
+            self._parked, self._built_at = BUILT, now + self.spec.wake_seconds
         elif isinstance(order, Suspend):
             self._parked, self._shares = NOT_TOLD, None
-        self._inbox.offer(max_turns=self.terms.rates.max_turns, token_budget=self._gate.allowed_tokens)
+        self._inbox.offer(max_turns=self.spec.rates.max_turns, token_budget=self._gate.allowed_tokens)
         why, since = (GRANT, now) if self._parked else (USERS, self._computed_at)
         back = self._give_up(self._gate.reason, now) if self._gate.reason and not before else []
         if isinstance(order, Suspend):
             self._engine.drop()
-        return [Back(back, Note(What.OFF, now, since, why))] if back else []
+        return [ReturnedTurns(back, Note(NoteKind.OFF, now, since, why))] if back else []
 
-    def _note_room(self, now: float) -> list[Said]:
+    def _note_room(self, now: float) -> list[Output]:
         before, shut = self._shut, self._who_shuts()
         self._shut = shut
-        if not self.terms.lends or shut in (before, TURNS):
+        if not self.spec.lends or shut in (before, TURNS):
             return []
         if shut:
             self._freed = None
-            return [Note(What.SHUT, now, now, shut)]
+            return [Note(NoteKind.SHUT, now, now, shut)]
         if before == TURNS:  # one of them has ended: nobody gave it anything
             return []
-        self._freed = Note(What.FREE, now, self._granted_at if before == GRANT else now, before)
+        self._freed = Note(NoteKind.FREE, now, self._granted_at if before == GRANT else now, before)
         return [self._freed]
 
     def _who_shuts(self) -> str:
@@ -351,22 +360,28 @@ class FleetExecutor:
         self._answered.append(held_hash(dispatch.key))
         return refused_result(self._start, dispatch, reason, refusal, now=now)
 
-    def _beat(self, state: ExecutorState, now: float, turns: Collection[int] | None = None) -> SlackHeartbeat:
-        tick = self._tick()
-        self._beats.on_status(tick)
+    def _heartbeat(self, state: ExecutorState, now: float, turns: Collection[int] | None = None) -> SlackHeartbeat:
+        status = self._engine_status()
+        self._heartbeats.on_status(status)
         self._cuts = 0
-        beat = self._beats.next_heartbeat(
-            tick, self._inbox, state=state, version=self._version, pause_reason=self._gate.reason, now=now, turns=turns
+        beat = self._heartbeats.next_heartbeat(
+            status,
+            self._inbox,
+            state=state,
+            version=self._version,
+            pause_reason=self._gate.reason,
+            now=now,
+            turns=turns,
         )
         self._offers.take(beat, now)
         return beat
 
-    def _tick(self) -> EngineStatus:
-        rates, per_token = self.terms.rates, self.terms.kv_bytes_per_token
+    def _engine_status(self) -> EngineStatus:
+        rates, per_token = self.spec.rates, self.spec.kv_bytes_per_token
         total = rates.kv_tokens * per_token
         if self._memory is not None:
             total = self._shares.budget_bytes if self._shares is not None else 0
-        lends, busy = self.terms.lends, bool(self._users.running)
+        lends, busy = self.spec.lends, bool(self._users.running)
         return EngineStatus(
             version=self._version,
             device="emulated",

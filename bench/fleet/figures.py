@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from bench.fleet.executor import GRANT, USERS, What
+from bench.fleet.executor import GRANT, USERS, NoteKind
 from bench.fleet.fleet import Line
 
 
@@ -49,13 +49,13 @@ def first_turns(lines: Iterable[Line], waiting: Waiting, *, late: float) -> Mapp
     found: dict[str, list[float]] = {GRANT: [], USERS: []}
     free: dict[str, Line] = {}
     for line in lines:
-        if line.what == What.FREE.value:
+        if line.what == NoteKind.FREE.value:
             free[line.worker] = line
-        elif line.what == What.FIRST.value:
+        elif line.what == NoteKind.FIRST.value:
             free.pop(line.worker, None)
             if waiting.throughout(line.since, line.at):
                 found[line.reason].append(line.at - line.since)
-        elif line.what == What.SHUT.value:
+        elif line.what == NoteKind.SHUT.value:
             began = free.pop(line.worker, line)
             if line.at - began.at > late and waiting.throughout(began.at, line.at):
                 found[began.reason].append(line.at - began.at)
@@ -67,9 +67,9 @@ def from_grants(lines: Iterable[Line], waiting: Waiting) -> Sequence[float]:
     granted: dict[str, float] = {}
     found = []
     for line in lines:
-        if line.what == What.FREE.value:
+        if line.what == NoteKind.FREE.value:
             granted[line.worker] = line.since
-        elif line.what == What.FIRST.value and line.reason == GRANT and waiting.throughout(line.since, line.at):
+        elif line.what == NoteKind.FIRST.value and line.reason == GRANT and waiting.throughout(line.since, line.at):
             found.append(line.at - granted[line.worker])
     return found
 
@@ -78,7 +78,7 @@ def last_turns_off(lines: Iterable[Line]) -> Mapping[str, Sequence[float]]:
     """Seconds from what had turns go to the last of them answered on the log, by what that was."""
     found: dict[str, list[float]] = {}
     for line in lines:
-        if line.what == What.OFF.value:
+        if line.what == NoteKind.OFF.value:
             found.setdefault(line.reason, []).append(line.at - line.since)
     return found
 
@@ -90,8 +90,8 @@ def last_lent(lines: Iterable[Line], lenders: Collection[str], *, since: float) 
     for line in lines:
         if line.worker not in lends:
             continue
-        if line.what in (What.FREE.value, What.SHUT.value):
-            lends[line.worker] = line.what == What.FREE.value or line.reason != GRANT
-        if line.what in (What.SHUT.value, What.OFF.value) and line.reason == GRANT:
+        if line.what in (NoteKind.FREE.value, NoteKind.SHUT.value):
+            lends[line.worker] = line.what == NoteKind.FREE.value or line.reason != GRANT
+        if line.what in (NoteKind.SHUT.value, NoteKind.OFF.value) and line.reason == GRANT:
             at = max(at, line.at)
     return None if any(lends.values()) or at < since else at

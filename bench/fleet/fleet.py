@@ -28,8 +28,8 @@ from threading import Event, Thread
 import msgspec
 
 from bench.fleet.engine import Lengths
-from bench.fleet.executor import Back, FleetExecutor, Note, Said, Terms, Wanted
-from bench.fleet.users import Pace, Step, Users, users_of
+from bench.fleet.executor import ContextRequest, ExecutorSpec, FleetExecutor, Note, Output, ReturnedTurns
+from bench.fleet.users import ServingRates, Step, Users, users_of
 from rose.pipeline.process_setup import stop_on_signals
 from rose.schemas.contexts import ContextMissing
 from rose.schemas.grants import CapacityGrant, GrantSource, parse_grant_key
@@ -58,7 +58,7 @@ NOBODY = Step(0.0, 0, 0)
 BLOCK_TOKENS = 16
 
 
-class Act(Enum):
+class Action(Enum):
     """What is done to an executor."""
 
     START = "start"
@@ -69,20 +69,20 @@ class Act(Enum):
     THAW = "thaw"
 
 
-class Deed(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedAction(msgspec.Struct, frozen=True, kw_only=True):
     """One of them; left out where it cannot be done."""
 
     at: float
     """Seconds after `go`."""
     worker: str
-    act: Act
+    action: Action
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
     """Whom lenders serve, and with what."""
 
     trace: str
-    pace: Pace
+    rates: ServingRates
     speed: float
     """Seconds of the trace in each second."""
     kv_bytes: int
@@ -99,12 +99,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     bus: BusSettings
     job: str
     """That lenders lend to."""
-    executors: tuple[Terms, ...]
-    """Those that are there from the start, and those that deeds start."""
+    executors: tuple[ExecutorSpec, ...]
+    """Those that are there from the start, and those that actions start."""
     lengths: Lengths
     serving: Serving | None = None
     """None where nobody lends."""
-    deeds: tuple[Deed, ...] = ()
+    actions: tuple[PlannedAction, ...] = ()
     journal: str
 
 
@@ -118,15 +118,15 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-Taking = Callable[[FleetExecutor, float], Sequence[Said]]
+Taking = Callable[[FleetExecutor, float], Sequence[Output]]
 """Something that an executor takes in at a moment."""
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class Member:
     """The place of one executor, whether it is there or not."""
 
-    terms: Terms
+    spec: ExecutorSpec
     users: Users | None
     executor: FleetExecutor | None = None
     frozen: bool = False
@@ -144,14 +144,14 @@ class Fleet:
         self._plan = plan
         self._began = time.time() - time.monotonic()
         self._gone_at: float | None = None
-        lenders = [terms for terms in plan.executors if terms.lends]
+        lenders = [spec for spec in plan.executors if spec.lends]
         self._users = _users_of(plan.serving, len(lenders))
-        by_name = dict(zip((terms.name for terms in lenders), self._users, strict=True))
-        self._seats = {terms.name: Seat(terms, by_name.get(terms.name)) for terms in plan.executors}
-        self._by_slot: dict[int, list[Seat]] = {}
-        for seat in self._seats.values():
-            self._by_slot.setdefault(seat.terms.slot, []).append(seat)
-        self._deeds = sorted(plan.deeds, key=lambda deed: -deed.at)
+        by_name = dict(zip((spec.name for spec in lenders), self._users, strict=True))
+        self._members = {spec.name: Member(spec, by_name.get(spec.name)) for spec in plan.executors}
+        self._by_slot: dict[int, list[Member]] = {}
+        for member in self._members.values():
+            self._by_slot.setdefault(member.spec.slot, []).append(member)
+        self._actions = sorted(plan.actions, key=lambda planned: -planned.at)
         self._lines: list[Line] = []
         self._starts = count()
         self._turns = dict.fromkeys(TurnOutcome, 0)
@@ -168,10 +168,10 @@ class Fleet:
 
     def run(self, go: Event, stop: Event, ready: Callable[[], None]) -> None:
         """Until `stop` is set. `ready` is called once all are there that begin with it."""
-        first = {deed.worker: deed.act for deed in self._deeds}  # the earliest one of each comes last
-        for name, seat in self._seats.items():
-            if first.get(name) is not Act.START:
-                self._start(seat)
+        first = {planned.worker: planned.action for planned in self._actions}  # the earliest one of each comes last
+        for name, member in self._members.items():
+            if first.get(name) is not Action.START:
+                self._start(member)
         self._writer.flush()
         ready()
         step_at = 0.0
@@ -184,11 +184,11 @@ class Fleet:
             if now >= step_at:
                 step_at = now + STEP_SECONDS
                 self._do(now)
-                self._hear_grants()
-                for seat in self._seats.values():
-                    self._look(seat, now)
+                self._read_grants()
+                for member in self._members.values():
+                    self._look(member, now)
             for dispatch, context, _ in self._contexts.take_found():
-                self._deliver(self._seats[dispatch.worker], partial(_context, dispatch, context))
+                self._deliver(self._members[dispatch.worker], partial(_context, dispatch, context))
             self._writer.poll()
         self._end()
 
@@ -196,54 +196,54 @@ class Fleet:
         """Unix seconds that never jump."""
         return self._began + time.monotonic()
 
-    def _start(self, seat: Seat) -> None:
+    def _start(self, member: Member) -> None:
         """Mark the start in its inbox; it is there once that is on the log."""
-        terms = seat.terms
+        spec = member.spec
 
         def marked(_: int, offset: int) -> None:
             now = self._now()
             incarnation = offset << INCARNATION_RANDOM_BITS | next(self._starts)
-            lends = terms.lends and self._plan.serving is not None
+            lends = spec.lends and self._plan.serving is not None
             lease = Lease(self._plan.job, grant_required=True) if lends else None
-            memory = memory_of(terms, self._plan.serving) if lends and self._plan.serving else None
-            seat.executor = FleetExecutor(terms, self._plan.lengths, incarnation, now, lease=lease, memory=memory)
-            seat.frozen, seat.looked_at = False, now
-            seat.missed.clear()
-            self._note(terms.name, Act.START.value, now)
+            memory = memory_of(spec, self._plan.serving) if lends and self._plan.serving else None
+            member.executor = FleetExecutor(spec, self._plan.lengths, incarnation, now, lease=lease, memory=memory)
+            member.frozen, member.looked_at = False, now
+            member.missed.clear()
+            self._note(spec.name, Action.START.value, now)
 
-        self._writer.tombstone(DISPATCHED, key=terms.name, partition=terms.slot, on_delivery=marked)
+        self._writer.tombstone(DISPATCHED, key=spec.name, partition=spec.slot, on_delivery=marked)
 
     def _do(self, now: float) -> None:
         """What is due to be done to executors."""
-        while self._deeds and self._gone_at is not None and self._gone_at + self._deeds[-1].at <= now:
-            deed = self._deeds.pop()
-            seat = self._seats[deed.worker]
-            if deed.act is Act.START and seat.executor is None:
-                self._start(seat)
-            elif deed.act is not Act.START and seat.executor is not None:
-                self._do_to(seat, seat.executor, deed.act, now)
+        while self._actions and self._gone_at is not None and self._gone_at + self._actions[-1].at <= now:
+            planned = self._actions.pop()
+            member = self._members[planned.worker]
+            if planned.action is Action.START and member.executor is None:
+                self._start(member)
+            elif planned.action is not Action.START and member.executor is not None:
+                self._do_to(member, member.executor, planned.action, now)
 
-    def _do_to(self, seat: Seat, executor: FleetExecutor, act: Act, now: float) -> None:
-        self._note(seat.terms.name, act.value, now)
-        if act is Act.FREEZE:
-            seat.frozen = True
-        elif act is Act.KILL:
-            seat.executor = None
+    def _do_to(self, member: Member, executor: FleetExecutor, action: Action, now: float) -> None:
+        self._note(member.spec.name, action.value, now)
+        if action is Action.FREEZE:
+            member.frozen = True
+        elif action is Action.KILL:
+            member.executor = None
         else:  # who is to stop is thawed for it, as a process is
-            if seat.frozen:
-                seat.frozen, seat.looked_at, missed = False, now, [*seat.missed]
-                seat.missed.clear()
+            if member.frozen:
+                member.frozen, member.looked_at, missed = False, now, [*member.missed]
+                member.missed.clear()
                 for take in missed:
-                    self._carry(seat, take(executor, now))
-            if act is Act.STOP:
-                self._leave(seat, executor, now)
+                    self._carry(member, take(executor, now))
+            if action is Action.STOP:
+                self._leave(member, executor, now)
 
-    def _leave(self, seat: Seat, executor: FleetExecutor, now: float) -> None:
+    def _leave(self, member: Member, executor: FleetExecutor, now: float) -> None:
         *back, last = executor.stop(now)
-        self._carry(seat, back)
+        self._carry(member, back)
         self._writer.flush()  # its last heartbeat lists answers that are on the log
-        self._carry(seat, [last])
-        seat.executor = None
+        self._carry(member, [last])
+        member.executor = None
 
     def _take(self, items: Iterable[Item]) -> None:
         for item in items:
@@ -251,60 +251,60 @@ class Fleet:
                 continue
             record, offset = item.record, item.offset
             if isinstance(record, TurnDispatch):
-                if (seat := self._seats.get(record.worker)) is not None:
-                    self._deliver(seat, partial(_dispatched, record, offset))
+                if (member := self._members.get(record.worker)) is not None:
+                    self._deliver(member, partial(_dispatched, record, offset))
             elif item.key == FENCING_KEY:
-                for seat in self._by_slot[item.partition]:
-                    self._deliver(seat, partial(_claimed, offset))
+                for member in self._by_slot[item.partition]:
+                    self._deliver(member, partial(_claimed, offset))
 
-    def _hear_grants(self) -> None:
+    def _read_grants(self) -> None:
         while True:
             try:
                 item, seen = self._grants.get_nowait()
             except Empty:
                 return
-            worker, voice = parse_grant_key(item.key)
-            seat = self._seats.get(worker)
+            worker, source = parse_grant_key(item.key)
+            member = self._members.get(worker)
             grant = item.record if isinstance(item.record, CapacityGrant) else None
-            if seat is not None and seat.terms.lends and voice is not None:
-                self._deliver(seat, partial(_granted, grant, voice, seen))
+            if member is not None and member.spec.lends and source is not None:
+                self._deliver(member, partial(_granted, grant, source, seen))
 
-    def _deliver(self, seat: Seat, take: Taking) -> None:
+    def _deliver(self, member: Member, take: Taking) -> None:
         """Have the executor take something in, now or once it is thawed."""
-        if seat.executor is not None and seat.frozen:
-            seat.missed.append(take)
-        elif seat.executor is not None:
-            self._carry(seat, take(seat.executor, self._now()))
+        if member.executor is not None and member.frozen:
+            member.missed.append(take)
+        elif member.executor is not None:
+            self._carry(member, take(member.executor, self._now()))
 
-    def _look(self, seat: Seat, now: float) -> None:
-        if seat.executor is None or seat.frozen:
+    def _look(self, member: Member, now: float) -> None:
+        if member.executor is None or member.frozen:
             return
-        since, seat.looked_at = seat.looked_at, now
+        since, member.looked_at = member.looked_at, now
         users, idle = NOBODY, now - since
-        if seat.users is not None and self._gone_at is not None:
-            users = seat.users.at(now - self._gone_at)
+        if member.users is not None and self._gone_at is not None:
+            users = member.users.at(now - self._gone_at)
             users = users._replace(at=users.at + self._gone_at)
-            idle = seat.users.idle(max(0.0, since - self._gone_at), now - self._gone_at)
-        self._carry(seat, seat.executor.step(users, idle, now))
+            idle = member.users.idle(max(0.0, since - self._gone_at), now - self._gone_at)
+        self._carry(member, member.executor.step(users, idle, now))
 
-    def _carry(self, seat: Seat, said: Iterable[Said]) -> None:
+    def _carry(self, member: Member, said: Iterable[Output]) -> None:
         """Out of the core, onto the bus and into the journal."""
         for each in said:
             match each:
                 case TurnResult():
                     self._write(each)
                 case SlackHeartbeat():
-                    self._writer.write(HEARTBEATS, each, key=seat.terms.name, partition=0)
-                case Wanted(dispatch):
+                    self._writer.write(HEARTBEATS, each, key=member.spec.name, partition=0)
+                case ContextRequest(dispatch):
                     context = self._contexts.find(dispatch)
                     if context is not None:
-                        self._deliver(seat, partial(_context, dispatch, context))
-                case Back(results, note):
+                        self._deliver(member, partial(_context, dispatch, context))
+                case ReturnedTurns(results, note):
                     left = iter(range(len(results) - 1, -1, -1))
                     for result in results:
-                        self._write(result, partial(self._answered, seat.terms.name, note, left))
+                        self._write(result, partial(self._answered, member.spec.name, note, left))
                 case Note():
-                    self._note(seat.terms.name, each.what.value, each.at, each.since, each.reason)
+                    self._note(member.spec.name, each.what.value, each.at, each.since, each.reason)
 
     def _answered(self, worker: str, note: Note, left: Iterator[int], *_: int) -> None:
         """One of those that had to go is on the log."""
@@ -324,9 +324,9 @@ class Fleet:
     def _end(self) -> None:
         """All of them stop, and the journal is written."""
         now = self._now()
-        for seat in self._seats.values():
-            if seat.executor is not None:
-                self._do_to(seat, seat.executor, Act.STOP, now)
+        for member in self._members.values():
+            if member.executor is not None:
+                self._do_to(member, member.executor, Action.STOP, now)
         self._writer.flush()
         for outcome, many in self._turns.items():
             self._note(NAME, outcome.value, now, reason=str(many))
@@ -337,40 +337,40 @@ class Fleet:
         self._reader.close()
 
 
-def _dispatched(dispatch: TurnDispatch, offset: int, executor: FleetExecutor, now: float) -> Sequence[Said]:
-    return executor.dispatched(dispatch, offset, now)
+def _dispatched(dispatch: TurnDispatch, offset: int, executor: FleetExecutor, now: float) -> Sequence[Output]:
+    return executor.on_dispatch(dispatch, offset, now)
 
 
 def _context(
     dispatch: TurnDispatch, context: bytes | ContextMissing, executor: FleetExecutor, now: float
-) -> Sequence[Said]:
-    return executor.context(dispatch, context, now) if dispatch.incarnation == executor.incarnation else ()
+) -> Sequence[Output]:
+    return executor.on_context(dispatch, context, now) if dispatch.incarnation == executor.incarnation else ()
 
 
-def _claimed(claim: int, executor: FleetExecutor, _: float) -> Sequence[Said]:
-    executor.claimed(claim)
+def _claimed(claim: int, executor: FleetExecutor, _: float) -> Sequence[Output]:
+    executor.on_claim(claim)
     return ()
 
 
 def _granted(
-    grant: CapacityGrant | None, voice: GrantSource, seen: bool, executor: FleetExecutor, now: float
-) -> Sequence[Said]:
-    return executor.granted(grant, now, voice=voice, seen=seen)
+    grant: CapacityGrant | None, source: GrantSource, live: bool, executor: FleetExecutor, now: float
+) -> Sequence[Output]:
+    return executor.on_grant(grant, now, source=source, live=live)
 
 
 def _users_of(serving: Serving | None, lenders: int) -> Sequence[Users]:
     if serving is None or not lenders:
         return ()
-    return users_of(read_trace(serving.trace), serving.pace, workers=lenders, speed=serving.speed)
+    return users_of(read_trace(serving.trace), serving.rates, workers=lenders, speed=serving.speed)
 
 
-def memory_of(terms: Terms, serving: Serving) -> KvBudget:
+def memory_of(spec: ExecutorSpec, serving: Serving) -> KvBudget:
     """How a lender shares its KV memory with its users."""
-    pool = terms.rates.kv_tokens * terms.kv_bytes_per_token
+    pool = spec.rates.kv_tokens * spec.kv_bytes_per_token
     bounds = KvLimits(
         total_bytes=serving.kv_bytes,
         pool_bytes=pool,
-        block_bytes=BLOCK_TOKENS * terms.kv_bytes_per_token,
+        block_bytes=BLOCK_TOKENS * spec.kv_bytes_per_token,
         headroom_bytes=int(serving.headroom * serving.kv_bytes),
         quiet_seconds=serving.quiet_seconds / serving.speed,
         piece_bytes=pool,

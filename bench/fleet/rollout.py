@@ -20,6 +20,7 @@ import psutil
 from confluent_kafka import OFFSET_BEGINNING
 
 from bench.fleet.fleet import Line, Plan
+from bench.processes import processor_seconds
 from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
 from rose.schemas.cells import CellSummary
 from rose.schemas.errors import RoseError
@@ -193,8 +194,7 @@ class Rollout:
         taken = {}
         for name, pid in self.roles.items():
             with suppress(psutil.NoSuchProcess):
-                times = psutil.Process(pid).cpu_times()
-                taken[name] = times.user + times.system
+                taken[name] = processor_seconds(pid)
         return taken
 
     def waiting(self) -> Iterable[tuple[float, int]]:
@@ -210,7 +210,7 @@ def rollout(
 ) -> Iterator[Rollout]:
     """The roles on a broker, topics created; `control`: its settings, None for a run without one."""
     folder.mkdir(parents=True, exist_ok=True)
-    slots = 1 + max(terms.slot for terms in plan.executors)
+    slots = 1 + max(spec.slot for spec in plan.executors)
     partitions = Partitions(home=HOMES, slots=slots, samples=2, chunks=1)
     create_topics(settings, partitions)
     environment = {
@@ -233,7 +233,7 @@ def rollout(
             for role, said in wanted
         }
         with closing(FleetProcess(plan, folder)) as fleet, closing(Trainer(settings, partitions.samples)) as trainer:
-            parks = 0 if control is None else sum(terms.lends for terms in plan.executors)
+            parks = 0 if control is None else sum(spec.lends for spec in plan.executors)
             _until_ready(roles.values(), folder, settings, parks=parks)
             pids = {name: role.pid for name, role in roles.items()} | {"fleet": fleet.process.pid}
             yield Rollout(settings, fleet, trainer, roles.get("control"), pids, folder)

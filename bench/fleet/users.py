@@ -42,7 +42,7 @@ class Step(NamedTuple):
     """Of KV that they hold: prompts and answers."""
 
 
-class Pace(msgspec.Struct, frozen=True, kw_only=True):
+class ServingRates(msgspec.Struct, frozen=True, kw_only=True):
     """How fast serving is."""
 
     prefill_tokens_per_second: float
@@ -52,12 +52,12 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 class Load:
     """One trace as a worker sees it."""
 
-    def __init__(self, arrivals: Sequence[Arrival], pace: Pace) -> None:
+    def __init__(self, arrivals: Sequence[Arrival], rates: ServingRates) -> None:
         """`arrivals`: at least one."""
         changes: list[tuple[float, int, int]] = []
         for each in arrivals:
             tokens = each.prompt_tokens + each.output_tokens
-            takes = each.prompt_tokens / pace.prefill_tokens_per_second + each.output_tokens * pace.tpot_seconds
+            takes = each.prompt_tokens / rates.prefill_tokens_per_second + each.output_tokens * rates.tpot_seconds
             changes += (each.at, 1, tokens), (each.at + takes, -1, -tokens)
         changes.sort()
         self.steps: list[Step] = []
@@ -126,10 +126,10 @@ class Users(NamedTuple):
         return (there - here) / self.speed
 
 
-def users_of(arrivals: Sequence[Arrival], pace: Pace, *, workers: int, speed: float) -> list[Users]:
+def users_of(arrivals: Sequence[Arrival], rates: ServingRates, *, workers: int, speed: float) -> list[Users]:
     """Of each worker."""
-    every = next(many for many in range(1, len(arrivals)) if Load(arrivals[::many], pace).busy <= BUSY)
-    loads = [Load(arrivals[first::every], pace) for first in range(min(every, workers))]
+    every = next(many for many in range(1, len(arrivals)) if Load(arrivals[::many], rates).busy <= BUSY)
+    loads = [Load(arrivals[first::every], rates) for first in range(min(every, workers))]
     full = max(load.most_running for load in loads)
     at = [loads[worker % len(loads)].seconds * worker / workers for worker in range(workers)]
     return [Users(loads[worker % len(loads)], at[worker], speed, full) for worker in range(workers)]

@@ -50,7 +50,6 @@ def run_environment(common: Common, number: int) -> None:
 def run_executor_role(common: Common) -> None:
     """Run an executor until a signal asks it to stop."""
     from rose.workers.executor.engine_process import EngineProcess
-    from rose.workers.executor.main import run_executor
 
     config = load(common)
     _require_signatures(config)
@@ -60,6 +59,8 @@ def run_executor_role(common: Common) -> None:
         EngineProcess(executor_config) as engine,
         _running_role(config, EXECUTOR, port, number_of(name), name=name) as (settings, stop),
     ):
+        from rose.workers.executor.loop import run_executor  # after the fork: the engine loads meanwhile
+
         run_executor(settings, executor_config, engine.client, engine.shapes, stop, weights=config.weights)
 
 

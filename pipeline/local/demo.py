@@ -29,7 +29,7 @@ from rose.pipeline.terminal import escape_control_chars
 from rose.schemas.errors import UsageError
 from rose.schemas.prompts import Prompt
 from rose.workers.evaluate import Evaluation
-from rose.workers.loadgen.request_log import read_request_log
+from rose.workers.loadgen.requests import read_request_log
 
 SEEDS_OF_A_RUN = 1_000_000
 """The task seeds of a run begin at run seed times this number, so that runs do not share tasks."""

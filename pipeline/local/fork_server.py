@@ -46,7 +46,6 @@ COMMAND = "rose.pipeline.cli.main"
 ENGINE_MODULES = (
     "rose.workers.executor.vllm.process_env",
     "rose.workers.executor.vllm.engine",
-    "rose.workers.executor.vllm.start",
 )
 PRELOAD = {
     "control": ("rose.pipeline.cli.roles", "rose.pipeline.control.service", "rose.pipeline.control.app"),
@@ -54,11 +53,8 @@ PRELOAD = {
     "evaluate": ("rose.pipeline.cli.run_commands", *ENGINE_MODULES),
     "executor": (
         "rose.pipeline.cli.roles",
-        "rose.workers.executor.main",
+        "rose.workers.executor.engine_process",
         "rose.workers.executor.loop",
-        "rose.workers.weights.chunk_stores",
-        "rose.workers.weights.receive",
-        "rose.workers.weights.trust",
         *ENGINE_MODULES,
     ),
     "router": ("rose.pipeline.cli.roles", "rose.pipeline.routing.service"),

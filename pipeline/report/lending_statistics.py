@@ -24,7 +24,7 @@ import numpy as np
 
 from rose.pipeline.report.history import LenderStatus, RunHistory, TurnFact
 from rose.schemas.turns import TurnTimes
-from rose.workers.loadgen.request_log import UserRequest
+from rose.workers.loadgen.requests import UserRequest
 
 PAUSE_SECONDS = 60.0
 """Longest gap that has rows: between the end of a run and its continuation there may be days."""

@@ -14,7 +14,7 @@ from rose.pipeline.report.lending_statistics import LatencyBudgets, seconds_of_l
 from rose.pipeline.report.summary import RunMetadata, Summary, summarise
 from rose.schemas.errors import UsageError
 from rose.topics.settings import BusSettings
-from rose.workers.loadgen.request_log import read_request_log
+from rose.workers.loadgen.requests import read_request_log
 from rose.workers.trainer.step_log import read_step_log
 
 SUMMARY, REPORT, MOMENTS = "summary.json", "report.html", "moments.jsonl"

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from rose.workers.executor.vllm.engine import Engine, StepResult
+from rose.workers.executor.vllm.engine import Engine
+from rose.workers.executor.vllm.types import StepResult
 from tests.chaos.lending import GUEST_FAULTS
 
 MOST_STEPS = 300

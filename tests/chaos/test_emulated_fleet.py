@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from bench.fleet.engine import Lengths, Rates, sampled_of
-from bench.fleet.executor import Terms, What
-from bench.fleet.fleet import NAME, Act, Deed, Line, Plan, Serving
+from bench.fleet.executor import ExecutorSpec, NoteKind
+from bench.fleet.fleet import NAME, Action, Line, Plan, PlannedAction, Serving
 from bench.fleet.rollout import job_of, rollout
-from bench.fleet.users import Pace
+from bench.fleet.users import ServingRates
 from rose.pipeline.audit import audit_log
 from rose.schemas.arrays import ITEM_BYTES
 from rose.schemas.prompts import Prompt
@@ -31,7 +31,7 @@ RATES = Rates(prefill_tokens_per_second=2000.0, decode_tokens_per_second=12.0, m
 LENGTHS = Lengths(median_tokens=14.0, trajectory_sigma=0.3, turn_sigma=0.5, token=21)
 SERVING = Serving(
     trace=str(TRACE_FILE),
-    pace=Pace(prefill_tokens_per_second=8000.0, tpot_seconds=0.03),
+    rates=ServingRates(prefill_tokens_per_second=8000.0, tpot_seconds=0.03),
     speed=8.0,
     kv_bytes=30_000,
     headroom=0.2,
@@ -53,10 +53,10 @@ pytestmark = [
 ]
 
 
-def terms_of(executors: int) -> tuple[Terms, ...]:
+def specs_of(executors: int) -> tuple[ExecutorSpec, ...]:
     """Every second one lends; inboxes are shared by two."""
     return tuple(
-        Terms(
+        ExecutorSpec(
             name=f"emulated-{number}",
             slot=number // 2,
             rates=RATES,
@@ -68,23 +68,23 @@ def terms_of(executors: int) -> tuple[Terms, ...]:
     )
 
 
-def draw(dice: random.Random, terms: tuple[Terms, ...]) -> tuple[Deed, ...]:
+def draw(dice: random.Random, spec: tuple[ExecutorSpec, ...]) -> tuple[PlannedAction, ...]:
     """What is done to whom: the dedicated ones join late, so that lenders are needed; most of all leave in one of three
     ways and come back, some of them at once.
     """
-    deeds: list[Deed] = []
-    for each in terms[UNTOUCHED:]:
+    actions: list[PlannedAction] = []
+    for each in spec[UNTOUCHED:]:
         at = dice.uniform(3.0, 8.0)
         if not each.lends:
-            deeds.append(Deed(at=at, worker=each.name, act=Act.START))
-        act = dice.choice((Act.STOP, Act.KILL, Act.FREEZE, None))
-        if act is None:
+            actions.append(PlannedAction(at=at, worker=each.name, action=Action.START))
+        action = dice.choice((Action.STOP, Action.KILL, Action.FREEZE, None))
+        if action is None:
             continue
         at += dice.uniform(1.0, FAULTS_SECONDS - 16.0)
-        deeds.append(Deed(at=at, worker=each.name, act=act))
-        back = Act.THAW if act is Act.FREEZE else Act.START
-        deeds.append(Deed(at=at + dice.choice((0.3, 1.0, 3.0, 7.0)), worker=each.name, act=back))
-    return tuple(deeds)
+        actions.append(PlannedAction(at=at, worker=each.name, action=action))
+        back = Action.THAW if action is Action.FREEZE else Action.START
+        actions.append(PlannedAction(at=at + dice.choice((0.3, 1.0, 3.0, 7.0)), worker=each.name, action=back))
+    return tuple(actions)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def test_executors_that_join_and_leave_in_mid_step_lose_and_double_nothing(
     kind: str, executors: int, groups: int, tmp_path: Path
 ) -> None:
     print(f"ROSE_CHAOS_SEED={SEED}")
-    terms = terms_of(executors)
-    deeds = draw(random.Random(SEED), terms)
+    spec = specs_of(executors)
+    actions = draw(random.Random(SEED), spec)
     prompts = [
         Prompt(group_id=f"g{number}", group_size=GROUP_SIZE, environment="calculator", seed=number)
         for number in range(groups)
@@ -106,10 +106,10 @@ def test_executors_that_join_and_leave_in_mid_step_lose_and_double_nothing(
         plan = Plan(
             bus=settings,
             job=job_of(settings),
-            executors=terms,
+            executors=spec,
             lengths=LENGTHS,
             serving=SERVING,
-            deeds=deeds,
+            actions=actions,
             journal=str(tmp_path / "journal.jsonl"),
         )
         with rollout(settings, plan, tmp_path / "roles", groups=groups, control=CONTROL) as running:
@@ -121,9 +121,9 @@ def test_executors_that_join_and_leave_in_mid_step_lose_and_double_nothing(
     tell(lines)
     check_samples(samples)
     done = Counter(line.what for line in lines)
-    assert not done[What.OVERFILLED.value], "an executor was sent more than it offered"
-    assert done[Act.KILL.value] + done[Act.STOP.value] + done[Act.FREEZE.value] >= executors // 4
-    assert done[What.FIRST.value], "lenders lent"
+    assert not done[NoteKind.OVERFILLED.value], "an executor was sent more than it offered"
+    assert done[Action.KILL.value] + done[Action.STOP.value] + done[Action.FREEZE.value] >= executors // 4
+    assert done[NoteKind.FIRST.value], "lenders lent"
 
 
 def check_log(settings: BusSettings, trajectories: int) -> None:

@@ -20,7 +20,7 @@ from rose.topics.catalog import COMPLETED
 from rose.topics.reader import Reader
 from rose.topics.records import EndOfPartition, Envelope
 from rose.topics.settings import BusSettings
-from rose.workers.loadgen.request_log import read_request_log
+from rose.workers.loadgen.requests import read_request_log
 from tests.chaos.lending import LENDER_NAME, Left, Run
 from tests.support.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, start
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from bench.coserving.arms import PRIORITIES, Arm, Requesters
+from bench.coserving.figures import engine_seconds
 from bench.coserving.pace import first_guess, unloaded
 from bench.coserving.server import SERVED, VOCABULARY, Server, make_model, serve
 from bench.coserving.windows import Budgets, Window, figures, guest_tokens, run_window
@@ -57,7 +58,7 @@ def well(window: Window, work: TraceWindow) -> None:
         assert answer.tokens == sum(answer.counts) == request.tokens
         assert answer.due <= answer.sent < answer.moments[0] <= answer.moments[-1]
         assert answer.moments == sorted(answer.moments)
-        assert 0 < answer.engine_seconds < answer.moments[-1] - answer.sent
+        assert 0 < engine_seconds(answer) < answer.moments[-1] - answer.sent
 
 
 def test_serving_alone_is_told_alike_by_clients_and_server(server: Server, work: TraceWindow) -> None:

@@ -20,12 +20,8 @@ from rose.schemas.prompts import Sampling
 from rose.schemas.sampled_tokens import SampledTokensBuilder, VersionSpan
 from rose.schemas.samples import Sample, SampleTurn
 from rose.workers.executor.vllm import weights as engine_weights
-from rose.workers.executor.vllm.engine import (
-    Engine,
-    EngineStartError,
-    FinishedTurn,
-    SwapRefused,
-)
+from rose.workers.executor.vllm.engine import Engine
+from rose.workers.executor.vllm.types import EngineStartError, FinishedTurn, SwapRefused
 from rose.workers.trainer.policy import token_logprobs
 from rose.workers.trainer.sample_errors import sample_error
 from rose.workers.trainer.training_sample import TrainingSample
@@ -435,7 +431,8 @@ MAKE = """
 import sys
 import rose.workers.executor.vllm.process_env
 from pathlib import Path
-from rose.workers.executor.vllm.engine import Engine, EngineConfig
+from rose.workers.executor.vllm.engine import Engine
+from rose.workers.executor.vllm.types import EngineConfig
 Engine(EngineConfig(model_folder=Path(sys.argv[1]))).allocate_spare()
 """
 

@@ -13,9 +13,10 @@ from rose.schemas.arrays import count, pack_tokens, unpack_logprobs, unpack_toke
 from rose.schemas.contexts import context_fields
 from rose.schemas.prompts import Sampling
 from rose.schemas.turns import Part, TurnDispatch
-from rose.workers.executor.results import concatenate_parts, remaining_sampling, resumed_context
-from rose.workers.executor.vllm.engine import Engine, EngineRefusal, FinishedTurn
-from rose.workers.executor.vllm.seeded_sampling import seed_at
+from rose.workers.executor.records import concatenate_parts, remaining_sampling, resumed_context
+from rose.workers.executor.vllm.engine import Engine
+from rose.workers.executor.vllm.model_runner import seed_at
+from rose.workers.executor.vllm.types import EngineRefusal, FinishedTurn
 from tests.support.engine_fixtures import BLOCK, TOLERANCE, Rig, contexts_of, folder_config, tokens_of
 from tests.support.policy_folders import VOCABULARY, new_policy, save_policy
 from tests.support.routing_fixtures import dispatched, request

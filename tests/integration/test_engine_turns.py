@@ -10,7 +10,7 @@ import torch
 
 from rose.schemas.prompts import Sampling
 from rose.schemas.sampled_tokens import VersionSpan
-from rose.workers.executor.vllm.engine import EngineBroken, EngineRefusal
+from rose.workers.executor.vllm.types import EngineBroken, EngineRefusal
 from tests.support.engine_fixtures import (
     BLOCK,
     MAX_MODEL_LEN,

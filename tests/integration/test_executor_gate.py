@@ -39,7 +39,7 @@ from rose.workers.executor.ipc.messages import (
     WeightsRejected,
 )
 from rose.workers.executor.ipc.shared_memory import ChannelFds
-from rose.workers.executor.main import run_executor
+from rose.workers.executor.loop import run_executor
 from rose.workers.weights.trust import run_id
 from tests.support.brokers import AnyBroker, kafka_first
 from tests.support.executor_fixtures import SLOT

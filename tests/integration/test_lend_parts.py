@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from rose.schemas.heartbeats import ExecutorState
 from rose.schemas.turns import TurnOutcome
 from rose.topics.settings import BusSettings
-from rose.workers.lender.shared_folder import PREFIX
+from rose.workers.lender.sidecar import FOLDER_PREFIX
 from rose.workers.lender.vllm_server import CORE_LOST_STATUS
-from rose.workers.lender.watchdog_page import WATCHDOG_SILENT_SECONDS
+from rose.workers.lender.watchdog import WATCHDOG_SILENT_SECONDS
 from tests.integration.test_lend import CONTEXT, START_SECONDS, child, lending, prove, started, with_topics
 from tests.support.brokers import AnyBroker, best_broker, flags
 from tests.support.executor_fixtures import Router
@@ -99,7 +99,7 @@ def test_a_server_serves_on_whatever_is_done_to_the_processes_beside_it(
         router.executor = None
         router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
         assert server.complete(CONTEXT).text == answer
-        [left] = folders.glob(f"{PREFIX}*")
+        [left] = folders.glob(f"{FOLDER_PREFIX}*")
     assert server.process.returncode == 0 and left.exists(), "nobody was there to remove it"
 
 
@@ -107,7 +107,7 @@ def test_a_server_serves_on_whatever_is_done_to_the_processes_beside_it(
 def test_a_server_whose_engine_core_is_killed_leaves_with_a_status_and_without_a_trace(
     settings: BusSettings, folders: Path, tmp_path: Path
 ) -> None:
-    left = folders / f"{PREFIX}left"
+    left = folders / f"{FOLDER_PREFIX}left"
     left.mkdir()
     with lending(tmp_path, *flags(settings)) as server:
         assert not left.exists(), "what nobody has is removed at the next start"
@@ -119,7 +119,7 @@ def test_a_server_whose_engine_core_is_killed_leaves_with_a_status_and_without_a
         assert server.process.wait(WAIT_SECONDS) == CORE_LOST_STATUS
         assert "nobody had asked it to" in server.log.read_text()
         assert not psutil.wait_procs(children, WAIT_SECONDS)[1]
-        assert not list(folders.glob(f"{PREFIX}*"))
+        assert not list(folders.glob(f"{FOLDER_PREFIX}*"))
 
 
 def test_of_a_server_that_is_killed_nothing_is_left(folders: Path, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_of_a_server_that_is_killed_nothing_is_left(folders: Path, tmp_path: Pat
         assert server.core.pid in [child.pid for child in children]
         server.process.kill()
         assert not psutil.wait_procs(children, WAIT_SECONDS)[1]
-        assert not list(folders.glob(f"{PREFIX}*"))
+        assert not list(folders.glob(f"{FOLDER_PREFIX}*"))
 
 
 def test_of_a_server_that_is_killed_as_it_loads_nothing_is_left(folders: Path, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_of_a_server_that_is_killed_as_it_loads_nothing_is_left(folders: Path, t
         server.process.wait()
     assert not psutil.wait_procs(children, START_SECONDS)[1]
     assert "engine_core_orphaned" in server.log.read_text()
-    assert not list(folders.glob(f"{PREFIX}*"))
+    assert not list(folders.glob(f"{FOLDER_PREFIX}*"))
 
 
 def lends(router: Router, when: str) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from rose.schemas.arrays import unpack_tokens
 from rose.schemas.prompts import Sampling
+from rose.workers.executor.ipc.engine_client import write_tensors
 from rose.workers.executor.ipc.messages import (
     ABORTED,
     AbortTurn,
@@ -30,7 +31,6 @@ from rose.workers.executor.ipc.messages import (
     WeightsActivated,
     WeightsStaged,
 )
-from rose.workers.executor.ipc.weight_buffers import write_tensors
 from rose.workers.executor.vllm.engine import Engine
 from rose.workers.lender.vllm.guest_build import build_engine
 from tests.support.guest_runs import PROMPTS, TURNS, run_guest, run_standalone, same, traffic, wake_and_park

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from rose.schemas.arrays import unpack_tokens
 from rose.schemas.prompts import Sampling
+from rose.workers.executor.ipc.engine_client import write_tensors
 from rose.workers.executor.ipc.messages import (
     ABORTED,
     ActivateWeights,
@@ -24,7 +25,6 @@ from rose.workers.executor.ipc.messages import (
     WeightsActivated,
     WeightsStaged,
 )
-from rose.workers.executor.ipc.weight_buffers import write_tensors
 from rose.workers.lender.admission import Promise
 from rose.workers.lender.config import MemoryConfig
 from tests.support.lender_server_fixtures import MODEL, VOCABULARY, Answer, PlayedSidecar, Server, lending_server

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from rose.schemas.arrays import unpack_logprobs
+from rose.workers.executor.ipc.engine_client import write_tensors
 from rose.workers.executor.ipc.messages import (
     ActivateWeights,
     EngineLost,
@@ -26,7 +27,6 @@ from rose.workers.executor.ipc.messages import (
     WeightsRejected,
     WeightsStaged,
 )
-from rose.workers.executor.ipc.weight_buffers import write_tensors
 from rose.workers.executor.vllm.engine import Engine
 from rose.workers.lender.vllm.guest_build import build_engine
 from rose.workers.weights.layout import VOCABULARY_PADDING, ShardRank, shard_of

@@ -10,11 +10,11 @@ import psutil
 import pytest
 
 from rose.schemas.prompts import Sampling
-from rose.workers.executor.vllm.engine import Engine, EngineConfig, FinishedTurn
+from rose.workers.executor.vllm.engine import Engine
+from rose.workers.executor.vllm.types import EngineConfig, FinishedTurn
 from rose.workers.lender.config import LendConfig, MemoryConfig
 from rose.workers.lender.vllm.guest_build import build_engine
-from rose.workers.lender.vllm.kv_sharing import KvSharing, guest_pool
-from rose.workers.lender.vllm.serving import ServingMemory
+from rose.workers.lender.vllm.kv_sharing import KvSharing, ServingMemory, guest_pool
 from tests.support.engine_fixtures import tokens_of
 from tests.support.lender_server_fixtures import MODEL, VOCABULARY
 

@@ -20,7 +20,7 @@ from rose.topics.settings import BusSettings
 from rose.workers.executor.config import ExecutorConfig
 from rose.workers.lender.config import EndpointConfig
 from rose.workers.lender.endpoint.main import lend_endpoint
-from rose.workers.lender.endpoint.protocol import VISIBILITY_TENSOR
+from rose.workers.lender.endpoint.server_interface import VISIBILITY_TENSOR
 from rose.workers.weights.config import WeightsConfig
 from tests.support.executor_fixtures import SLOT
 

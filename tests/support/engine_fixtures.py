@@ -14,11 +14,8 @@ from numpy.typing import NDArray
 import rose.workers.executor.vllm.process_env  # noqa: F401
 from rose.schemas.arrays import unpack_logprobs, unpack_tokens
 from rose.schemas.prompts import Sampling
-from rose.workers.executor.vllm.engine import (
-    Engine,
-    EngineConfig,
-    FinishedTurn,
-)
+from rose.workers.executor.vllm.engine import Engine
+from rose.workers.executor.vllm.types import EngineConfig, FinishedTurn
 from tests.support.policy_folders import VOCABULARY, logprobs_of, new_policy, save_policy, tensors_of
 
 TOLERANCE = 1e-4

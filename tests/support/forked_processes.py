@@ -37,7 +37,6 @@ WANTED = (
     "rose.workers.trainer.main",
     "rose.workers.trainer.loop",
     "rose.workers.executor.vllm.engine",
-    "rose.workers.executor.vllm.start",
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen3.modeling_qwen3",
 )

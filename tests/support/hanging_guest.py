@@ -7,7 +7,8 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from rose.workers.executor.vllm.engine import Engine, StepResult
+from rose.workers.executor.vllm.engine import Engine
+from rose.workers.executor.vllm.types import StepResult
 from tests.support.lender_server_fixtures import HANG
 
 

@@ -21,8 +21,8 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from rose.workers.lender.vllm.host_process import SWAPPED_NAMES
 from rose.workers.lender.vllm.interleaving import StepInterleaver
-from rose.workers.lender.vllm.process_globals import SWAPPED_NAMES
 from tests.support.lender_server_fixtures import NOTES
 
 

@@ -131,7 +131,8 @@ def played(folder: Path, version: dict[str, Tensor]) -> tuple[Turn, Turn]:
 def _play(folder: Path, version: dict[str, Tensor]) -> list[Turn]:
     from rose.schemas.arrays import unpack_logprobs, unpack_tokens
     from rose.schemas.prompts import Sampling
-    from rose.workers.executor.vllm.engine import Engine, EngineConfig
+    from rose.workers.executor.vllm.engine import Engine
+    from rose.workers.executor.vllm.types import EngineConfig
 
     config = EngineConfig(
         model_folder=folder, max_model_len=128, max_running=8, step_tokens=128, kv_cache_bytes=16 << 20, seed=1

@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from bench.coserving.clients import Rolled, RolloutOrders, UserOrders, roll, use
-from rose.workers.loadgen.completion_stream import StreamedCompletion, http_session, stream_completion
+from bench.coserving.clients import RolloutResult, RolloutTask, UserTask, run_rollouts, send_requests
+from bench.coserving.figures import engine_seconds
+from rose.workers.loadgen.requests import StreamedCompletion, http_session, stream_completion
 from rose.workers.loadgen.traces import Request
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -61,7 +62,7 @@ async def test_tokens_that_come_together_have_one_moment() -> None:
     assert answer.error == ""
     assert (answer.tokens, answer.counts, len(answer.moments)) == (3, [1, 2], 2)
     assert (answer.prompt_tokens, answer.cached_tokens) == (2, 1)
-    assert answer.engine_seconds == pytest.approx(0.006)
+    assert engine_seconds(answer) == pytest.approx(0.006)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ async def test_users_never_wait_for_answers() -> None:
 
     requests = [Request(at=0.005 * i, prompt=[5, 6], tokens=1) for i in range(20)]
     async with serving(handler) as url:
-        used = await asyncio.wait_for(use(UserOrders(url, "m", "s", requests), time.monotonic()), 30)
+        used = await asyncio.wait_for(send_requests(UserTask(url, "m", "s", requests), time.monotonic()), 30)
     assert [answer.error for answer in used.answers] == [""] * 20
     assert max(answer.sent for answer in used.answers) <= min(answer.moments[0] for answer in used.answers)
 
@@ -112,9 +113,9 @@ async def test_a_trajectory_goes_on_from_all_its_tokens() -> None:
         seen.append(asked["prompt"])
         return await streamed(request, tokens(*range(7, 7 + asked["max_tokens"])), LAST)
 
-    rolled = Rolled([], [], [])
+    rolled = RolloutResult([], [], [])
     async with serving(handler) as url:
-        rolling = asyncio.create_task(roll(RolloutOrders(url, "m", 1, None, 99), rolled))
+        rolling = asyncio.create_task(run_rollouts(RolloutTask(url, "m", 1, None, 99), rolled))
         while len(seen) < 3:
             await asyncio.sleep(0.01)
         rolling.cancel()

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from bench.check import Check
 from bench.coserve import in_rotation, run_rounds
 from bench.coserving.arms import ALONE, ARMS, Arm, Promise
-from bench.coserving.clients import Rolled
+from bench.coserving.clients import RolloutResult
 from bench.coserving.curve import draw
 from bench.coserving.figures import attainment, covered, harvest, latency, percentile, ratio, summary
 from bench.coserving.pace import LEAST, MOST, PaceError, search
-from bench.coserving.results import checks, peers, standings, worst
+from bench.coserving.results import checks, published_ratios, standings, worst
 from bench.coserving.server import Server, ServerError
 from bench.coserving.windows import Budgets, Window, busy, figures, flaw, late
-from rose.workers.loadgen.completion_stream import StreamedCompletion
+from rose.workers.loadgen.requests import StreamedCompletion
 
 times = st.lists(st.floats(0, 100), min_size=1, max_size=50)
 BUDGETS = Budgets(ttft=0.1, tpot=0.02)
@@ -121,7 +121,7 @@ def window(arm: str, number: int, wait: float, *, thrown: str = "", guests: int 
         seconds=10.0,
         answers=[answer(100.0 + i, wait) for i in range(10)],
         ticks=[0.001] * 100,
-        rolled=Rolled(seconds, [guests] * len(seconds), []),
+        rolled=RolloutResult(seconds, [guests] * len(seconds), []),
         server={"vllm:num_preemptions": 2.0},
         thrown=thrown,
     )
@@ -244,7 +244,7 @@ def test_a_window_says_why_it_counts_for_nothing() -> None:
     assert "500.0 ms late" in flaw_of(replace(some, ticks=[0.5]))
     assert "made 51 tokens, its clients got 50" in flaw_of(some, made=51)
     assert flaw_of(some, made=51, guests=True) == ""
-    refused = replace(some, rolled=Rolled([], [], ["status 400", "status 500"]))
+    refused = replace(some, rolled=RolloutResult([], [], ["status 400", "status 500"]))
     assert flaw_of(refused, guests=True) == "a rollout failed: status 400"
 
 
@@ -293,7 +293,7 @@ def test_a_promise_is_checked_and_says_whether_its_margin_is_resolved() -> None:
 
 
 def test_what_llm_d_published_stands_beside_ours_as_ratios() -> None:
-    best = peers()["llm-d: cap"]
+    best = published_ratios()["llm-d: cap"]
     assert (best["ttft_p99_ms"], best["gap_p99_ms"]) == (pytest.approx(2.16, abs=0.01), pytest.approx(2.42, abs=0.01))
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bench.emulated import EmulatedExecutor, Engine, Finished, Machine, Work
 from bench.policies import CACHE_THRESHOLD, RadixTree, Sticky
-from bench.routing import Rose, figures
+from bench.routing import RoseSimulation, figures
 from bench.sessions import Session, Turn, Workload, reusable
 from rose.schemas.turns import Refusal, TurnKey, TurnOutcome, TurnTimes
 from tests.support.routing_fixtures import dispatched, request
@@ -48,10 +48,10 @@ def test_what_is_taken_on_is_answered_once_and_no_more_is_taken_than_is_offered(
             answers = [result for result, _ in executor.advance(now)]
             for result in answers:
                 del held[result.key]
-            beat = executor.beat(now)
+            beat = executor.heartbeat(now)
             dispatch = dispatched(request(f"g{number}:0", context=context, max_tokens=12))
             taken = work(f"g{number}:0", context, new, tuple(range(min(shared, context // 8))), context + 12)
-            refused = executor.take(dispatch, taken, now)
+            refused = executor.on_dispatch(dispatch, taken, now)
             fits = len(held) < beat.max_turns and sum(held.values()) + context + 12 <= beat.token_budget
             assert (refused is None) == fits
             if refused is None:
@@ -59,7 +59,7 @@ def test_what_is_taken_on_is_answered_once_and_no_more_is_taken_than_is_offered(
             else:
                 assert (refused.outcome, refused.refusal) == (TurnOutcome.REFUSED, Refusal.ROOM)
             told += [(each.key, each.times, each.cached_tokens) for each in answers]
-            assert len(executor.beat(now).holds) == 8 * len(held)
+            assert len(executor.heartbeat(now).holds) == 8 * len(held)
         while held:
             for result, _ in executor.advance(executor.engine.next_at):
                 del held[result.key]
@@ -147,7 +147,7 @@ def test_a_simulation_is_the_same_each_time_and_serves_every_turn_once() -> None
     workload = Workload(name="w", machines=[MACHINE, MACHINE], max_tokens=8, sessions=sessions)
     found = []
     for _ in range(2):
-        simulation = Rose(workload)
+        simulation = RoseSimulation(workload)
         simulation.run()
         keys = [each.finished.work.key[:2] for each in simulation.served]
         assert sorted(keys) == sorted((f"s{n}", k) for n in range(8) for k in range(4))

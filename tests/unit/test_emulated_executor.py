@@ -6,9 +6,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bench.fleet.engine import Engine, Lengths, Rates, sampled_of
-from bench.fleet.executor import BEAT_SECONDS, USERS, Back, FleetExecutor, Note, Said, Terms, Wanted, What
+from bench.fleet.executor import (
+    BEAT_SECONDS,
+    USERS,
+    ContextRequest,
+    ExecutorSpec,
+    FleetExecutor,
+    Note,
+    NoteKind,
+    Output,
+    ReturnedTurns,
+)
 from bench.fleet.fleet import Serving, memory_of
-from bench.fleet.users import Pace, Step
+from bench.fleet.users import ServingRates, Step
 from rose.schemas.arrays import count
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat
@@ -22,7 +32,7 @@ RATES = Rates(prefill_tokens_per_second=500.0, decode_tokens_per_second=10.0, ma
 LENGTHS = Lengths(median_tokens=14.0, trajectory_sigma=0.35, turn_sigma=0.5, token=21)
 SERVING = Serving(
     trace="",
-    pace=Pace(prefill_tokens_per_second=8000.0, tpot_seconds=0.03),
+    rates=ServingRates(prefill_tokens_per_second=8000.0, tpot_seconds=0.03),
     speed=1.0,
     kv_bytes=40_000,
     headroom=0.2,
@@ -35,13 +45,13 @@ LEASE_SECONDS = 6.0
 
 
 def lender(wake_seconds: float = 0.5) -> FleetExecutor:
-    terms = Terms(name="w0", slot=0, rates=RATES, lends=True, kv_bytes_per_token=16, wake_seconds=wake_seconds)
-    memory = memory_of(terms, SERVING)
-    return FleetExecutor(terms, LENGTHS, INCARNATION, 0.0, lease=Lease(JOB, grant_required=True), memory=memory)
+    spec = ExecutorSpec(name="w0", slot=0, rates=RATES, lends=True, kv_bytes_per_token=16, wake_seconds=wake_seconds)
+    memory = memory_of(spec, SERVING)
+    return FleetExecutor(spec, LENGTHS, INCARNATION, 0.0, lease=Lease(JOB, grant_required=True), memory=memory)
 
 
 def dedicated() -> FleetExecutor:
-    return FleetExecutor(Terms(name="w0", slot=0, rates=RATES), LENGTHS, INCARNATION, 0.0)
+    return FleetExecutor(ExecutorSpec(name="w0", slot=0, rates=RATES), LENGTHS, INCARNATION, 0.0)
 
 
 def turn(name: str = "g:0", *, attempt: int = 0, begun: Part | None = None) -> TurnDispatch:
@@ -62,12 +72,12 @@ class Played:
         self.answered_at_beat: frozenset[TurnKey] = frozenset()
         """What it had answered when it said so: a turn may end right after a heartbeat that lists it."""
 
-    def hear(self, said: list[Said]) -> None:
+    def hear(self, said: list[Output]) -> None:
         for each in said:
             match each:
-                case Wanted(dispatch):
-                    self.hear(self.executor.context(dispatch, bytes(4 * dispatch.request.context_tokens), self.now))
-                case Back(results, note):
+                case ContextRequest(dispatch):
+                    self.hear(self.executor.on_context(dispatch, bytes(4 * dispatch.request.context_tokens), self.now))
+                case ReturnedTurns(results, note):
                     self.answers += results
                     self.notes.append(note)
                 case TurnResult():
@@ -79,7 +89,7 @@ class Played:
                     self.notes.append(each)
 
     def dispatch(self, dispatch: TurnDispatch) -> None:
-        self.hear(self.executor.dispatched(dispatch, 10, self.now))
+        self.hear(self.executor.on_dispatch(dispatch, 10, self.now))
 
     def grant(self, *, lend: bool = True) -> None:
         said = CapacityGrant(
@@ -91,7 +101,7 @@ class Played:
             lease_seconds=LEASE_SECONDS,
             job=JOB,
         )
-        self.hear(self.executor.granted(said, self.now, voice=GrantSource.LEASED, seen=True))
+        self.hear(self.executor.on_grant(said, self.now, source=GrantSource.LEASED, live=True))
 
     def serve(self, running: int, tokens: int) -> None:
         self.users = Step(self.now, running, tokens)
@@ -101,7 +111,7 @@ class Played:
             self.now += step
             self.hear(self.executor.step(self.users, 0.0 if self.users.running else step, self.now))
 
-    def what(self) -> list[What]:
+    def what(self) -> list[NoteKind]:
         return [note.what for note in self.notes]
 
 
@@ -205,7 +215,7 @@ def test_a_lender_lends_from_its_grant_on_until_its_lease_runs_out() -> None:
     played.go_on(0.6)
     assert [answer.outcome for answer in played.answers] == [TurnOutcome.COMPLETED]
     assert "ran out" in played.beat.paused_reason
-    assert played.what() == [What.GRANTED, What.FREE, What.FIRST, What.SHUT]
+    assert played.what() == [NoteKind.GRANTED, NoteKind.FREE, NoteKind.FIRST, NoteKind.SHUT]
 
 
 def test_users_who_want_its_memory_have_turns_off_at_once_and_those_who_stay_have_the_rest_off() -> None:
@@ -218,7 +228,7 @@ def test_users_who_want_its_memory_have_turns_off_at_once_and_those_who_stay_hav
     played.serve(9, 36_000)
     played.go_on(0.05)
     assert {answer.outcome for answer in played.answers} == {TurnOutcome.PREEMPTED} and not played.executor.holds
-    assert played.notes[-2].what is What.OFF and played.notes[-2].since == played.users.at
+    assert played.notes[-2].what is NoteKind.OFF and played.notes[-2].since == played.users.at
 
     played.serve(0, 0)
     played.go_on(3.0)
@@ -239,7 +249,7 @@ def test_room_goes_and_comes_back_with_users_and_not_with_the_turns_that_are_hel
         played.dispatch(turn(f"g:{number}"))
     played.go_on(4.0)
     assert not played.executor.holds
-    assert played.what() == [What.GRANTED, What.FREE, What.FIRST]
+    assert played.what() == [NoteKind.GRANTED, NoteKind.FREE, NoteKind.FIRST]
 
     held = [turn(f"g:{number}") for number in range(8, 8 + RATES.max_turns)]
     for each in held:
@@ -249,7 +259,7 @@ def test_room_goes_and_comes_back_with_users_and_not_with_the_turns_that_are_hel
     played.grant()
     played.serve(0, 0)
     played.go_on(4.0)
-    assert played.what().count(What.SHUT) == 0 and not played.executor.holds
+    assert played.what().count(NoteKind.SHUT) == 0 and not played.executor.holds
 
     played.serve(9, 36_000)
     played.go_on(0.05)
@@ -257,10 +267,10 @@ def test_room_goes_and_comes_back_with_users_and_not_with_the_turns_that_are_hel
     played.serve(0, 0)
     played.go_on(4 * SERVING.quiet_seconds)
     played.dispatch(turn("g:7"))
-    assert [(note.what, note.reason) for note in played.notes[3:] if note.what is not What.GRANTED] == [
-        (What.SHUT, USERS),
-        (What.FREE, USERS),
-        (What.FIRST, USERS),
+    assert [(note.what, note.reason) for note in played.notes[3:] if note.what is not NoteKind.GRANTED] == [
+        (NoteKind.SHUT, USERS),
+        (NoteKind.FREE, USERS),
+        (NoteKind.FIRST, USERS),
     ]
 
 
@@ -270,7 +280,7 @@ def test_who_is_sent_more_than_it_ever_offered_refuses_and_tells() -> None:
     for number in range(RATES.max_turns + 1):
         played.dispatch(turn(f"g:{number}"))
     assert [answer.refusal for answer in played.answers] == [Refusal.ROOM]
-    assert played.what() == [What.OVERFILLED]
+    assert played.what() == [NoteKind.OVERFILLED]
 
 
 def test_what_an_offer_of_a_moment_ago_allowed_is_nobodys_fault() -> None:
@@ -282,7 +292,7 @@ def test_what_an_offer_of_a_moment_ago_allowed_is_nobodys_fault() -> None:
     assert played.beat is not None and played.beat.token_budget < RATES.kv_tokens
     played.dispatch(turn())
     assert [answer.refusal for answer in played.answers] == [Refusal.ROOM]
-    assert What.OVERFILLED not in played.what()
+    assert NoteKind.OVERFILLED not in played.what()
 
 
 def test_a_dispatch_is_answered_by_the_start_that_it_is_for_alone() -> None:

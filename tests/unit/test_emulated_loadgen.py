@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.fleet.arms import Shape, deeds_of, terms_of
-from bench.fleet.executor import GRANT, USERS, What
+from bench.fleet.arms import Shape, actions_of, specs_of
+from bench.fleet.executor import GRANT, USERS, NoteKind
 from bench.fleet.figures import Waiting, first_turns, from_grants, last_lent, last_turns_off, spread_of
-from bench.fleet.fleet import Act, Deed, Line
-from bench.fleet.users import BUSY, UTILISED, Load, Pace, Users, short_seconds, users_of, whole_workers
+from bench.fleet.fleet import Action, Line, PlannedAction
+from bench.fleet.users import BUSY, UTILISED, Load, ServingRates, Users, short_seconds, users_of, whole_workers
 from rose.workers.loadgen.config import TRACE_FILE
 from rose.workers.loadgen.traces import Arrival, read_trace
 
-PACE = Pace(prefill_tokens_per_second=1000.0, tpot_seconds=0.1)
+PACE = ServingRates(prefill_tokens_per_second=1000.0, tpot_seconds=0.1)
 
 
 def arrival(at: float, prompt: int = 1000, output: int = 10) -> Arrival:
@@ -81,19 +81,19 @@ def test_a_whole_worker_is_given_late_and_not_while_users_need_it(
     assert short_seconds(users, (), wall_seconds=10.0) <= 10.0
 
 
-def line(what: What, at: float, since: float = 0.0, reason: str = "", worker: str = "s0") -> Line:
+def line(what: NoteKind, at: float, since: float = 0.0, reason: str = "", worker: str = "s0") -> Line:
     return Line(worker=worker, what=what.value, at=at, since=since, reason=reason)
 
 
 def test_a_first_turn_counts_where_turns_waited_all_the_while() -> None:
     waiting = Waiting([(0.0, 3), (1.0, 3), (2.0, 0), (3.0, 0), (4.0, 5), (5.0, 5)])
     lines = [
-        line(What.FREE, 0.5, 0.2, GRANT),
-        line(What.FIRST, 0.9, 0.5, GRANT),
-        line(What.FREE, 2.5, 2.5, USERS),
-        line(What.FIRST, 3.5, 2.5, USERS),
-        line(What.FREE, 4.1, 4.1, USERS),
-        line(What.FIRST, 4.2, 4.1, USERS),
+        line(NoteKind.FREE, 0.5, 0.2, GRANT),
+        line(NoteKind.FIRST, 0.9, 0.5, GRANT),
+        line(NoteKind.FREE, 2.5, 2.5, USERS),
+        line(NoteKind.FIRST, 3.5, 2.5, USERS),
+        line(NoteKind.FREE, 4.1, 4.1, USERS),
+        line(NoteKind.FIRST, 4.2, 4.1, USERS),
     ]
     assert first_turns(lines, waiting, late=0.25) == {GRANT: [pytest.approx(0.4)], USERS: [pytest.approx(0.1)]}
     assert from_grants(lines, waiting) == [pytest.approx(0.7)]
@@ -102,13 +102,13 @@ def test_a_first_turn_counts_where_turns_waited_all_the_while() -> None:
 
 def test_capacity_that_went_before_a_turn_came_counts_where_that_was_late() -> None:
     lines = [
-        line(What.FREE, 0.5, 0.5, USERS),
-        line(What.FIRST, 0.6, 0.5, USERS),
-        line(What.SHUT, 0.7, 0.7, USERS),
-        line(What.FREE, 1.0, 0.1, GRANT),
-        line(What.SHUT, 2.5, 2.5, USERS),
-        line(What.FREE, 3.0, 3.0, USERS),
-        line(What.SHUT, 3.1, 3.1, USERS),
+        line(NoteKind.FREE, 0.5, 0.5, USERS),
+        line(NoteKind.FIRST, 0.6, 0.5, USERS),
+        line(NoteKind.SHUT, 0.7, 0.7, USERS),
+        line(NoteKind.FREE, 1.0, 0.1, GRANT),
+        line(NoteKind.SHUT, 2.5, 2.5, USERS),
+        line(NoteKind.FREE, 3.0, 3.0, USERS),
+        line(NoteKind.SHUT, 3.1, 3.1, USERS),
     ]
     found = {GRANT: [pytest.approx(1.5)], USERS: [pytest.approx(0.1)]}
     assert first_turns(lines, Waiting([(0.0, 3), (5.0, 3)]), late=0.25) == found
@@ -117,15 +117,15 @@ def test_capacity_that_went_before_a_turn_came_counts_where_that_was_late() -> N
 
 def test_who_lends_when_the_journal_ends_has_outlived_all() -> None:
     lines = [
-        line(What.FREE, 1.0, reason=GRANT),
-        line(What.FREE, 1.0, reason=GRANT, worker="s1"),
-        line(What.SHUT, 7.0, reason=GRANT),
-        line(What.OFF, 7.1, 7.0, GRANT),
-        line(What.SHUT, 6.0, reason=USERS, worker="s1"),
+        line(NoteKind.FREE, 1.0, reason=GRANT),
+        line(NoteKind.FREE, 1.0, reason=GRANT, worker="s1"),
+        line(NoteKind.SHUT, 7.0, reason=GRANT),
+        line(NoteKind.OFF, 7.1, 7.0, GRANT),
+        line(NoteKind.SHUT, 6.0, reason=USERS, worker="s1"),
     ]
     assert last_lent(lines, ["s0", "s1"], since=0.0) is None
-    assert last_lent([*lines, line(What.SHUT, 7.4, reason=GRANT, worker="s1")], ["s0", "s1"], since=7.0) == 7.4
-    for seen in ([], [*lines, line(What.SHUT, 7.4, reason=GRANT, worker="s1")]):
+    assert last_lent([*lines, line(NoteKind.SHUT, 7.4, reason=GRANT, worker="s1")], ["s0", "s1"], since=7.0) == 7.4
+    for seen in ([], [*lines, line(NoteKind.SHUT, 7.4, reason=GRANT, worker="s1")]):
         assert last_lent(seen, ["s0", "s1"], since=8.0) is None, "nobody lent then: of that no bound is kept"
     assert last_turns_off(lines) == {GRANT: [pytest.approx(0.1)]}
 
@@ -134,10 +134,10 @@ def test_arms_differ_in_who_is_there_and_nobody_is_there_before_it_is_given() ->
     shape = Shape(
         dedicated=4, lenders=8, groups=1, group_size=1, trace=TRACE_FILE, speed=6.0, allocation_delay=34.0, wake=5.0
     )
-    arms = {arm: {terms.name for terms in terms_of(shape, arm)} for arm in ("fixed", "whole", "rose")}
+    arms = {arm: {spec.name for spec in specs_of(shape, arm)} for arm in ("fixed", "whole", "rose")}
     assert len(arms["fixed"]) == 4 and len(arms["rose"]) == 12
-    first: dict[str, Deed] = {}
-    for deed in deeds_of(shape, "whole"):
-        first.setdefault(deed.worker, deed)
+    first: dict[str, PlannedAction] = {}
+    for planned in actions_of(shape, "whole"):
+        first.setdefault(planned.worker, planned)
     assert arms["whole"] - arms["fixed"] == set(first) != set()
-    assert all(deed.act is Act.START and deed.at >= 34.0 / 6.0 for deed in first.values())
+    assert all(planned.action is Action.START and planned.at >= 34.0 / 6.0 for planned in first.values())

@@ -21,8 +21,8 @@ from rose.workers.lender.config import EndpointConfig
 from rose.workers.lender.endpoint import http_engine as room
 from rose.workers.lender.endpoint.concurrency_limit import TokenRates
 from rose.workers.lender.endpoint.http_engine import HttpEngine, KvAllowance
-from rose.workers.lender.endpoint.protocol import TurnChunk, TurnLost
-from rose.workers.lender.endpoint.vllm_client import (
+from rose.workers.lender.endpoint.server_interface import TurnChunk, TurnLost
+from rose.workers.lender.endpoint.server_vllm import (
     BUSY_STATUSES,
     FATAL_STATUSES,
     VllmConfig,

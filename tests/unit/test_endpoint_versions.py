@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from rose.workers.executor.vllm.types import SwapRefused
 from rose.workers.lender.endpoint import versions as room
-from rose.workers.lender.endpoint.protocol import EndpointInfo
+from rose.workers.lender.endpoint.server_interface import EndpointInfo
 from rose.workers.lender.endpoint.versions import EndpointVersions
 
 TENSORS = {"model.norm.weight": torch.zeros(4)}

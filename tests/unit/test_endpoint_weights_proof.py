@@ -9,14 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from rose.workers.lender.endpoint.weights_proof import (
-    ANSWER_TOKENS,
-    ProbeAnswer,
-    ReferenceModel,
-    probe_context,
-    probe_error,
-    proof_error,
-)
+from rose.workers.lender.endpoint.server_interface import ANSWER_TOKENS, ProbeAnswer
+from rose.workers.lender.endpoint.versions import ReferenceModel, probe_context, probe_error, proof_error
 from tests.support.model_families import tiny_policy
 
 TOLERANCE = 1e-3

@@ -13,10 +13,9 @@ from rose.schemas.heartbeats import MAX_HELD_TURNS, ExecutorState, SlackHeartbea
 from rose.schemas.prompts import Sampling
 from rose.schemas.turns import PlacementCost, Refusal, TurnDispatch, TurnKey, TurnRequest, held_hash
 from rose.schemas.wire import decode, encode
-from rose.workers.executor.heartbeat_writer import HeartbeatWriter
 from rose.workers.executor.inbox import Inbox, InboxAction, kv_tokens_needed, packed_hashes
 from rose.workers.executor.ipc.messages import EngineStatus, LendingStats
-from rose.workers.executor.results import ExecutorIncarnation
+from rose.workers.executor.records import ExecutorIncarnation, HeartbeatWriter
 from rose.workers.executor.step_cost import StepCost
 
 

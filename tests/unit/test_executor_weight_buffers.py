@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.workers.executor.ipc.weight_buffers import ALIGNMENT, StagedTensors, write_tensors
+from rose.workers.executor.ipc.engine_client import ALIGNMENT, StagedTensors, write_tensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)

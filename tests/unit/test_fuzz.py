@@ -49,7 +49,7 @@ from rose.workers.executor.contexts import ContextCache
 from rose.workers.executor.grants import Lease
 from rose.workers.executor.inbox import Inbox
 from rose.workers.executor.inbox import InboxAction as InboxVerdict
-from rose.workers.executor.results import (
+from rose.workers.executor.records import (
     ExecutorIncarnation,
     dispatch_error,
     finished_result,

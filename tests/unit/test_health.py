@@ -23,7 +23,7 @@ from rose.topics.health import (
     LoopReport,
     status_of,
 )
-from rose.workers.executor.heartbeat_writer import health_summary
+from rose.workers.executor.records import health_summary
 
 
 class Clock:

@@ -32,7 +32,7 @@ from rose.workers.lender.sidecar_link import Connection, SidecarListener, accept
 from rose.workers.lender.vllm import guest_build
 from rose.workers.lender.vllm.guest import FREE_SECONDS, Guest
 from rose.workers.lender.vllm.guest_build import BuiltGuest, GuestBuild
-from rose.workers.lender.watchdog_page import StatusPage
+from rose.workers.lender.watchdog import StatusPage
 from tests.support.file_descriptors import no_descriptor_left
 from tests.support.waiting import WAIT_SECONDS, until
 

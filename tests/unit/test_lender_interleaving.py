@@ -17,7 +17,7 @@ from rose.workers.executor.ipc.messages import NextWork, WorkKind
 from rose.workers.lender.admission import Admission, AdmissionDecision, HoldReason, Promise, ServingState
 from rose.workers.lender.config import LendConfig
 from rose.workers.lender.vllm.interleaving import StepInterleaver
-from rose.workers.lender.watchdog_page import StatusPage
+from rose.workers.lender.watchdog import StatusPage
 
 
 def serving() -> Any:

@@ -11,7 +11,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
-from rose.workers.lender.vllm.kv_pool import CachePages, KvPool, return_all_pages
+from rose.workers.lender.vllm.kv_sharing import CachePages, KvPool, return_all_pages
 
 BLOCKS = 40
 STRIDE = 3 * 4096

@@ -9,8 +9,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash
 from rose.workers.executor.ipc.messages import NO_LIMIT
 from rose.workers.executor.vllm.types import HeldTurn
 from rose.workers.lender.config import LendConfig, MemoryConfig
-from rose.workers.lender.vllm.kv_pool import KvPool
-from rose.workers.lender.vllm.kv_sharing import KvSharing
+from rose.workers.lender.vllm.kv_sharing import KvPool, KvSharing
 
 SERVING_BYTES, GUEST_BYTES = 300, 100
 """Of a block."""

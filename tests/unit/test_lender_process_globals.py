@@ -11,7 +11,7 @@ from vllm.distributed import parallel_state
 from vllm.forward_context import is_forward_context_available, override_forward_context
 from vllm.utils import system_utils
 
-from rose.workers.lender.vllm.process_globals import GlobalsSwap, globals_for_build
+from rose.workers.lender.vllm.host_process import GlobalsSwap, globals_for_build
 
 pytestmark = pytest.mark.slow
 

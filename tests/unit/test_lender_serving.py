@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rose.workers.lender.admission import Admission, Promise
-from rose.workers.lender.vllm.serving import ServingView
+from rose.workers.lender.vllm.interleaving import ServingView
 
 
 class Server:

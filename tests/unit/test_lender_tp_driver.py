@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from rose.workers.executor.ipc.weight_buffers import StagedTensors, write_tensors
+from rose.workers.executor.ipc.engine_client import StagedTensors, write_tensors
 from rose.workers.executor.vllm.types import EngineBroken, SwapRefused
-from rose.workers.lender.process_id import current_process_id
-from rose.workers.lender.vllm.time_sliced import TimeSlicedCall, yield_slice
+from rose.workers.lender.vllm.host_process import TimeSlicedCall, yield_slice
 from rose.workers.lender.vllm.tp_driver import TpDriver, TpRankFailed, TpWeights
 from rose.workers.lender.vllm.tp_worker import call_worker
+from rose.workers.lender.watchdog import current_process_id
 
 SIZE = 3
 SHAPES = {"model.norm.weight": (4,)}

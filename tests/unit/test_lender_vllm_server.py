@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rose.workers.lender import shared_folder
+from rose.workers.lender import sidecar
 from rose.workers.lender.config import LendConfig
-from rose.workers.lender.shared_folder import PREFIX, make_folder
+from rose.workers.lender.sidecar import FOLDER_PREFIX, make_folder
 from rose.workers.lender.vllm import SETTING
 from rose.workers.lender.vllm_server import CORE_LOST_STATUS
-from rose.workers.lender.watchdog_page import StatusPage
+from rose.workers.lender.watchdog import StatusPage
 from tests.support.waiting import has_ended, until
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ SERVER = """
 import multiprocessing, os, signal, sys, time
 from multiprocessing import connection
 from pathlib import Path
-from rose.workers.lender.watchdog_page import StatusPage
+from rose.workers.lender.watchdog import StatusPage
 
 def core(page, does):
     pulse = StatusPage.for_core(page)
@@ -148,7 +148,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 HOLDER = """
 import os, sys, tempfile, time
 tempfile.tempdir = sys.argv[1]
-from rose.workers.lender.shared_folder import make_folder
+from rose.workers.lender.sidecar import make_folder
 print(make_folder(), flush=True)
 child = os.fork()
 if child:
@@ -176,14 +176,14 @@ def test_a_folder_is_removed_by_the_next_start_once_all_who_had_it_were_killed(f
 
 
 def test_what_is_another_users_or_no_folder_is_left_alone(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folders / f"{PREFIX}file").touch()
+    (folders / f"{FOLDER_PREFIX}file").touch()
     elsewhere = folders / "elsewhere"
     elsewhere.mkdir()
-    (folders / f"{PREFIX}link").symlink_to(elsewhere)
-    theirs = folders / f"{PREFIX}theirs"
+    (folders / f"{FOLDER_PREFIX}link").symlink_to(elsewhere)
+    theirs = folders / f"{FOLDER_PREFIX}theirs"
     theirs.mkdir()
     make_folder()
-    assert not theirs.exists() and elsewhere.exists() and (folders / f"{PREFIX}file").exists()
+    assert not theirs.exists() and elsewhere.exists() and (folders / f"{FOLDER_PREFIX}file").exists()
     theirs.mkdir()
     monkeypatch.setattr(os, "getuid", lambda: 4711)
     make_folder()
@@ -198,7 +198,7 @@ def test_two_starts_at_once_never_share_or_lose_a_folder(folders: Path, monkeypa
         folder = make(prefix=prefix)
         if not others:
             others.append(Path(folder))
-            shared_folder._remove_abandoned()
+            sidecar._remove_abandoned()
         return folder
 
     monkeypatch.setattr(tempfile, "mkdtemp", found_at_once)

@@ -14,11 +14,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rose.workers.lender import watchdog
 from rose.workers.lender import watchdog as watchdogs
-from rose.workers.lender import watchdog_page
-from rose.workers.lender.process_id import ProcessId, current_process_id, open_pidfd, process_id_of, process_state
-from rose.workers.lender.watchdog import MAX_GAP_SECONDS, HangDetector, Watchdog, is_halted, stop_file_exists
-from rose.workers.lender.watchdog_page import StatusPage
+from rose.workers.lender.watchdog import (
+    MAX_GAP_SECONDS,
+    HangDetector,
+    ProcessId,
+    StatusPage,
+    Watchdog,
+    current_process_id,
+    is_halted,
+    open_pidfd,
+    process_id_of,
+    process_state,
+    stop_file_exists,
+)
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -29,8 +39,8 @@ STOP_SECONDS = 1.0
 
 CORE = """
 import sys, time
-from rose.workers.lender.process_id import ProcessId
-from rose.workers.lender.watchdog_page import StatusPage
+from rose.workers.lender.watchdog import ProcessId
+from rose.workers.lender.watchdog import StatusPage
 pulse = StatusPage.for_core(sys.argv[1])
 pulse.set_ranks([ProcessId.unpack(int(rank)) for rank in sys.argv[3:]])
 
@@ -136,7 +146,7 @@ def test_a_file_stops_and_so_does_a_keeper_that_is_silent(tmp_path: Path, monkey
             until(lambda: bool(pulse.stop_reason) is present)  # noqa: B023
             assert time.monotonic() - began < STOP_SECONDS
     file.unlink()
-    monkeypatch.setattr(watchdog_page, "WATCHDOG_SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(watchdog, "WATCHDOG_SILENT_SECONDS", 0.0)
     pulse.on_poll(stop=False)
     assert "silent" in str(pulse.stop_reason)
     assert StatusPage(None).stop_reason is None, "where there never was a watchdog, none is missed"

@@ -15,7 +15,7 @@ from rose.schemas.errors import UsageError
 from rose.workers.loadgen import main
 from rose.workers.loadgen.config import TRACE_FILE, LoadgenConfig
 from rose.workers.loadgen.main import PAUSE_SECONDS, paced_requests, run_loadgen
-from rose.workers.loadgen.request_log import REQUEST_LOG, read_request_log
+from rose.workers.loadgen.requests import REQUEST_LOG, read_request_log
 from rose.workers.loadgen.traces import Request, TraceWindow, read_trace
 
 TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens

@@ -81,26 +81,6 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         read_trace(str(tmp_path / "nowhere"), first=0, count=1)
 
 
-def test_a_square_wave_has_its_two_rates_in_turn() -> None:
-    taken = read_trace("square:40,4,50", first=0, count=8000)
-    assert taken == read_trace("square:40,4,50", first=0, count=8000)
-    phases = [0] * (int(taken[-1].at // 50) + 1)
-    for arrival in taken:
-        phases[int(arrival.at // 50)] += 1
-    whole = phases[:-1]
-    assert len(whole) > 5
-    assert all(1800 < count < 2200 for count in whole[0::2]), phases
-    assert all(130 < count < 270 for count in whole[1::2]), phases
-
-
-@pytest.mark.parametrize(
-    "text", ["square:", "square:1,2", "square:a,b,c", "square:1,2,9", "square:5,0,9", "square:5,1,0"]
-)
-def test_what_is_no_square_wave_is_refused(text: str) -> None:
-    with pytest.raises(TraceError, match="square:"):
-        read_trace(text, first=0, count=9)
-
-
 def test_prompts_share_the_tokens_of_the_blocks_that_they_share_and_no_more(tmp_path: Path) -> None:
     first, second, third = scale_requests(read_trace(written(tmp_path, MOONCAKE), first=0, count=3), SHAPE).requests
     block = BLOCK_TOKENS // SHAPE.prompt_divisor

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rose.workers.lender.endpoint.weights_proof import ProbeAnswer, ReferenceModel
+from rose.workers.lender.endpoint.server_interface import ProbeAnswer
+from rose.workers.lender.endpoint.versions import ReferenceModel
 from rose.workers.model_config import ConfigRefused, max_context_tokens
 from rose.workers.trainer.policy import ModelFolderError, load_policy, token_logprobs
 

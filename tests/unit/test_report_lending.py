@@ -16,7 +16,7 @@ from rose.pipeline.report.lending_statistics import (
 )
 from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat, WorkerClass
 from rose.schemas.turns import TurnTimes
-from rose.workers.loadgen.request_log import UserRequest
+from rose.workers.loadgen.requests import UserRequest
 from tests.golden.examples import EXAMPLES
 
 PROMISED = LatencyBudgets(ttft=0.25, tpot=0.05)

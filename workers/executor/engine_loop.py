@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 
 from rose.schemas.arrays import unpack_tokens
 from rose.schemas.errors import RecordError
+from rose.workers.executor.ipc.engine_client import StagedTensors
 from rose.workers.executor.ipc.messages import (
     COMMAND_DECODER,
     NO_LIMIT,
@@ -41,7 +42,6 @@ from rose.workers.executor.ipc.messages import (
     aborted_before_start,
 )
 from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
-from rose.workers.executor.ipc.weight_buffers import StagedTensors
 from rose.workers.executor.step_cost import StepCost
 from rose.workers.executor.vllm.engine import Engine
 from rose.workers.executor.vllm.types import EngineRefusal, FinishedTurn, SwapRefused

@@ -87,16 +87,11 @@ class IntakeGate:
         self.cell, self.allowed_tokens = permission.cell, allowed_tokens(status, permission)
         self.reason = permission.denied_reason or unavailable_reason(status) or leaving_for
         self.finishing = permission.may_finish and busy and not unavailable_reason(status)
-        command = guest_command(permission)
+        command = Suspend() if permission.denied_reason else Resume(permission.kv_bytes or NO_LIMIT)
         if not self.lends or self.finishing or command == self._last_command:
             return None
         self._last_command = command
         return command
-
-
-def guest_command(permission: Permission) -> Resume | Suspend:
-    """Return the command that gives a guest this permission."""
-    return Suspend() if permission.denied_reason else Resume(permission.kv_bytes or NO_LIMIT)
 
 
 def unavailable_reason(status: EngineStatus) -> str | None:

@@ -73,37 +73,25 @@ class Inbox:
     def __init__(self, worker: str, incarnation: int, *, max_turns: int, token_budget: int) -> None:
         self.worker = worker
         self.incarnation = incarnation
-        self._max_turns = max_turns
-        self._token_budget = token_budget
+        self.max_turns = max_turns
+        """Most turns that may be held."""
+        self.token_budget = token_budget
+        """Most KV tokens that the held turns may need."""
+        self.tokens = 0
+        """KV tokens that the held turns may need."""
         self.fencing_token = 0
         """The newest fencing token of a router in this inbox."""
         self._held: dict[TurnKey, tuple[TurnDispatch, int]] = {}
         """Held turns, each with its `held_hash`."""
         self._unstored: dict[TurnKey, int] = {}
         """Answered turns whose answers are not known to be on the log, each with its `held_hash`."""
-        self._tokens = 0
 
     def __len__(self) -> int:
         return len(self._held)
 
-    @property
-    def tokens(self) -> int:
-        """KV tokens that the held turns may need."""
-        return self._tokens
-
-    @property
-    def max_turns(self) -> int:
-        """Most turns that may be held."""
-        return self._max_turns
-
-    @property
-    def token_budget(self) -> int:
-        """Most KV tokens that the held turns may need."""
-        return self._token_budget
-
     def offer(self, *, max_turns: int, token_budget: int) -> None:
         """Accept turns up to these limits from now on. Turns that are held stay."""
-        self._max_turns, self._token_budget = max_turns, token_budget
+        self.max_turns, self.token_budget = max_turns, token_budget
 
     @property
     def listed_turns(self) -> int:
@@ -137,16 +125,16 @@ class Inbox:
             return InboxDecision(InboxAction.DROP, "duplicate")
         if policy_version < 0:
             return InboxDecision(InboxAction.REFUSE, "no policy version has been proven yet", Refusal.VERSION)
-        if len(self._held) >= self.max_turns or self._tokens + kv_tokens_needed(dispatch) > self.token_budget:
+        if len(self._held) >= self.max_turns or self.tokens + kv_tokens_needed(dispatch) > self.token_budget:
             return InboxDecision(InboxAction.REFUSE, "full", Refusal.ROOM)
         self._held[dispatch.key] = dispatch, held_hash(dispatch.key)
-        self._tokens += kv_tokens_needed(dispatch)
+        self.tokens += kv_tokens_needed(dispatch)
         return ACCEPTED
 
     def release(self, key: TurnKey) -> TurnDispatch:
         """Stop holding a turn and return its dispatch. Raises KeyError if the turn is not held."""
         dispatch, _ = self._held.pop(key)
-        self._tokens -= kv_tokens_needed(dispatch)
+        self.tokens -= kv_tokens_needed(dispatch)
         return dispatch
 
     def on_answer_sent(self, key: TurnKey) -> None:

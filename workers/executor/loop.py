@@ -25,7 +25,7 @@ The loop decides nothing about a dispatch: `Inbox` decides.
 
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Event
 
@@ -37,7 +37,7 @@ from rose.schemas.errors import UsageError
 from rose.schemas.heartbeats import MAX_HELD_TURNS, ExecutorState, WorkerClass
 from rose.schemas.turns import FENCING_KEY, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
 from rose.topics.catalog import COMPLETED, HEARTBEATS
-from rose.topics.health import HEALTH
+from rose.topics.health import HEALTH, START_SECONDS
 from rose.topics.reader import Reader
 from rose.topics.records import Envelope, InvalidMessage
 from rose.topics.settings import BusSettings
@@ -46,8 +46,7 @@ from rose.workers.executor import metrics
 from rose.workers.executor.cell_membership import CellMembership
 from rose.workers.executor.config import ExecutorConfig
 from rose.workers.executor.contexts import ContextStore
-from rose.workers.executor.grants import IntakeGate
-from rose.workers.executor.heartbeat_writer import HeartbeatWriter, health_summary
+from rose.workers.executor.grants import GrantFollower, IntakeGate, Lease
 from rose.workers.executor.inbox import Inbox, InboxAction
 from rose.workers.executor.ipc.engine_client import EngineClient
 from rose.workers.executor.ipc.messages import (
@@ -62,17 +61,22 @@ from rose.workers.executor.ipc.messages import (
     WeightsRejected,
     WeightsStaged,
 )
-from rose.workers.executor.results import (
+from rose.workers.executor.records import (
     ExecutorIncarnation,
+    HeartbeatWriter,
     dispatch_error,
     finished_result,
+    health_summary,
     refused_result,
     remaining_sampling,
     resumed_context,
 )
 from rose.workers.executor.version_swap import VersionSwap
 from rose.workers.executor.vllm.types import EngineBroken
+from rose.workers.weights.chunk_stores import open_store
+from rose.workers.weights.config import WeightsConfig
 from rose.workers.weights.receive import WeightReceiver
+from rose.workers.weights.trust import make_trust
 
 INBOX_BATCH = 256
 """Most dispatches that are read from the inbox at once."""
@@ -431,3 +435,41 @@ class Executor:
             swap_seconds=self._swap.swap_seconds,
         )
         self._writer.write(HEARTBEATS, heartbeat, key=self._name, partition=self._cell)
+
+
+def run_executor(
+    settings: BusSettings,
+    config: ExecutorConfig,
+    client: EngineClient,
+    shapes: Mapping[str, Sequence[int]],
+    stop: Event,
+    worker_class: WorkerClass = WorkerClass.DEDICATED,
+    *,
+    weights: WeightsConfig | None = None,
+    lease: Lease | None = None,
+) -> None:
+    """Run turns for `config.worker` on the engine of `client` until `stop` is set.
+
+    `shapes`: shapes of the model's tensors, by name. `lease`: the lease of a lender; without one, only drains and cells
+    apply. Raises RoseError if the engine cannot be built with these settings, breaks or is gone, a key file or store
+    is invalid, the broker is unreachable, a topic is missing, or another executor has the same name.
+    """
+    name, weights = config.worker, weights or WeightsConfig()
+    trust = make_trust(settings, config.model_id, weights)
+    store = open_store(weights)
+    receiver = WeightReceiver(
+        settings, trust, shapes=shapes, store=store, engine_dtype=config.dtype, client_id=f"{name}-weights"
+    )
+    receiver.start()
+    lease = lease or Lease()
+    grants = GrantFollower(settings, name, lease)
+    try:
+        grants.wait_until_read(stop)
+        HEALTH.report("waits for its engine, which loads", ready=False, lasts_seconds=START_SECONDS)
+        status = client.wait_until_ready(stop)
+        if status is not None:
+            gate = IntakeGate(grants.permission, lends=lease.lends)
+            Executor(settings, config, worker_class, client, status, receiver, gate).run(stop)
+    finally:
+        grants.stop()
+        receiver.stop()

@@ -111,7 +111,7 @@ class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     heartbeat_seconds: Annotated[float, Meta(ge=0.01, le=0.2)] = 0.1
     """Time between two status reports of the guest."""
     pulse: str = ""
-    """Path of the status page that is shared with the watchdog (`rose.workers.lender.watchdog_page`); empty: no
+    """Path of the status page that is shared with the watchdog (`rose.workers.lender.watchdog`); empty: no
     watchdog."""
     observe: bool = False
     """Whether the server is only observed: there is no guest, and what could be lent is measured."""

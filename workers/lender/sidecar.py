@@ -5,15 +5,20 @@ Keeps true
   restarted if it is killed (`watchdog`).
 - The sidecar waits for a dropped guest, an unreachable broker or a server that is still starting, and then runs a new
   incarnation of the executor. An error that only an operator can fix (UsageError) ends the sidecar with a log event.
+- The folder that server, watchdog and sidecar share exists as long as one of these processes does. The watchdog removes
+  the folder at its end. If the watchdog was killed, the next server that makes a folder removes the abandoned one. No
+  folder of another user, and no folder in use, is removed.
 """
 
+import fcntl
 import os
 import shutil
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -31,18 +36,17 @@ from rose.topics.settings import BusSettings
 from rose.workers.executor.config import ExecutorConfig
 from rose.workers.executor.grants import Lease
 from rose.workers.executor.ipc.engine_client import EngineClient
-from rose.workers.executor.main import run_executor
 from rose.workers.executor.vllm.folder import check_folder
 from rose.workers.lender.config import LendConfig, LenderConfig
 from rose.workers.lender.observe import observe
-from rose.workers.lender.shared_folder import make_folder
 from rose.workers.lender.sidecar_link import Connection, connect
 from rose.workers.lender.vllm import SETTING
-from rose.workers.lender.watchdog import Watchdog
-from rose.workers.lender.watchdog_page import StatusPage
+from rose.workers.lender.watchdog import StatusPage, Watchdog
 from rose.workers.model_config import check_context_length
 from rose.workers.weights.config import WeightsConfig
 from rose.workers.weights.trust import run_id
+
+FOLDER_PREFIX = "rose-lend-"
 
 CONNECT_RETRY_SECONDS = 0.5
 """Seconds between two tries to connect to a server, whose start takes seconds."""
@@ -100,6 +104,43 @@ def _lend_config(plan: LendingPlan, folder: Path) -> LendConfig:
         pulse=str(folder / "pulse"),
         observe=plan.settings is None,
     )
+
+
+def make_folder() -> Path:
+    """Make a folder for this process, the program that replaces it, and the processes that it forks.
+
+    The processes hold a lock on the folder, which the kernel releases when the last process that inherited the lock has
+    ended. Abandoned folders are removed first.
+    """
+    _remove_abandoned()
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+        with suppress(FileNotFoundError, BlockingIOError):  # another start took the folder for an abandoned one
+            lock = _lock(folder)
+            if folder.exists():
+                os.set_inheritable(lock, True)
+                return folder
+            os.close(lock)
+
+
+def _remove_abandoned() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        with suppress(OSError):  # in use, just removed, or of another user
+            if folder.stat(follow_symlinks=False).st_uid == os.getuid():
+                lock = _lock(folder)
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
+
+def _lock(folder: Path) -> int:
+    """Lock the folder and return the descriptor that holds the lock. Raises OSError, or BlockingIOError if locked."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
 
 
 def _fork(program: Callable[[], None]) -> int:
@@ -182,6 +223,8 @@ def _run_connection(plan: LendingPlan, shapes: Mapping[str, tuple[int, ...]], pa
         if settings is None:
             observe(client, stop)
             return
+        from rose.workers.executor.loop import run_executor  # not in the watchdog, nor in an observer
+
         job = run_id(settings.namespace, plan.weights.run)
         lease = Lease(job, grant_required=plan.lender.needs_grant)
         run_executor(

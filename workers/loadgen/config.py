@@ -5,9 +5,6 @@ from pathlib import Path
 
 from rose.schemas.limits import MAX_COUNT, check_bounds
 
-SQUARE = "square:"
-"""Beginning of the name of a square wave, which is no file."""
-
 LEAST_PACE, MOST_PACE = 1e-6, 1e6
 
 TRACE_FILE = Path(__file__).parent / "azure_code.csv"
@@ -36,5 +33,3 @@ class LoadgenConfig:
             self,
             {"pace": (LEAST_PACE, MOST_PACE), "prompt_divisor": (1, MAX_COUNT), "output_divisor": (1, MAX_COUNT)},
         )
-        if str(self.trace).startswith(SQUARE):
-            raise ValueError(f"trace ({self.trace}) must be a file: a square wave has no end, and is played for ever")

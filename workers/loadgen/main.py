@@ -19,9 +19,15 @@ import msgspec
 import structlog
 
 from rose.schemas.errors import UsageError
-from rose.workers.loadgen.completion_stream import StreamedCompletion, completion_body, http_session, stream_completion
 from rose.workers.loadgen.config import LoadgenConfig
-from rose.workers.loadgen.request_log import RequestLog, UserRequest
+from rose.workers.loadgen.requests import (
+    RequestLog,
+    StreamedCompletion,
+    UserRequest,
+    completion_body,
+    http_session,
+    stream_completion,
+)
 from rose.workers.loadgen.traces import Arrival, Request, TraceScaling, TraceWindow, read_trace, scale_requests
 
 REQUEST_SECONDS = 60.0

@@ -12,12 +12,10 @@ Keeps true
   blocks in the trace share exactly these leading tokens; other prompts share tokens only by chance.
 - No request is longer than `longest`: a longer prompt is cut at its end, and `truncated` counts these prompts.
 
-`read_trace` reads a file of the Azure LLM inference traces (CSV), a Mooncake trace (JSON lines), or
-`square:HIGH,LOW,SECONDS`: HIGH requests a second for SECONDS, then LOW for as long, alternating.
+`read_trace` reads a file of the Azure LLM inference traces (CSV), or a Mooncake trace (JSON lines).
 """
 
 import csv
-import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -29,13 +27,9 @@ import msgspec
 import numpy as np
 
 from rose.schemas.errors import UsageError
-from rose.workers.loadgen.config import SQUARE
 
 BLOCK_TOKENS = 512
 """Tokens of the trace in each of Mooncake's blocks."""
-
-SQUARE_PROMPT_TOKENS, SQUARE_OUTPUT_TOKENS = 1024, 64
-"""Lengths of every request of a square wave."""
 
 AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
@@ -65,11 +59,15 @@ class _MooncakeRow(msgspec.Struct):
 
 
 def read_trace(source: str, *, first: int = 0, count: int | None = None) -> list[Arrival]:
-    """Read `count` arrivals of a trace, beginning at row `first` (0 is the first row); all rows if `count` is None.
+    """Read arrivals of the trace in the file `source`, as `take_arrivals` does. Raises TraceError."""
+    return take_arrivals(_rows_of(Path(source)), source, first=first, count=count)
 
-    Raises TraceError if the trace is unreadable, too short or not in order of time.
+
+def take_arrivals(rows: Iterable[Arrival], source: str, *, first: int = 0, count: int | None = None) -> list[Arrival]:
+    """Take `count` arrivals, beginning at row `first` (0 is the first row); all rows if `count` is None.
+
+    Raises TraceError if the trace is unreadable, too short or not in order of time. `source`: its name in the error.
     """
-    rows = square(source) if source.startswith(SQUARE) else _rows_of(Path(source))
     try:
         taken = list(islice(rows, first, None if count is None else first + count))
     except (OSError, UnicodeDecodeError) as error:
@@ -132,30 +130,6 @@ def _mooncake(path: Path, lines: Iterator[str]) -> Iterator[Arrival]:
             output_tokens=row.output_length,
             blocks=tuple(row.hash_ids),
         )
-
-
-def square(source: str) -> Iterator[Arrival]:
-    """Endless Poisson arrivals at two alternating rates, the same in each call.
-
-    Raises TraceError if `source` is malformed.
-    """
-    try:
-        high, low, seconds = (float(part) for part in source.removeprefix(SQUARE).split(","))
-    except ValueError as error:
-        raise TraceError(f"{source} is not {SQUARE}HIGH,LOW,SECONDS: three numbers") from error
-    if not (0 < low <= high < float("inf") and 0 < seconds < float("inf")):
-        raise TraceError(f"{source}: the rates must be above 0, the high one no lower, and the seconds above 0")
-    draw = random.Random(0)
-    at, end, rate = 0.0, seconds, high
-    while True:
-        # Exponential waiting times have no memory: a wait that reaches beyond the end of a phase is drawn again from
-        # there.
-        wait = draw.expovariate(rate)
-        if at + wait >= end:
-            at, end, rate = end, end + seconds, low if rate == high else high
-            continue
-        at += wait
-        yield Arrival(at=at, prompt_tokens=SQUARE_PROMPT_TOKENS, output_tokens=SQUARE_OUTPUT_TOKENS)
 
 
 FIRST_WORD = 3

@@ -2,13 +2,20 @@
 
 Keeps true
 - Commands arrive in the order in which they were sent, and no sender waits for the engine.
-- Versions are copied one at a time, into the weight buffer that does not serve.
+- Policy versions are passed in two weight buffers of shared memory. One serves; the next version is copied to the
+  other, one version at a time. A buffer is written only while no engine computes from it.
+- Bytes are not converted; the engine's tensors (`StagedTensors`) are views of the shared memory, not copies.
 """
 
+import math
+import mmap
+import os
 import select
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from threading import Event
 
+import torch
 from torch import Tensor
 
 from rose.workers.executor.ipc.messages import (
@@ -20,14 +27,47 @@ from rose.workers.executor.ipc.messages import (
     MessageSender,
     Report,
     StageWeights,
+    TensorLayout,
     WeightsActivated,
 )
 from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
-from rose.workers.executor.ipc.weight_buffers import write_tensors
 from rose.workers.executor.vllm.types import EngineBroken, EngineStartError
 
 READY_POLL_SECONDS = 0.05
 """Seconds between two polls for the first report of an engine, whose start takes seconds."""
+
+
+ALIGNMENT = 64
+"""Bytes; a cache line."""
+
+
+def write_tensors(descriptor: int, tensors: Mapping[str, Tensor]) -> tuple[TensorLayout, ...]:
+    """Copy the tensors into the buffer of `descriptor`, over its earlier content. Return where each tensor lies."""
+    layout, end = [], 0
+    for name, tensor in tensors.items():
+        layout.append(TensorLayout(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end))
+        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    if os.fstat(descriptor).st_size < end:
+        os.ftruncate(descriptor, end)
+    for name, target in StagedTensors(descriptor, layout):
+        target.copy_(tensors[name])
+    return tuple(layout)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedTensors:
+    """The tensors of a version in the buffer of `descriptor`."""
+
+    descriptor: int
+    layout: Sequence[TensorLayout]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and tensors. The tensors keep the buffer mapped, and touch its pages only when they are read."""
+        memory = mmap.mmap(self.descriptor, 0)
+        for entry in self.layout:
+            dtype: torch.dtype = getattr(torch, entry.dtype)
+            count = math.prod(entry.shape)
+            yield entry.name, torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
 
 
 class EngineClient:

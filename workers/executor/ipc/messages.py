@@ -233,7 +233,7 @@ class ObservationReport(Message, frozen=True):
     idle_seconds: float
     """Part of `seconds` without a request."""
     stretches: tuple[int, ...]
-    """Number of ended idle stretches, by bucket as in `rose.workers.lender.idle_stretches`."""
+    """Number of ended idle stretches, by bucket as in `rose.workers.lender.observe`."""
     stretch_seconds: float
     """Sum of the ended idle stretches."""
     running: int
@@ -356,12 +356,5 @@ def _merge_lending_stats(before: LendingStats | None, newer: LendingStats | None
     if before is None:
         return newer
     now = newer or LendingStats()
-    return LendingStats(
-        now.budget_bytes,
-        now.frozen,
-        cuts=before.cuts + now.cuts,
-        cut_seconds=before.cut_seconds + now.cut_seconds,
-        preempted=before.preempted + now.preempted,
-        looks=before.looks + now.looks,
-        look_seconds=before.look_seconds + now.look_seconds,
-    )
+    counts = ("cuts", "cut_seconds", "preempted", "looks", "look_seconds")
+    return msgspec.structs.replace(now, **{name: getattr(before, name) + getattr(now, name) for name in counts})

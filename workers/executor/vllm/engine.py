@@ -31,10 +31,9 @@ from vllm.v1.request import Request, RequestStatus
 from rose.schemas.prompts import Sampling
 from rose.schemas.sampled_tokens import SampledTokensBuilder
 from rose.schemas.turns import TurnTimes
-from rose.workers.executor.vllm.backend import InProcessBackend, ModelBackend
-from rose.workers.executor.vllm.cpu_runner import zero_new_blocks
+from rose.workers.executor.vllm.engine_core import InProcessBackend, ModelBackend, start_core
 from rose.workers.executor.vllm.folder import read_folder
-from rose.workers.executor.vllm.start import start_core
+from rose.workers.executor.vllm.model_runner import zero_new_blocks
 from rose.workers.executor.vllm.types import (
     EngineBroken,
     EngineConfig,
@@ -43,29 +42,12 @@ from rose.workers.executor.vllm.types import (
     EngineStartError,
     FinishedTurn,
     HeldTurn,
-    ModelFolderError,
     StepResult,
     SwapRefused,
     first_line,
+    turn_error,
 )
 from rose.workers.model_config import check_context_length
-
-__all__ = [
-    "Engine",
-    "EngineBroken",
-    "EngineConfig",
-    "EngineLoad",
-    "EngineRefusal",
-    "EngineStartError",
-    "FinishedTurn",
-    "HeldTurn",
-    "ModelFolderError",
-    "StepResult",
-    "SwapRefused",
-]
-
-LEAST_TEMPERATURE = 0.01
-"""vLLM silently raises lower temperatures other than 0 to this value."""
 
 WAITING_STATUSES = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 """Statuses of requests without KV."""
@@ -151,11 +133,8 @@ class Engine:
             raise EngineRefusal(f"policy version {self.version} serves, not {policy_version}")
         if key in self._turns:
             raise EngineRefusal(f"turn {key} is already in the engine")
-        if not 0 < len(context) < self.longest_tokens:
-            raise EngineRefusal(f"a context of {len(context)} tokens: 1 to {self.longest_tokens - 1} can be run")
-        for token in (min(context), max(context), *sampling.stop_token_ids):
-            if not 0 <= token < self.vocabulary:
-                raise EngineRefusal(f"token id {token} is outside the vocabulary of {self.vocabulary}")
+        if error := turn_error(context, sampling, longest_tokens=self.longest_tokens, vocabulary=self.vocabulary):
+            raise EngineRefusal(error)
         request = Request(
             request_id=key,
             prompt_token_ids=list(context),
@@ -347,8 +326,6 @@ class Engine:
 @lru_cache(maxsize=256)
 def _parameters(sampling: Sampling) -> SamplingParams:
     """Return vLLM's sampling parameters. vLLM never changes them, so turns share them. Raises EngineRefusal."""
-    if 0 < sampling.temperature < LEAST_TEMPERATURE:
-        raise EngineRefusal(f"temperature {sampling.temperature} is neither 0 nor at least {LEAST_TEMPERATURE}")
     try:
         return SamplingParams(
             temperature=sampling.temperature,

@@ -1,7 +1,7 @@
 """Types of the engine's input, output and errors. Imports neither vLLM nor torch."""
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from rose.schemas.errors import RoseError, UsageError
+from rose.schemas.prompts import MIN_TEMPERATURE, Sampling
 from rose.schemas.sampled_tokens import SampledTokens
 from rose.schemas.turns import TurnTimes
 
@@ -113,6 +114,21 @@ class EngineLoad:
     kv_bytes_free: int
     """Bytes of blocks that no running turn holds; prefixes cached in them are evicted when the space is needed."""
     kv_bytes_per_token: int
+
+
+def turn_error(context: Sequence[int], sampling: Sampling, *, longest_tokens: int, vocabulary: int) -> str | None:
+    """Return why an engine cannot run a turn; None if it can. vLLM crashes at a token outside its vocabulary.
+
+    `longest_tokens`: most tokens of context and output together.
+    """
+    if not 0 < len(context) < longest_tokens:
+        return f"a context of {len(context)} tokens: 1 to {longest_tokens - 1} can be run"
+    for token in (min(context), max(context), *sampling.stop_token_ids):
+        if not 0 <= token < vocabulary:
+            return f"token id {token} is outside the vocabulary of {vocabulary}"
+    if 0 < sampling.temperature < MIN_TEMPERATURE:  # vLLM silently raises such a temperature
+        return f"temperature {sampling.temperature} is neither 0 nor at least {MIN_TEMPERATURE}"
+    return None
 
 
 def first_line(error: Exception) -> str:

@@ -27,10 +27,11 @@ from torch import Tensor
 
 from rose.schemas.arrays import logprob_error, unpack_tokens
 from rose.schemas.errors import RecordError
-from rose.schemas.prompts import MIN_TEMPERATURE, Sampling
+from rose.schemas.prompts import Sampling
 from rose.schemas.sampled_tokens import SampledTokensBuilder
 from rose.schemas.turns import TurnTimes
 from rose.workers.executor.config import ExecutorConfig
+from rose.workers.executor.ipc.engine_client import StagedTensors
 from rose.workers.executor.ipc.messages import (
     ABORTED,
     COMMAND_DECODER,
@@ -48,11 +49,10 @@ from rose.workers.executor.ipc.messages import (
     WeightsStaged,
 )
 from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
-from rose.workers.executor.ipc.weight_buffers import StagedTensors
-from rose.workers.executor.vllm.types import EngineBroken, EngineRefusal, FinishedTurn, SwapRefused
+from rose.workers.executor.vllm.types import EngineBroken, EngineRefusal, FinishedTurn, SwapRefused, turn_error
 from rose.workers.lender.config import EndpointConfig
 from rose.workers.lender.endpoint.concurrency_limit import AimdLimit, LatencyWindow, TokenRates, exceeds_budget
-from rose.workers.lender.endpoint.protocol import Endpoint, TurnChunk, TurnLost
+from rose.workers.lender.endpoint.server_interface import Endpoint, TurnChunk, TurnLost
 from rose.workers.lender.endpoint.versions import EndpointVersions
 
 LATENCY_WINDOW_SECONDS = 1.0
@@ -206,20 +206,17 @@ class HttpEngine:
             self._waiting.append(turn)
 
     def _turn_error(self, turn: EndpointTurn) -> str | None:
-        """Return why the turn cannot run; None if it can. vLLM crashes at a token outside its vocabulary."""
-        sampling, most = turn.sampling, self._config.max_model_len
-        outside = [t for t in (*turn.context, *sampling.stop_token_ids) if not 0 <= t < self._vocabulary]
+        """Return why the turn cannot run; None if it can."""
         if turn.version != self._versions.version:
             return f"policy version {self._versions.version} serves, not {turn.version}"
-        if not 0 < len(turn.context) < most:
-            return f"a context of {len(turn.context)} tokens: 1 to {most - 1} can be run"
-        if outside:
-            return f"token id {outside[0]} is outside the vocabulary of {self._vocabulary}"
-        if 0 < sampling.temperature < MIN_TEMPERATURE:
-            return f"temperature {sampling.temperature} is neither 0 nor at least {MIN_TEMPERATURE}"
-        if sampling.seed is not None:
+        if turn.sampling.seed is not None:
             return "a seeded turn draws by position, which an endpoint does not"
-        return None
+        return turn_error(
+            turn.context,
+            turn.sampling,
+            longest_tokens=self._config.max_model_len,
+            vocabulary=self._vocabulary,
+        )
 
     def _send_waiting(self) -> None:
         """Send waiting turns to the endpoint, up to the limit."""

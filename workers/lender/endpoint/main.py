@@ -29,15 +29,14 @@ from rose.workers.executor.config import ExecutorConfig
 from rose.workers.executor.ipc.engine_client import EngineClient
 from rose.workers.executor.ipc.messages import EngineFailed, MessageSender
 from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
-from rose.workers.executor.main import run_executor
+from rose.workers.executor.loop import run_executor
 from rose.workers.executor.vllm.folder import check_folder
 from rose.workers.executor.vllm.types import EngineBroken
 from rose.workers.lender.config import EndpointConfig
 from rose.workers.lender.endpoint.http_engine import HttpEngine, KvAllowance
-from rose.workers.lender.endpoint.protocol import Endpoint, EndpointInfo
-from rose.workers.lender.endpoint.versions import EndpointVersions, resume_paused
-from rose.workers.lender.endpoint.vllm_client import VllmEndpoint
-from rose.workers.lender.endpoint.weights_proof import ReferenceModel
+from rose.workers.lender.endpoint.server_interface import Endpoint, EndpointInfo
+from rose.workers.lender.endpoint.server_vllm import VllmEndpoint
+from rose.workers.lender.endpoint.versions import EndpointVersions, ReferenceModel, resume_paused
 from rose.workers.weights.config import WeightsConfig
 
 RETRY_SECONDS = 1.0
@@ -66,6 +65,11 @@ def lend_endpoint(
             log.warning("restarting", reason=str(broken))
             HEALTH.report_restart(str(broken))
             stop.wait(RETRY_SECONDS)
+
+
+def open_server(config: EndpointConfig) -> Endpoint:
+    """Return a client of the endpoint. The kind of server is chosen here; there is one, vLLM."""
+    return VllmEndpoint(config.url, config.model)
 
 
 class HttpEngineThread:
@@ -116,7 +120,7 @@ class HttpEngineThread:
             os.eventfd_write(self._liveness_fd, 1)
 
     async def _run_engine(self) -> None:
-        endpoint = VllmEndpoint(self._endpoint.url, self._endpoint.model)
+        endpoint = open_server(self._endpoint)
         async with aclosing(endpoint):
             folder = self._endpoint.folder.resolve() / self._endpoint.folder_name
             info = await self._wait_for_endpoint(endpoint, folder)

@@ -25,7 +25,7 @@ from typing import Any
 
 from rose.schemas.errors import UsageError
 from rose.workers.lender.config import LendConfig, read_config
-from rose.workers.lender.watchdog_page import StatusPage
+from rose.workers.lender.watchdog import StatusPage
 
 LOG = logging.getLogger("vllm.rose")
 
@@ -98,13 +98,19 @@ def _check(core: Any, config: LendConfig) -> None:
 
 def _attach(core: Any, config: LendConfig, page: StatusPage) -> None:
     """Attach the observation or the guest to the loop of `core`. Raises UsageError."""
-    if config.observe:
-        from rose.workers.lender.vllm.observing import observe
+    from vllm.v1.engine import EngineCoreRequestType
 
-        observe(core, config, LOG)
+    def wake() -> None:
+        core.process_input_queue_block = False  # first: the loop may be about to sleep
+        core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
+
+    if config.observe:
+        from rose.workers.lender.observe import observe_core
+
+        observe_core(core, config, wake, LOG)
         LOG.info("rose: observation_enabled")
         return
     from rose.workers.lender.vllm.interleaving import interleave
 
-    interleave(core, config, page, LOG)
+    interleave(core, config, page, wake, LOG)
     LOG.info("rose: lending_enabled socket=%s", config.socket)

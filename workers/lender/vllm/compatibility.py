@@ -7,13 +7,14 @@ Keeps true
   checked only for the parts that the observation uses.
 
 The parts are the wrapped methods of the engine-core process, and the names that a guest has its own value of
-(`process_globals`). The parts of vLLM that the rollout engine itself uses are in `rose.workers.executor.vllm`, and are
+(`host_process`). The parts of vLLM that the rollout engine itself uses are in `rose.workers.executor.vllm`, and are
 covered by its tests.
 """
 
 import hashlib
 import importlib
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from multiprocessing import current_process
@@ -70,12 +71,6 @@ def guest_error(core: Any) -> str | None:
 VERSION = (0, 32)
 """Major and minor version of the supported vLLM."""
 
-CORE = "vllm.v1.engine.core"
-EXECUTOR = "vllm.v1.executor.multiproc_executor"
-GROUPS = "vllm.distributed.parallel_state"
-POOL = "vllm.v1.core.block_pool"
-MANAGER = "vllm.v1.core.kv_cache_manager"
-
 
 @dataclass(frozen=True, slots=True)
 class RequiredInternal:
@@ -84,174 +79,102 @@ class RequiredInternal:
     module: str
     name: str
     why: str
-    digest: str = ""
+    digest: str
     """Digest of the part's source; empty if only its existence matters."""
-    observing: bool = False
+    observing: bool
     """Whether the observation of a server relies on the part too."""
-    cpu: bool = False
+    cpu: bool
     """Whether the part is only used on CPUs."""
 
 
-REQUIRED_INTERNALS = (
-    RequiredInternal(
-        CORE, "EngineCore.__init__", "loads the plugin; what it sets in the process is kept apart", "a828c07af25a054a"
-    ),
-    RequiredInternal(
-        CORE,
-        "EngineCoreProc.run_busy_loop",
-        "wrapped: the guest's thread begins, and ends, with the loop",
-        "c1f483fe17861424",
-        observing=True,
-    ),
-    RequiredInternal(
-        CORE,
-        "DPEngineCoreProc.run_busy_loop",
-        "wrapped: one of several engine cores is known to the watchdog, and refused",
-        "82005a0f8043e7be",
-        observing=True,
-    ),
-    RequiredInternal(
-        "vllm.v1.engine.utils",
-        "CoreEngineProcManager.__init__",
-        "gives an engine core that is alone its name",
-        "e0e505ebaee2595c",
-        observing=True,
-    ),
-    RequiredInternal(
-        CORE,
-        "EngineCoreProc._process_input_queue",
-        "wrapped: it may not block while the guest wants to run",
-        "215a7d373e636f98",
-        observing=True,
-    ),
-    RequiredInternal(
-        CORE,
-        "EngineCoreProc._process_engine_step",
-        "wrapped: the guest's turn comes after it",
-        "b894c3b32cc020f7",
-        observing=True,
-    ),
-    RequiredInternal(
-        CORE,
-        "EngineCoreProc._handle_client_request",
-        "an empty WAKEUP on the input queue ends its wait",
-        "b2026637e79970b6",
-        observing=True,
-    ),
-    RequiredInternal(
-        CORE, "EngineCoreProc.has_work", "whether another step moves what serving holds", "5c90a45c5b5b46c9"
-    ),
-    RequiredInternal(
-        CORE, "EngineCoreProc.is_running", "no guest runs while the server shuts down", "25fdbecbf47bdd89"
-    ),
-    RequiredInternal(
-        "vllm.v1.engine", "EngineCoreRequestType.WAKEUP", "put on the input queue by the guest's thread", observing=True
-    ),
-    RequiredInternal(
-        "vllm.v1.core.sched.scheduler",
-        "Scheduler.has_requests",
-        "whether serving has anything to do",
-        "6529a9d59f78d9c0",
-        observing=True,
-    ),
-    RequiredInternal(
-        CORE,
-        "EngineCore.step",
-        "each of serving's steps is measured, with what it was scheduled to do",
-        "a02d17986fb72adb",
-    ),
-    RequiredInternal(
-        "vllm.v1.core.sched.scheduler", "Scheduler.schedule", "wrapped: what it returns is read", "da4f2cf2fc39c39e"
-    ),
-    RequiredInternal(
-        "vllm.v1.core.sched.scheduler",
-        "Scheduler.get_request_counts",
-        "what serving holds",
-        "c901ce17db93c7dd",
-        observing=True,
-    ),
-    RequiredInternal(
-        "vllm.v1.core.kv_cache_utils",
-        "init_none_hash",
-        "the root of serving's block hashes is not replaced",
-        "5113ef26e70d956b",
-    ),
-    RequiredInternal(POOL, "BlockPool.get_new_blocks", "withholds serving's blocks", "ab54592edae48a7c"),
-    RequiredInternal(POOL, "BlockPool.free_blocks", "gives them back", "f12f94bc787cc15e"),
-    RequiredInternal(POOL, "BlockPool.touch", "keeps the prefixes of turns that were cut", "08fcc52c2ec9e624"),
-    RequiredInternal(POOL, "BlockPool.evict_blocks", "gives those up", "0aa2e3002a37acc9"),
-    RequiredInternal(
-        "vllm.v1.core.kv_cache_utils",
-        "FreeKVCacheBlockQueue.get_all_free_blocks",
-        "in the order in which vLLM gives blocks up",
-        "6a4bcea343d1e34f",
-    ),
-    RequiredInternal(
-        POOL, "BlockPool.get_num_free_blocks", "what serving's requests leave", "c97ea366f52bf8fb", observing=True
-    ),
-    RequiredInternal(POOL, "BlockPool.get_usage", "swapped: what is withheld is not in use", "392c54386fddcb47"),
-    RequiredInternal(POOL, "BlockPool.reset_prefix_cache", "wrapped: it wants every block free", "69bba8b575842446"),
-    RequiredInternal(
-        MANAGER,
-        "KVCacheManager.record_prefix_cache_stats",
-        "wrapped: what serving finds has a price",
-        "dd3fc0110a76ccba",
-    ),
-    RequiredInternal(
-        MANAGER, "KVCacheManager.allocate_slots", "the blocks that a step takes are foreseen", "8c60d937fd9eb0c8"
-    ),
-    RequiredInternal("vllm.v1.worker.utils", "allocate_kv_cache", "where a block's pages lie", "b1f3e24311485a09"),
-    RequiredInternal(
-        EXECUTOR,
-        "MultiprocExecutor.collective_rpc",
-        "has serving's ranks compute for the guest, between two steps",
-        "936c16152d712061",
-    ),
-    RequiredInternal(
-        EXECUTOR, "WorkerProc._execute_worker_rpc", "one call after another, on one thread", "4d7c21576f2670da"
-    ),
-    RequiredInternal(
-        "vllm.v1.worker.worker_base", "WorkerWrapperBase.init_worker", "makes a guest's worker", "f84f7abf9c0ead66"
-    ),
-    RequiredInternal(
-        "vllm.v1.worker.gpu_worker",
-        "init_worker_distributed_environment",
-        "leaves groups that are there as they are",
-        "b8ecedb6d9f6c47b",
-    ),
-    RequiredInternal(GROUPS, "ensure_model_parallel_initialized", "as above", "b253677203db0be1"),
-    RequiredInternal(GROUPS, "GroupCoordinator.__init__", "the guest's group", "533e3f28f3dbfe4c"),
-    RequiredInternal(GROUPS, "GroupCoordinator.destroy", "how a rank that failed leaves it", "c51952127d9f5095"),
-    RequiredInternal(
-        "vllm.distributed.device_communicators.cpu_communicator",
-        "CpuCommunicator.__init__",
-        "the guest's name must keep it from shared memory, where nobody can leave",
-        "f2964a2a9f3379f0",
-        cpu=True,
-    ),
-    RequiredInternal(GROUPS, "_TP", "kept apart, where serving has one"),
-    RequiredInternal(GROUPS, "suppress_stdout", "kept from guests: amid it the process says nothing"),
-    RequiredInternal(
-        "vllm.forward_context", "override_forward_context", "none while a step stands still", "96a30187fd05b912"
-    ),
-    RequiredInternal("vllm.utils.gc_utils", "freeze_gc_heap", "not called for a guest", "68b68a7e135fe7f6"),
-    RequiredInternal("vllm.config.vllm", "_current_vllm_config", "kept apart"),
-    RequiredInternal("vllm.config.vllm", "_current_prefix", "kept apart"),
-    RequiredInternal(
-        "vllm.config.vllm", "get_cached_compilation_config.cache_clear", "forgotten when the config changes"
-    ),
-    RequiredInternal("vllm.v1.worker.workspace", "_manager", "kept apart"),
-    RequiredInternal(
-        "vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", "wrapped while a guest is built"
-    ),
-    RequiredInternal("vllm.triton_utils.dispatcher", "sys", "swapped while a guest is built"),
-    RequiredInternal(
-        "vllm.v1.worker.cpu_worker", "CPUWorker.__init__", "binds memory, not for a guest", "6a2c6b06d1a7f9d2", cpu=True
-    ),
-    RequiredInternal(CORE, "freeze_gc_heap", "swapped while a guest is built"),
-    RequiredInternal(CORE, "init_none_hash", "swapped while a guest is built"),
-    RequiredInternal("vllm.v1.worker.gpu_worker", "freeze_gc_heap", "swapped while a guest is built"),
-)
+INTERNALS_TABLE = """
+vllm.config.vllm
+    -                guest   _current_vllm_config: exchanged between host and guest
+    -                guest   _current_prefix: exchanged between host and guest
+    -                guest   get_cached_compilation_config.cache_clear: called when the configuration is exchanged
+vllm.distributed.device_communicators.cpu_communicator
+    f2964a2a9f3379f0 cpu     CpuCommunicator.__init__: the guest's group has a name for which no memory is shared
+vllm.distributed.parallel_state
+    b253677203db0be1 guest   ensure_model_parallel_initialized: leaves groups that exist as they are
+    533e3f28f3dbfe4c guest   GroupCoordinator.__init__: makes the guest's group
+    c51952127d9f5095 guest   GroupCoordinator.destroy: a rank that failed leaves the group
+    -                guest   _TP: exchanged between host and guest, if serving has a group
+    -                guest   suppress_stdout: replaced for a guest, because it silences the whole process
+vllm.forward_context
+    96a30187fd05b912 guest   override_forward_context: unset while a guest step is paused
+vllm.model_executor.layers.utils
+    -                guest   dispatch_cpu_unquantized_gemm: wrapped while a guest is built
+vllm.triton_utils.dispatcher
+    -                guest   sys: replaced while a guest is built
+vllm.utils.gc_utils
+    68b68a7e135fe7f6 guest   freeze_gc_heap: not called for a guest
+vllm.v1.core.block_pool
+    ab54592edae48a7c guest   BlockPool.get_new_blocks: withholds blocks of serving
+    f12f94bc787cc15e guest   BlockPool.free_blocks: gives withheld blocks back
+    08fcc52c2ec9e624 guest   BlockPool.touch: keeps the prefixes of turns that were cut
+    0aa2e3002a37acc9 guest   BlockPool.evict_blocks: gives kept prefixes up
+    c97ea366f52bf8fb observe BlockPool.get_num_free_blocks: tells what the requests of serving leave
+    392c54386fddcb47 guest   BlockPool.get_usage: replaced, because withheld blocks are not in use
+    69bba8b575842446 guest   BlockPool.reset_prefix_cache: wrapped, because it needs every block to be free
+vllm.v1.core.kv_cache_manager
+    dd3fc0110a76ccba guest   KVCacheManager.record_prefix_cache_stats: wrapped, to count what serving finds
+    8c60d937fd9eb0c8 guest   KVCacheManager.allocate_slots: takes as many blocks in a step as are foreseen
+vllm.v1.core.kv_cache_utils
+    5113ef26e70d956b guest   init_none_hash: the root of serving's block hashes is not replaced
+    6a4bcea343d1e34f guest   FreeKVCacheBlockQueue.get_all_free_blocks: has the order in which vLLM evicts blocks
+vllm.v1.core.sched.scheduler
+    6529a9d59f78d9c0 observe Scheduler.has_requests: tells whether serving has work
+    da4f2cf2fc39c39e guest   Scheduler.schedule: wrapped, to read what it returns
+    c901ce17db93c7dd observe Scheduler.get_request_counts: tells what serving holds
+vllm.v1.engine
+    -                observe EngineCoreRequestType.WAKEUP: put on the input queue by the thread of the sidecar link
+vllm.v1.engine.core
+    a828c07af25a054a guest   EngineCore.__init__: loads the plugin; what it sets in the process is exchanged
+    a02d17986fb72adb guest   EngineCore.step: each step of serving is measured, with what was scheduled
+    c1f483fe17861424 observe EngineCoreProc.run_busy_loop: wrapped: the lender attaches when the loop starts
+    215a7d373e636f98 observe EngineCoreProc._process_input_queue: wrapped: does not block while a guest has work
+    b894c3b32cc020f7 observe EngineCoreProc._process_engine_step: wrapped: a guest piece follows each step
+    b2026637e79970b6 observe EngineCoreProc._handle_client_request: an empty WAKEUP ends the wait for input
+    5c90a45c5b5b46c9 guest   EngineCoreProc.has_work: tells whether a further step advances a request
+    25fdbecbf47bdd89 guest   EngineCoreProc.is_running: no guest runs while the server shuts down
+    82005a0f8043e7be observe DPEngineCoreProc.run_busy_loop: wrapped: one of several engine cores is refused
+    -                guest   freeze_gc_heap: replaced while a guest is built
+    -                guest   init_none_hash: replaced while a guest is built
+vllm.v1.engine.utils
+    e0e505ebaee2595c observe CoreEngineProcManager.__init__: names the only engine core of a server
+vllm.v1.executor.multiproc_executor
+    936c16152d712061 guest   MultiprocExecutor.collective_rpc: has ranks compute for the guest between two steps
+    4d7c21576f2670da guest   WorkerProc._execute_worker_rpc: makes one call after another, on one thread
+vllm.v1.worker.cpu_worker
+    6a2c6b06d1a7f9d2 cpu     CPUWorker.__init__: binds memory, but not for a guest
+vllm.v1.worker.gpu_worker
+    b8ecedb6d9f6c47b guest   init_worker_distributed_environment: leaves groups that exist as they are
+    -                guest   freeze_gc_heap: replaced while a guest is built
+vllm.v1.worker.utils
+    b1f3e24311485a09 guest   allocate_kv_cache: decides where the pages of a block are
+vllm.v1.worker.worker_base
+    f84f7abf9c0ead66 guest   WorkerWrapperBase.init_worker: makes a guest's worker
+vllm.v1.worker.workspace
+    -                guest   _manager: exchanged between host and guest
+"""
+"""The parts by module: digest of the source (- if only the existence matters), use, name, and what it is needed for.
+
+Use: `guest` for a guest, `cpu` for a guest on CPUs, `observe` for the observation of a server too.
+"""
+
+
+def _parse_table(table: str) -> Iterator[RequiredInternal]:
+    module = ""
+    for line in table.strip().splitlines():
+        if not line.startswith(" "):
+            module = line
+            continue
+        digest, use, part = line.split(maxsplit=2)
+        name, _, why = part.partition(": ")
+        yield RequiredInternal(module, name, why, digest.strip("-"), observing=use == "observe", cpu=use == "cpu")
+
+
+REQUIRED_INTERNALS = tuple(_parse_table(INTERNALS_TABLE))
 
 
 def version_error() -> str | None:

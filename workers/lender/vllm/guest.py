@@ -33,7 +33,7 @@ from rose.workers.lender.lifecycle import (
 )
 from rose.workers.lender.sidecar_link import CurrentSidecar, SidecarListener
 from rose.workers.lender.vllm.guest_build import BuiltGuest, GuestBuild
-from rose.workers.lender.watchdog_page import StatusPage
+from rose.workers.lender.watchdog import StatusPage
 
 FREE_SECONDS = 0.5
 """How long a guest that is suspended waits for idle serving before it frees its memory regardless."""

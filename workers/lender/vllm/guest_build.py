@@ -13,14 +13,12 @@ from pathlib import Path
 from rose.schemas.prompts import Sampling
 from rose.workers.executor.ipc.messages import NextWork, WorkKind
 from rose.workers.executor.step_cost import StepCost
-from rose.workers.executor.vllm.backend import InProcessBackend, ModelBackend
-from rose.workers.executor.vllm.engine import Engine, EngineConfig
+from rose.workers.executor.vllm.engine import Engine
+from rose.workers.executor.vllm.engine_core import InProcessBackend, ModelBackend
+from rose.workers.executor.vllm.types import EngineConfig
 from rose.workers.lender.config import LendConfig
-from rose.workers.lender.vllm.kv_pool import KvPool
-from rose.workers.lender.vllm.kv_sharing import KvSharing, guest_pool
-from rose.workers.lender.vllm.process_globals import GlobalsSwap, globals_for_build
-from rose.workers.lender.vllm.serving import ServingMemory
-from rose.workers.lender.vllm.time_sliced import TimeSlicedCall
+from rose.workers.lender.vllm.host_process import GlobalsSwap, TimeSlicedCall, globals_for_build
+from rose.workers.lender.vllm.kv_sharing import KvPool, KvSharing, ServingMemory, guest_pool
 from rose.workers.lender.vllm.tp_driver import TpBackend, TpDriver
 
 SIZE_GROWTH = 4

@@ -18,17 +18,15 @@ from logging import Logger
 from pathlib import Path
 from typing import Any
 
-from vllm.v1.engine import EngineCoreRequestType
-
 from rose.workers.executor.ipc.messages import NextWork, ServingStats, WorkKind
 from rose.workers.lender.admission import Admission, AdmissionDecision, ServingState
 from rose.workers.lender.config import LendConfig
 from rose.workers.lender.sidecar_link import SidecarListener
 from rose.workers.lender.vllm.guest import Guest
 from rose.workers.lender.vllm.guest_build import GuestBuild
-from rose.workers.lender.vllm.serving import ServingMemory, ServingView
+from rose.workers.lender.vllm.kv_sharing import ServingMemory
 from rose.workers.lender.vllm.tp_driver import TpDriver
-from rose.workers.lender.watchdog_page import StatusPage
+from rose.workers.lender.watchdog import StatusPage
 
 
 class ServingFailed(BaseException):
@@ -66,6 +64,87 @@ def _run_serving(action: Callable[[], object]) -> None:
         action()
     except Exception as error:
         raise ServingFailed from error
+
+
+class ServingView:
+    """Serving's side of admission: reports every serving step to admission, and reads the requests of serving.
+
+    Serving's scheduling is not changed: `schedule` is called unchanged, and its result is kept. Each serving step takes
+    longer by one access to each request in its batch.
+
+    Times are seconds of time.monotonic(). vLLM gives a request's arrival by the wall clock of the same host; an arrival
+    is never later than now, even if the wall clock was set. A request that serving has preempted computes its tokens
+    again, and its steps cost as much as those of a prompt.
+    """
+
+    def __init__(self, core: Any, admission: Admission) -> None:
+        """`core`: an EngineCoreProc whose steps are synchronous."""
+        self._scheduler = core.scheduler
+        self._unread = core.input_queue.queue
+        """The queue's own deque, which can be read without a lock."""
+        self._admission = admission
+        self._scheduled: Any = None
+        """vLLM's SchedulerOutput of the current step."""
+        self._last: dict[str, float] = {}
+        """Time of the latest token, by request with at least one token."""
+        schedule = core.scheduler.schedule
+
+        def noted(*arguments: Any) -> Any:
+            self._scheduled = schedule(*arguments)
+            return self._scheduled
+
+        core.scheduler.schedule = noted
+
+    def on_step(self, began: float, ended: float) -> None:
+        """Report a serving step to admission. Does nothing if the step computed no tokens. Times are monotonic."""
+        scheduled, self._scheduled = self._scheduled, None
+        if scheduled is not None and scheduled.total_num_scheduled_tokens:
+            self._served(scheduled, began, ended)
+        elif self._last and not self._scheduler.has_requests():
+            self._last.clear()
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether serving's input queue holds an unread message."""
+        return bool(self._unread)
+
+    def state(self) -> ServingState:
+        """Return the requests that serving holds now."""
+        running, waiting = self._scheduler.running, self._scheduler.get_request_counts()[1]
+        first = [request for request in running if request.request_id not in self._last]
+        if waiting:
+            first += self._scheduler.waiting
+        now = time.monotonic()
+        behind = time.time() - now
+        return ServingState(
+            prefills=[
+                (min(now, request.arrival_time - behind), max(0, request.num_tokens - request.num_computed_tokens))
+                for request in first
+            ],
+            last_tokens=[at for request in running if (at := self._last.get(request.request_id)) is not None],
+            waiting=waiting,
+            queued=self.has_unread,
+        )
+
+    def _served(self, scheduled: Any, began: float, ended: float) -> None:
+        for request in scheduled.scheduled_new_reqs:
+            self._admission.on_arrival(len(request.prompt_token_ids) - request.num_computed_tokens, began)
+        counts = scheduled.num_scheduled_tokens
+        decoding = sum(count == 1 and name in self._last for name, count in counts.items())
+        self._admission.on_serving_step(
+            prompt_tokens=scheduled.total_num_scheduled_tokens - decoding,
+            decoding=decoding,
+            held=len(counts) + self._scheduler.get_request_counts()[1],
+            seconds=ended - began,
+        )
+        for name in counts:
+            request = self._scheduler.requests.get(name)
+            if request is None:
+                self._last.pop(name, None)
+            elif request.num_output_tokens:
+                self._last[name] = ended
+        if len(self._last) > len(self._scheduler.requests):  # some were aborted
+            self._last = {name: at for name, at in self._last.items() if name in self._scheduler.requests}
 
 
 class StepInterleaver:
@@ -250,14 +329,12 @@ class StepInterleaver:
         )
 
 
-def interleave(core: Any, config: LendConfig, page: StatusPage, log: Logger) -> None:
-    """Interleave a guest with the loop of `core`, an EngineCoreProc. Raises UsageError."""
+def interleave(core: Any, config: LendConfig, page: StatusPage, wake: Callable[[], None], log: Logger) -> None:
+    """Interleave a guest with the loop of `core`, an EngineCoreProc. Raises UsageError.
+
+    `wake`: ends the loop's wait for input.
+    """
     process_input_queue, process_engine_step = core._process_input_queue, core._process_engine_step
-
-    def wake() -> None:
-        core.process_input_queue_block = False  # first: the loop may be about to sleep
-        core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
-
     size = core.vllm_config.parallel_config.world_size
     driver = TpDriver(core.model_executor, size) if size > 1 else None
     if driver is not None:

@@ -25,13 +25,13 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
 from rose.schemas.errors import RoseError
-from rose.workers.executor.ipc.weight_buffers import StagedTensors
-from rose.workers.executor.vllm.backend import BackendWeights
+from rose.workers.executor.ipc.engine_client import StagedTensors
+from rose.workers.executor.vllm.engine_core import BackendWeights
 from rose.workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused
 from rose.workers.executor.vllm.weights import check_version
-from rose.workers.lender.process_id import ProcessId
-from rose.workers.lender.vllm.time_sliced import yield_slice
+from rose.workers.lender.vllm.host_process import yield_slice
 from rose.workers.lender.vllm.tp_worker import call_worker
+from rose.workers.lender.watchdog import ProcessId
 
 
 class TpRankFailed(RoseError):

@@ -1,7 +1,7 @@
 """The guest's part on one of serving's ranks, in the worker's process, driven by calls from the loop (`tp_driver`).
 
 Keeps true
-- Between two calls the process is as its host left it, as in the loop's own process (`process_globals`).
+- Between two calls the process is as its host left it, as in the loop's own process (`host_process`).
 - No error of the guest is raised into the worker: an error is the answer to the call.
 - The guest's ranks use their own process group, never serving's. A rank that fails, in a step or in a long call, leaves
   the group, which ends the wait of the other ranks; no rank steps again.
@@ -27,16 +27,14 @@ from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from rose.schemas.errors import describe_error
+from rose.workers.executor.ipc.engine_client import StagedTensors
 from rose.workers.executor.ipc.messages import TensorLayout
-from rose.workers.executor.ipc.weight_buffers import StagedTensors
-from rose.workers.executor.vllm.backend import patch_runner, release_runner
-from rose.workers.executor.vllm.start import hide_llvmlite
+from rose.workers.executor.vllm.engine_core import hide_llvmlite
+from rose.workers.executor.vllm.model_runner import patch_runner, release_runner
 from rose.workers.executor.vllm.weights import PolicyWeights, keep_unpacked_weights
-from rose.workers.lender.process_id import ProcessId, current_process_id
-from rose.workers.lender.vllm.kv_pool import return_all_pages
-from rose.workers.lender.vllm.process_globals import GlobalsSwap, globals_for_build
-from rose.workers.lender.vllm.time_sliced import TimeSlicedCall
-from rose.workers.lender.watchdog_page import STACK_SIGNAL
+from rose.workers.lender.vllm.host_process import GlobalsSwap, TimeSlicedCall, globals_for_build
+from rose.workers.lender.vllm.kv_sharing import return_all_pages
+from rose.workers.lender.watchdog import STACK_SIGNAL, ProcessId, current_process_id
 
 GROUP = "rose_guest"
 """Name of the guest's process group. vLLM's groups with the name `tp` use shared memory, where ranks wait for a failed

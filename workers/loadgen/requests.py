@@ -1,20 +1,44 @@
-"""One completion request over HTTP and its streamed answer.
+"""The requests of a load generator: one completion over HTTP with its streamed answer, and the log of all of them.
 
 Keeps true
 - Prompts and answers are token ids; no text is read.
 - Every moment is time.monotonic(), which all processes of a machine share, read after a line has arrived.
 - Each request has its own connection, as each user has.
 - An error ends only its own request and is one sentence in `StreamedCompletion.error`.
+- The request log `serving.jsonl` has one JSON line for the latency of each request. A line is written in one piece when
+  its request has ended; several writers may share the file.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 
 from rose.schemas.errors import describe_error
+
+REQUEST_LOG = "serving.jsonl"
+
+
+class UserRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request to a serving engine, by the clock of its sender."""
+
+    at: float
+    """Unix seconds at which the request was due."""
+    seconds: float
+    """Time from `at` until its last token or its failure."""
+    prompt_tokens: int
+    tokens: int = 0
+    """Tokens that came."""
+    first_token_seconds: float | None = None
+    """TTFT: from `at` to its first token; None if it got none."""
+    token_seconds: float | None = None
+    """TPOT: the mean time between its tokens; None where there were fewer than two."""
+    error: str = ""
+    """Why it failed; empty if it did not."""
+
 
 PREFIX, DONE = b"data: ", b"[DONE]"
 JSON = {"Content-Type": "application/json"}
@@ -42,19 +66,6 @@ class StreamedCompletion(msgspec.Struct):
     decode_seconds: float = 0.0
     """Seconds from the first token to the last token."""
     error: str = ""
-
-    @property
-    def engine_seconds(self) -> float:
-        """Seconds from the scheduler's queue to the last token."""
-        return self.queue_seconds + self.prefill_seconds + self.decode_seconds
-
-    @property
-    def outside_seconds(self) -> float:
-        """Seconds of the time to the first token that are neither queue nor prefill.
-
-        These are HTTP, and the time until the scheduler has the request.
-        """
-        return self.moments[0] - self.sent - self.queue_seconds - self.prefill_seconds
 
 
 class _Choice(msgspec.Struct):
@@ -151,3 +162,27 @@ def _on_chunk(answer: StreamedCompletion, chunk: _Chunk, on_tokens: Callable[[fl
         answer.queue_seconds = (chunk.metrics.queue_time_ms or 0.0) / 1000
         answer.prefill_seconds = (chunk.metrics.time_to_first_token_ms or 0.0) / 1000
         answer.decode_seconds = (chunk.metrics.generation_time_ms or 0.0) / 1000
+
+
+class RequestLog:
+    """Appends to the request log of a run folder."""
+
+    def __init__(self, run_folder: Path) -> None:
+        run_folder.mkdir(parents=True, exist_ok=True)
+        self._file = (run_folder / REQUEST_LOG).open("ab", buffering=0)
+
+    def append(self, line: UserRequest) -> None:
+        """Write the line of a request."""
+        self._file.write(msgspec.json.encode(line) + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_request_log(run_folder: Path) -> Sequence[UserRequest]:
+    """The complete lines of a run's request log, sorted by time; empty if the file does not exist."""
+    file = run_folder / REQUEST_LOG
+    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    whole = [msgspec.json.decode(line, type=UserRequest) for line in lines if line.endswith(b"\n")]
+    return sorted(whole, key=lambda each: each.at)

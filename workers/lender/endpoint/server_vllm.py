@@ -19,15 +19,17 @@ from rose.schemas.errors import RoseError
 from rose.schemas.prompts import Sampling
 from rose.workers.executor.vllm.folder import check_folder
 from rose.workers.executor.vllm.types import EngineBroken, EngineRefusal, EngineStartError, SwapRefused
-from rose.workers.lender.endpoint.protocol import (
+from rose.workers.lender.endpoint.server_interface import (
+    ANSWER_TOKENS,
     HEAD,
+    TOLERANCES,
     VISIBILITY_TENSOR,
     EndpointInfo,
     LatencyHistograms,
+    ProbeAnswer,
     TurnChunk,
     TurnLost,
 )
-from rose.workers.lender.endpoint.weights_proof import ANSWER_TOKENS, TOLERANCES, ProbeAnswer
 from rose.workers.model_config import max_context_tokens_of
 
 VERSION = "0.32."

@@ -12,7 +12,7 @@ from rose.schemas.limits import MAX_SPANS
 from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.turns import MAX_DEVICE_SECONDS, MAX_WORKER_CLASSES, Part, TurnDispatch
 from rose.schemas.wire import decode, encode
-from rose.workers.executor.results import concatenate_parts, dispatch_error, remaining_sampling, resumed_context
+from rose.workers.executor.records import concatenate_parts, dispatch_error, remaining_sampling, resumed_context
 from tests.support.routing_fixtures import dispatched, request
 
 TOKENS = st.lists(st.tuples(st.integers(0, 2**32 - 1), st.floats(-20, 0, width=32), st.integers(0, 5)), max_size=40)

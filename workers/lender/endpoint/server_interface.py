@@ -1,6 +1,6 @@
-"""The protocol of an endpoint: what a lender by requests needs of a server, whatever server it is.
+"""The interface of a server that lends by requests: what the lender needs of it, whatever kind of server it is.
 
-A server of another kind is one class beside `vllm_client.VllmEndpoint`.
+A server of another kind is one class in a module beside `server_vllm`, which `main.open_server` chooses.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -8,15 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from rose.schemas.errors import RoseError
 from rose.schemas.prompts import Sampling
-from rose.workers.lender.endpoint.weights_proof import ProbeAnswer
 
 HEAD = "lm_head.weight"
 """Name of the head's tensor; a model without it ties the head to the embedding."""
 
 VISIBILITY_TENSOR = "rose"
 """First part of the name of a tensor that no model has."""
+
+
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25}
+"""Largest difference between two logprobs that count as equal, by element type of the endpoint."""
+
+ANSWER_TOKENS = 32
+"""Tokens that a probe samples, as many as a short turn."""
+
+
+Logprobs = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +56,21 @@ class TurnChunk(NamedTuple):
     """Context tokens that were found in the prefix cache, as far as the server has said yet."""
     finish_reason: str
     """`stop`, `length` or `abort`; empty before the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeAnswer:
+    """An endpoint's answer to a probe."""
+
+    context: Sequence[int]
+    tokens: Sequence[int]
+    top_logprobs: Sequence[Mapping[int, float]]
+    """Logprobs by token id, for each position of the answer."""
+
+    @property
+    def logprobs(self) -> Logprobs:
+        """All logprobs of the answer, position by position, as one flat array."""
+        return np.array([logprob for place in self.top_logprobs for logprob in place.values()])
 
 
 class LatencyHistograms(NamedTuple):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rose.workers.lender.vllm.time_sliced import TimeSlicedCall
+from rose.workers.lender.vllm import host_process
+from rose.workers.lender.vllm.host_process import GRACE_SECONDS, TimeSlicedCall
 
 PIECE_SECONDS = 0.001
 WAIT_SECONDS = 30.0
@@ -83,6 +84,30 @@ def test_it_is_not_waited_for_inside_a_call_that_cannot_be_cut() -> None:
     assert not pieces.resume(PIECE_SECONDS)
     assert time.monotonic() - began < 0.25
     assert finish(pieces) == 1
+
+
+def test_python_code_that_is_late_to_halt_does_not_run_beside_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the machine runs other threads meanwhile: here it makes no call for longer than the caller's grace."""
+    monkeypatch.setattr(host_process, "LATE_SECONDS", WAIT_SECONDS)
+    owner, seen = ["host"], set[str]()
+
+    def look() -> int:
+        for _ in range(20):
+            nothing()
+            for _ in range(200_000):
+                if owner[0] != "guest":
+                    seen.add("host")
+        return 1
+
+    pieces = TimeSlicedCall(look, "looking")
+    done = False
+    while not done:
+        owner[0] = "guest"
+        done = pieces.resume(0.0)
+        owner[0] = "host"
+        time.sleep(0.001)
+    assert seen == set()
+    assert pieces.longest_seconds > GRACE_SECONDS
 
 
 def test_one_that_ends_while_nobody_waits_is_done() -> None:

@@ -1,19 +1,29 @@
-"""The delta codecs of other projects, re-made from their descriptions to be measured beside ROSE's.
+"""The delta codecs that are measured, ROSE's and those of other projects, and how an update is cut before it is coded.
 
-Keeps true: `decode(old, encode(old, new))` is `new`, bit for bit; words are flat uint16 (bfloat16 as its bits). No loop
-over elements; zstd runs on one thread.
+Keeps true
+- `decode(old, encode(old, new))` is `new`, bit for bit; words are flat uint16 (bfloat16 as its bits). No loop over
+  elements; zstd runs on one thread.
+- Every codec codes the same words. ROSE's gets slices, as the weight transfer cuts them. For sizes the others get whole
+  tensors, so that they pay for one payload a tensor; for speeds they get slices too, which stay in the cache.
+
+The codecs of other projects are made again from their descriptions.
 
 coo      The plain sparse tensor: a uint32 index and the new word for every change.
 xor_zstd Every word XORed with its old one, then zstd level 1 (slime).
 gap_zstd uint16 distances between changes and the new words, each stream by zstd level 3 (as PULSE describes it).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
+
+from bench.weight_deltas import Version
+from rose.workers.weights.codec import decode, encode
+from rose.workers.weights.layout import matrix, slices_of, whole
 
 Words = NDArray[np.uint16]
 
@@ -76,8 +86,35 @@ def gap_zstd_decode(old: Words, payload: bytes) -> Words:
     return new
 
 
-PEERS: Mapping[str, Codec] = {
+OTHER_CODECS: Mapping[str, Codec] = {
     "coo": Codec(coo_encode, coo_decode),
     "xor_zstd": Codec(xor_zstd_encode, xor_zstd_decode),
     "gap_zstd": Codec(gap_zstd_encode, gap_zstd_decode),
 }
+
+DTYPE = "bfloat16"
+
+OURS = "rose"
+
+
+def _decode(old: Words, payload: bytes) -> Words:
+    return decode(old, payload, DTYPE).astype(np.uint16, copy=False)
+
+
+CODECS: Mapping[str, Codec] = {OURS: Codec(partial(encode, dtype=DTYPE), _decode), **OTHER_CODECS}
+"""By name; ROSE's first."""
+
+
+def tensors(old: Version, new: Version) -> Iterator[tuple[Words, Words]]:
+    """Each tensor as flat (old, new) words."""
+    for name, before in old.items():
+        yield before.reshape(-1), new[name].reshape(-1)
+
+
+def slices(old: Version, new: Version) -> Iterator[tuple[Words, Words]]:
+    """Each slice of each tensor as flat (old, new) words."""
+    for name, before in old.items():
+        shape = matrix(before.shape)
+        for box in slices_of(whole(shape)):
+            rows = slice(box.row_start, box.row_start + box.rows)
+            yield before.reshape(shape)[rows].reshape(-1), new[name].reshape(shape)[rows].reshape(-1)

@@ -1,20 +1,34 @@
-"""Process-wide values that host and guest set differently, and their exchange (globals swap).
+"""How guest code runs in the process of its host: process-wide values are exchanged, and a build is cut in pieces.
 
 Keeps true
 - Outside `as_guest_build` and `as_guest`, and within `as_host`, all listed values are those of the host.
 - Nothing is compiled for a guest: serving would pause for seconds, or wait for a lock of the compiler that a halted
   guest holds. Functions that vLLM compiles at their first call run uncompiled.
+- Between two pieces a long function is halted at a call that it is about to make or has just made. The caller may
+  therefore exchange the values before a piece and restore them after.
+- The function continues in parallel with the caller only during a C call or an import, for which the caller waits a
+  little. For Python code the caller waits longer: if it continued because its thread was late, it would see the values
+  of the host.
+- The function is never halted while the standard library holds a lock and calls other code (an import, a log call): the
+  caller would wait for the lock forever.
 
 While a guest is built, vLLM seeds the process's generators, sets its default dtype and current configuration, writes
 environment variables and swaps names in modules. A step draws from torch's generator and sets nothing else.
 """
 
+import concurrent.futures.thread
+import functools
+import logging
 import os
+import queue
 import random
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import ModuleType
-from typing import Any
+from time import perf_counter
+from types import FrameType, ModuleType
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -177,3 +191,122 @@ def _set_generators(states: list[torch.Tensor]) -> list[torch.Tensor]:
     for device, state in enumerate(states[1:]):
         torch.cuda.set_rng_state(state, device)
     return before
+
+
+Result = TypeVar("Result")
+
+IMPORT = "<frozen importlib._bootstrap>"
+"""File of the functions that import."""
+
+LOCKS = frozenset(
+    {IMPORT} | {str(module.__file__) for module in (functools, logging, queue, threading, concurrent.futures.thread)}
+)
+"""Files whose functions hold locks while they call others."""
+
+GRACE_SECONDS = 0.002
+"""How long the caller waits after the end of a piece for a C call or an import."""
+
+CHANGES = {"call": 1, "return": -1}
+"""Change of the number of Python functions under way, by event of a profile function."""
+
+LATE_SECONDS = 0.05
+"""How long the caller waits after the end of a piece for Python code, which halts at its next call.
+
+The thread may be late by more than `GRACE_SECONDS`: it shares the processor, and another thread keeps the global
+interpreter lock for 5 ms at a time. A thread that is later still is in a C call that Python does not trace, such as an
+operator or a constructor."""
+
+
+_current = threading.local()
+"""The `TimeSlicedCall` of the current thread."""
+
+
+def yield_slice() -> None:
+    """End the current piece, for a function that waits for the thread that resumes it."""
+    _current.pieces.end_slice()
+
+
+class TimeSlicedCall(Generic[Result]):
+    """One run of `function` in pieces."""
+
+    def __init__(self, function: Callable[[], Result], name: str) -> None:
+        self.slices = 0
+        self.longest_seconds = 0.0
+        """Longest time that a caller of `resume` has waited."""
+        self._function = function
+        self._deadline = 0.0
+        self._go = threading.Semaphore(0)
+        self._halted = threading.Semaphore(0)
+        self._out = False
+        """Whether the thread was not halted at the end of the last piece."""
+        self._cannot_halt = False
+        """Whether the thread is in a C call or an import."""
+        self._made: Result | None = None
+        self._error: Exception | None = None
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def resume(self, seconds: float) -> bool:
+        """Let the function run for `seconds`. Return whether it is done."""
+        if self._done.is_set():
+            return True
+        began = perf_counter()
+        self._deadline = began + seconds
+        was_out = self._out and not self._halted.acquire(blocking=False)
+        if not was_out:
+            self._go.release()
+        self._out = not self._wait_for_halt(seconds, 0.0 if was_out else LATE_SECONDS)
+        self.slices += 1
+        self.longest_seconds = max(self.longest_seconds, perf_counter() - began)
+        return self._done.is_set() and not self._out
+
+    def _wait_for_halt(self, seconds: float, late_seconds: float) -> bool:
+        """Wait for the end of a piece of `seconds`. Return whether the thread is halted."""
+        latest = perf_counter() + seconds + late_seconds
+        halted = self._halted.acquire(timeout=seconds + GRACE_SECONDS)
+        while not halted and not self._cannot_halt and perf_counter() < latest:
+            halted = self._halted.acquire(timeout=GRACE_SECONDS)
+        return halted
+
+    def end_slice(self) -> None:
+        """End the current piece. Only the function itself may call this."""
+        self._deadline = 0.0
+
+    def result(self) -> Result:
+        """Return what the function returned, after it is done. Raises what the function raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return cast(Result, self._made)
+
+    def _run(self) -> None:
+        self._go.acquire()
+        _current.pieces = self
+        sys.setprofile(self._trace_function())
+        try:
+            self._made = self._function()
+        except Exception as error:  # noqa: BLE001  `result` raises it
+            self._error = error.with_traceback(None)
+        finally:
+            sys.setprofile(None)
+            self._done.set()
+            self._halted.release()
+
+    def _trace_function(self) -> Callable[[FrameType, str, Any], None]:
+        """Return the profile function, which Python calls at each call and return on this thread."""
+        holding = importing = 0
+
+        def halt_if_due(frame: FrameType, event: str, _: Any) -> None:
+            nonlocal holding, importing
+            change = CHANGES.get(event, 0)
+            if change and frame.f_code.co_filename in LOCKS:
+                holding += change
+                importing += change * (frame.f_code.co_filename == IMPORT)
+            self._cannot_halt = importing > 0
+            if not holding and perf_counter() >= self._deadline:
+                self._halted.release()
+                self._go.acquire()
+            self._cannot_halt = importing > 0 or event == "c_call"
+
+        return halt_if_due

@@ -1,32 +1,39 @@
-"""Start of vLLM's engine core.
+"""vLLM's engine core: its start, and the backend where its model runs (this process, or the ranks of a server).
 
 Keeps true
 - The core has no tokenizer, reads no pickle, runs no code of a model folder, and never runs ahead of the weights that
   it reports: a step computes and samples before it returns.
-- The core runs in this process, whatever the environment sets for vLLM. `backend` says where its model runs.
+- The core, with its scheduler and the state of all turns, runs in this process, whatever the environment sets for vLLM.
 """
 
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import ValidationError
+from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.triton_utils import dispatcher
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.sample.sampler import Sampler
 
-from rose.workers.executor.vllm.backend import ModelBackend
+from rose.workers.executor.vllm.model_runner import patch_runner, release_runner
 from rose.workers.executor.vllm.types import EngineConfig, EngineStartError, first_line
-from rose.workers.executor.vllm.weights import keep_unpacked_weights
+from rose.workers.executor.vllm.weights import PolicyWeights, keep_unpacked_weights
 
 DIVERGENT_ARCHITECTURES = frozenset({"Gemma3nForCausalLM", "Lfm2ForCausalLM"})
 """Architectures for which logprobs of transformers and of vLLM on a CPU differ by hundredths of a nat or more."""
@@ -37,6 +44,107 @@ PATTERN = "*?["
 BIDIRECTIONAL_ARCHITECTURES = frozenset({"HrmTextForCausalLM"})
 """Architectures for which vLLM, on any device, lets the tokens of one step attend to each other in both directions
 (`PrefillPrefixLMAttention`). Sampled tokens then depend on how steps and prefix cache split the context."""
+
+
+class BackendWeights(Protocol):
+    """The weights of an engine. `weights.PolicyWeights` documents the methods."""
+
+    def check(self, tensors: Iterable[tuple[str, Tensor]]) -> Generator[None, None, dict[str, Tensor]]:
+        """Check a version in pieces; the generator returns its tensors. Raises SwapRefused."""
+
+    def allocate_spare(self) -> None:
+        """Allocate the memory in which a version is staged."""
+
+    def stage(self, version: dict[str, Tensor]) -> Iterator[None]:
+        """Prepare a checked version in pieces, while the old version serves."""
+
+    def activate(self, version: dict[str, Tensor]) -> None:
+        """Serve the staged version from the next step on."""
+
+
+class ModelBackend(Protocol):
+    """Place where the model of one engine runs."""
+
+    ranks: int
+    """Number of processes, each of which holds an equal share of the KV cache."""
+    engine_arguments: Mapping[str, Any]
+    """Arguments of `vllm.EngineArgs` that select the backend."""
+
+    def make_executor(self, config: VllmConfig) -> Executor:
+        """Return vLLM's executor for the backend, with the model loaded."""
+        ...
+
+    def patch_model(self, core: EngineCore, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> BackendWeights:
+        """Patch the loaded model, and return the object that replaces its weights."""
+        ...
+
+    def set_layer_hook(self, core: EngineCore, hook: Callable[[], None]) -> None:
+        """Call `hook` within each step: before each layer's attention, before the logits and before the sampling.
+
+        Does nothing if the model is in other processes.
+        """
+        ...
+
+    def cache_address(self, core: EngineCore) -> int | None:
+        """Return the address of the KV cache; None if the cache is in another process."""
+        ...
+
+    def release(self) -> None:
+        """Free the model and the KV cache, if they exist."""
+        ...
+
+
+class InProcessExecutor(UniProcExecutor):  # type: ignore[misc]
+    """vLLM's executor in this process, as a class of its own: on a CPU vLLM replaces "uni" by a separate process."""
+
+
+class InProcessBackend:
+    """Runs the model in this process."""
+
+    ranks = 1
+    engine_arguments: Mapping[str, Any] = {"distributed_executor_backend": InProcessExecutor}
+
+    def __init__(self) -> None:
+        self._executor: InProcessExecutor | None = None
+
+    def make_executor(self, config: VllmConfig) -> Executor:
+        """Return vLLM's executor for the model. Called once, by the engine."""
+        self._executor = InProcessExecutor(config)
+        return self._executor
+
+    def patch_model(self, core: EngineCore, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> BackendWeights:
+        """Prepare the loaded model for changes of its weights; `shapes`: by Hugging Face name."""
+        worker = in_process_worker(core)
+        patch_runner(worker.model_runner)
+        return PolicyWeights(worker, folder, shapes)
+
+    def set_layer_hook(self, core: EngineCore, hook: Callable[[], None]) -> None:
+        """Have `hook` called before each attention layer and before sampling."""
+        runner = in_process_worker(core).model_runner
+        for module in (*runner.get_model().modules(), runner.sampler):
+            if isinstance(module, Attention | LogitsProcessor | Sampler):
+                module.register_forward_pre_hook(lambda *_: hook())
+
+    def cache_address(self, core: EngineCore) -> int | None:
+        """Return the address of the KV cache in this process; None if it has none."""
+        return kv_cache_address(core)
+
+    def release(self) -> None:
+        """Free the model's memory."""
+        if self._executor is not None:
+            release_runner(self._executor.driver_worker.worker.model_runner)
+            self._executor = None
+
+
+def in_process_worker(core: EngineCore) -> Any:
+    """Return the only worker of a core whose model is in this process."""
+    return core.model_executor.driver_worker.worker
+
+
+def kv_cache_address(core: EngineCore) -> int:
+    """Return the address of the KV cache of a core whose only worker is in this process."""
+    address: int = in_process_worker(core).model_runner.kv_caches[0].untyped_storage().data_ptr()
+    return address
 
 
 class StepScheduler(Scheduler):  # type: ignore[misc]
