@@ -26,13 +26,16 @@ HELD_BACK_SECONDS = 6.0
 """How long to wait for the offsets before the transaction is ended. A coordinator that starts takes as long."""
 
 
-def committed_offsets(reader: Reader, writer: Writer, places: Sequence[Place]) -> dict[Place, int | None]:
+def committed_offsets(
+    reader: Reader, writer: Writer, places: Sequence[Place], *, mark: str | None = None
+) -> dict[Place, int | None]:
     """The committed offsets of the reader's group; None for a place without a committed offset.
 
-    `writer`: the transactional writer that commits the group's offsets. Raises BusError; discard the writer then.
+    `writer`: the transactional writer that commits the group's offsets. `mark`: see `Reader.committed`. Raises
+    BusError; discard the writer then.
     """
     try:
-        return reader.committed(places, seconds=HELD_BACK_SECONDS)
+        return reader.committed(places, seconds=HELD_BACK_SECONDS, mark=mark)
     except BusError as error:
         if not error.outcome_unknown:
             raise
@@ -40,7 +43,7 @@ def committed_offsets(reader: Reader, writer: Writer, places: Sequence[Place]) -
     structlog.get_logger("bus").warning("offsets_held_back", reason="a transaction counts as open at the group")
     writer.abort_open_transaction(places, reader)
     try:
-        return reader.committed(places)
+        return reader.committed(places, mark=mark)
     except BusError as error:
         if not error.outcome_unknown:
             raise
