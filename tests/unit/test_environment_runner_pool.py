@@ -243,6 +243,21 @@ def test_what_is_finished_is_answered_though_its_environment_does_not_close(fold
         Counter.gate.set()
 
 
+def test_an_environment_that_blocks_its_thread_as_it_is_deleted_holds_up_nobody(folder: Path) -> None:
+    class BlocksAtLast(Blocking):
+        def __del__(self) -> None:
+            if self.steps == 2:
+                self.block()
+
+    with pool_of(folder, lambda _name: BlocksAtLast()) as stage:
+        assert isinstance(answers(stage, [act("blocks", "done", b"1")])["blocks"], StepResult)
+        assert Counter.blocks.wait(WAIT_SECONDS)
+        stage.start([act("good", "go")])
+        (answer,) = stage.results(WAIT_SECONDS / 2)
+        assert isinstance(answer[1], StepResult)
+        Counter.gate.set()
+
+
 def test_calls_that_hang_in_the_pool_take_no_thread_from_others_and_are_counted(folder: Path) -> None:
     """More of them than the loop's own default pool would have threads."""
     many = 40
