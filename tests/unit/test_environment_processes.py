@@ -245,6 +245,11 @@ def test_a_step_may_bound_its_time_by_a_signal(folder: Path) -> None:
         assert {stepped(answer) for answer in found.values()} == {b"5"}
 
 
+def test_a_terminal_that_a_step_opens_and_closes_ends_no_process(folder: Path) -> None:
+    with processes(folder) as stage:
+        assert stepped(answers(stage, [step("a", "terminal", b"4")])["a"]) == b"5"
+
+
 @pytest.mark.slow
 def test_a_signal_that_breaks_off_the_loop_is_told_as_why_the_process_ended(folder: Path) -> None:
     with processes(folder) as stage:
