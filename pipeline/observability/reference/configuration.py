@@ -12,7 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from rose.pipeline.config.field_docs import field_docs
+from rose.pipeline.config.field_docs import class_docstring, field_docs
 from rose.pipeline.config.load import SHARED, as_toml, section_types
 from rose.pipeline.observability.reference.pages import Page, code, page, table
 
@@ -66,7 +66,7 @@ def as_markdown() -> str:
 
 def _section(section: str) -> str:
     declared_by = section_types()[section]
-    summary = " ".join(inspect.cleandoc(declared_by.__doc__ or "").split())
+    summary = " ".join(class_docstring(declared_by).split())
     return f"### [{section}]\n\n{summary}\n\n{table(COLUMNS, _rows(section, declared_by))}"
 
 

@@ -1,7 +1,6 @@
 """The reference of the topics, from the catalog and from the rights of the roles."""
 
-import inspect
-
+from rose.pipeline.config.field_docs import class_docstring
 from rose.pipeline.observability.reference.pages import Page, code, page, table
 from rose.topics.acl import ROLES
 from rose.topics.catalog import (
@@ -68,7 +67,7 @@ def _dead_letters() -> str:
 
 def _record(topic: Topic) -> str:
     assert topic.record is not None, "only a dead letter queue has no record"
-    summary = inspect.cleandoc(topic.record.__doc__ or "").partition("\n\n")[0]
+    summary = class_docstring(topic.record).partition("\n\n")[0]
     return f"{code(topic.record.__name__)}: {' '.join(summary.split())}"
 
 
