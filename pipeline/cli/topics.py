@@ -45,7 +45,7 @@ class TopicsDrifted(RoseError):
 
 
 def create_catalog(common: Common) -> None:
-    """`rose topics create`: creates the topics and partitions that are missing."""
+    """`rose topics create`: creates the topics and partitions that are missing, and prints what else differs."""
     config = load(common)
     settings = config.bus()
     connect_as(settings, ADMIN)
@@ -53,6 +53,11 @@ def create_catalog(common: Common) -> None:
     for name in created:
         print_line(f"created {name}")
     print_line(f"{len(created)} topics created, all topics have their leaders")
+    differs = [each for each in find_drift(settings, config.partitions) if each.topic not in created]
+    for each in differs:
+        print_line(f"not changed: {each}")
+    if differs:
+        print_line("`rose topics check` says what to do about these topics")
 
 
 def describe_catalog(common: Common) -> None:
