@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from rose.schemas.arrays import count, unpack_tokens
-from rose.workers.environments import runner_group
 from rose.workers.environments import runner_pool as stage_module
+from rose.workers.environments import runner_supervisor
 from rose.workers.environments import thread_runner as runner_module
 from rose.workers.environments.home import ResetResult
 from rose.workers.environments.jobs import EnvironmentFailure, ResetRefused, ResultCallback, RunnerLimits
@@ -369,7 +369,7 @@ def test_a_slow_environment_holds_nobody_up(folder: Path) -> None:
 def test_jobs_wait_for_a_runner_where_the_machine_has_no_room_for_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_group, "TRY_SECONDS", 0.01)
+    monkeypatch.setattr(runner_supervisor, "TRY_SECONDS", 0.01)
     failures = [BlockingIOError("no more processes"), RuntimeError("can't start new thread")]
     turn_format, limits = (
         TurnFormat(folder),

@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from rose.workers.environments.jobs import NO_JOB, EnvironmentFailure, Job, RunnerLimits
-from rose.workers.environments.runner_group import (
+from rose.workers.environments.runner_supervisor import (
     LOOKS,
     MAX_SHARED_EXITS,
     InFlight,
     JobResults,
-    RunnerGroup,
     RunnerSlot,
+    RunnerSupervisor,
 )
 from tests.support.environment_fixtures import act
 
@@ -56,7 +56,7 @@ class World:
     def __init__(self, *names: str) -> None:
         self.numbers = count()
         self.made: list[Played] = []
-        self.lane = RunnerGroup("counter", self.place, LIMITS)
+        self.lane = RunnerSupervisor("counter", self.place, LIMITS)
         self.jobs = {name: act(name, "go") for name in names}
         self.lane.start([InFlight(job) for job in self.jobs.values()])
 

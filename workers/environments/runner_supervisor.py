@@ -1,4 +1,4 @@
-"""The jobs of one kind of environment, and the runners (threads or processes) that they run in.
+"""Supervises the runners (threads or processes) of one kind of environment: their crashes and blocks, with the limits.
 
 Keeps true
 - An environment that blocks its runner, or ends it, fails its own trajectory alone. Those that were under way beside it
@@ -147,8 +147,8 @@ class RunnerSlot:
         return self.silent_looks >= LOOKS and self.silent_seconds > min(seconds, timeout_seconds / 4)
 
 
-class RunnerGroup:
-    """The jobs of one kind of environment, and the runners that they run in."""
+class RunnerSupervisor:
+    """Starts the jobs of one kind of environment in runners; repeats or fails those whose runner crashes or blocks."""
 
     def __init__(self, kind: str, new_slot: Callable[[], RunnerSlot], limits: RunnerLimits) -> None:
         self._log = log.bind(environment=kind)
