@@ -8,7 +8,6 @@ Keeps true
 - Byte strings are `{"type": "string", "format": "binary"}` with lengths in bytes; in MessagePack they are `bin`.
 """
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ import msgspec
 from msgspec import inspect as types
 
 from rose.pipeline.config.load import Config
-from rose.pipeline.config.settings import field_docs
+from rose.pipeline.config.settings import class_docstring, field_docs
 from rose.schemas.prompts import Prompt
 from rose.schemas.record import Record
 from rose.schemas.weights import SIGNATURE_HEADER, WeightIndex, WeightManifest
@@ -146,7 +145,7 @@ def _messages(topic: Topic) -> dict[str, Schema]:
 
 
 def _message(record: type[Record], topic: Topic, content: str) -> Schema:
-    summary = inspect.cleandoc(record.__doc__ or "").partition("\n\n")[0]
+    summary = class_docstring(record).partition("\n\n")[0]
     headers: dict[str, Any] = {
         SCHEMA_HEADER: {"type": "string", "default": record.SCHEMA, "pattern": f"^{record.SCHEMA.partition('/')[0]}/"},
         TRACE_HEADER: {"type": "string", "description": TRACEPARENT},
@@ -219,8 +218,8 @@ def _within(kind: types.Type) -> list[types.Type]:
 def _declared(kind: types.StructType | types.EnumType, ref: Callable[[str], str]) -> Schema:
     sentences = field_docs(kind.cls)
     named: Schema = {"title": kind.cls.__name__}
-    if kind.cls.__doc__:
-        named["description"] = " ".join(inspect.cleandoc(kind.cls.__doc__).split())
+    if docstring := class_docstring(kind.cls):
+        named["description"] = " ".join(docstring.split())
     if isinstance(kind, types.EnumType):
         members = " ".join(f"`{each.value}`: {sentences[each.name]}" for each in kind.cls if each.name in sentences)
         whole = " ".join(filter(None, (named.get("description"), members)))

@@ -409,7 +409,7 @@ def _logging(place: NodePlace) -> Path:
 
 def _java() -> str:
     """The Java program of JAVA_HOME if that is set, otherwise on the PATH. Raises BrokerFailed if it is too old."""
-    home = os.environ.get("JAVA_HOME")
+    home = os.environ.get("JAVA_HOME") or None
     java = shutil.which("java", path=None if home is None else f"{home}/bin")
     advice = f"Apache Kafka needs Java {JAVA_VERSION} or newer: install it, or set JAVA_HOME"
     if java is None:

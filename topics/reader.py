@@ -172,15 +172,24 @@ class Reader:
             return []
         return [first, *self._consumer.consume(limit - 1, 0)] if limit > 1 else [first]
 
-    def committed(self, places: Sequence[Place], *, seconds: float = COORDINATOR_SECONDS) -> dict[Place, int | None]:
+    def committed(
+        self, places: Sequence[Place], *, seconds: float = COORDINATOR_SECONDS, mark: str | None = None
+    ) -> dict[Place, int | None]:
         """The group's committed offsets; None for a place without a committed offset.
 
-        `seconds`: how long to wait for a coordinator that is starting. Raises BusError.
+        `seconds`: how long to wait for a coordinator that is starting. `mark`: if given, an offset without this
+        metadata is not used, and None is returned for its place. Raises BusError.
         """
         answers = self._committed_offsets(self._consumer, places, seconds)
-        return {
-            place: answer.offset if answer.offset >= 0 else None for place, answer in zip(places, answers, strict=True)
-        }
+        found = {place: answer for place, answer in zip(places, answers, strict=True) if answer.offset >= 0}
+        foreign = [place for place, answer in found.items() if mark is not None and answer.metadata != mark]
+        if foreign:
+            structlog.get_logger("bus").warning(
+                "offsets_not_used",
+                offsets={f"{topic.name}/{number}": found[topic, number].offset for topic, number in foreign},
+                reason="another program or an earlier version of ROSE committed them, so the log says where to begin",
+            )
+        return {place: found[place].offset if place in found and place not in foreign else None for place in places}
 
     def commit_metadata(self, places: Sequence[Place]) -> dict[Place, str]:
         """The metadata of the last committed offsets, also while a transaction with offsets is open; empty without any.

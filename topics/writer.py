@@ -238,7 +238,9 @@ class Writer:
         self._failure = None  # a failed delivery of the aborted transaction; all its reports have arrived by now
         return True
 
-    def committed_offsets(self, reader: Reader, places: Sequence[Place]) -> dict[Place, int | None]:
+    def committed_offsets(
+        self, reader: Reader, places: Sequence[Place], *, mark: str | None = None
+    ) -> dict[Place, int | None]:
         """The committed offsets of the `reader`'s group, which this transactional writer commits; None for no offset.
 
         After a crash, the transaction coordinator may count a transaction as ended although the group's coordinator has
@@ -248,11 +250,11 @@ class Writer:
         transaction; the next transaction of that id does, so this method begins and aborts one.
 
         The returned offsets include every commit: an open transaction is waited for, as long as the broker allows it to
-        be open. Raises BusError, which names the tool that finds a transaction of another id that holds the offsets;
-        discard the writer then.
+        be open. `mark`: see `Reader.committed`. Raises BusError, which names the tool that finds a transaction of
+        another id that holds the offsets; discard the writer then.
         """
         try:
-            return reader.committed(places, seconds=HELD_BACK_SECONDS)
+            return reader.committed(places, seconds=HELD_BACK_SECONDS, mark=mark)
         except BusError as error:
             if not error.outcome_unknown:
                 raise
@@ -262,7 +264,7 @@ class Writer:
         self._send(self._producer, dict.fromkeys(places, 0), reader)
         self.abort()
         try:
-            return reader.committed(places)
+            return reader.committed(places, mark=mark)
         except BusError as error:
             if not error.outcome_unknown:
                 raise

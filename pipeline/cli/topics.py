@@ -29,10 +29,10 @@ class TopicsDrifted(RoseError):
 @topics.command("create")
 @with_common
 def create_catalog(common: Common) -> None:
-    """Create missing topics, and add missing inboxes."""
+    """Create missing topics, add missing inboxes, and print what else differs."""
     from rose.pipeline.config.load import load
     from rose.topics.acl import ADMIN, connect_as
-    from rose.topics.admin import create_topics
+    from rose.topics.admin import create_topics, find_drift
 
     config = load(common)
     settings = config.bus()
@@ -41,6 +41,11 @@ def create_catalog(common: Common) -> None:
     for name in created:
         print_line(f"created {name}")
     print_line(f"{len(created)} topics created, all topics have their leaders")
+    differs = [each for each in find_drift(settings, config.partitions) if each.topic not in created]
+    for each in differs:
+        print_line(f"not changed: {each}")
+    if differs:
+        print_line("`rose topics check` says what to do about these topics")
 
 
 @topics.command("describe")

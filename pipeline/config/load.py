@@ -185,7 +185,7 @@ def load(common: Common, *, resolved: bool = False) -> Config:
         elif all(isinstance(value, str | Path) for value in values):  # else the section with the wrong value is refused
             _set_value(merged, tuple(field.split(".")), Path(*values))
     settings = _validate(merged, origins)
-    _check_values(settings, origins)
+    _check_values(settings, merged, origins)
     try:
         check_together(settings)
     except UsageError as error:
@@ -376,8 +376,8 @@ def _validate(merged: Values, origins: Mapping[str, str]) -> Settings:
         raise UsageError(f"{f'{origin}: ' if origin else ''}{path}: {message}{shown}") from None
 
 
-def _check_values(settings: Settings, origins: Mapping[str, str]) -> None:
-    """Check the rules for the fields of every section. Raises UsageError."""
+def _check_values(settings: Settings, given: Values, origins: Mapping[str, str]) -> None:
+    """Check the rules for the fields of every section; `given` are the values as written. Raises UsageError."""
     for section, declared_by in section_types().items():
         for field in dataclasses.fields(declared_by):
             path, value = f"{section}.{field.name}", getattr(getattr(settings, section), field.name)
@@ -389,7 +389,11 @@ def _check_values(settings: Settings, origins: Mapping[str, str]) -> None:
                     f"{origin}{path} has {NOT_SHOWN} in it, which `rose config` writes in the place of a password: "
                     "say what is meant, or leave it out"
                 )
-            for file in value if isinstance(value, list | tuple) else [value]:
+            files = value if isinstance(value, list | tuple) else [value]
+            written = given.get(section, {}).get(field.name)
+            if "" in (written if isinstance(written, list) else [written]) and isinstance(files[0], Path):
+                raise UsageError(f"{origin}{path} is empty, which names no file: write a path, or leave it out")
+            for file in files:
                 if isinstance(file, Path) and "\0" in str(file):
                     raise UsageError(f"{origin}{path} ({str(file)!r}) names no file: it has a NUL in it")
                 if isinstance(file, Path) and str(file).startswith(("~", "$", "%")):

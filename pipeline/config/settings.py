@@ -427,8 +427,7 @@ def field_docs(declared_by: type) -> dict[str, str]:
     """Return, by field or member of a class, the string that follows its declaration, on one line."""
     sentences: dict[str, str] = {}
     for ancestor in reversed([each for each in declared_by.__mro__ if each.__module__.partition(".")[0] not in BASES]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(ancestor))).body[0]
-        assert isinstance(body, ast.ClassDef)
+        body = _declaration(ancestor)
         for declaration, follower in zip(body.body, body.body[1:], strict=False):
             match declaration:
                 case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
@@ -442,3 +441,15 @@ def field_docs(declared_by: type) -> dict[str, str]:
             ):
                 sentences[name] = " ".join(inspect.cleandoc(follower.value.value).split())
     return sentences
+
+
+def class_docstring(declared_by: type) -> str:
+    """Return the docstring of a class, without indentation, also if Python removes docstrings (-OO); empty if none."""
+    return ast.get_docstring(_declaration(declared_by)) or ""
+
+
+@cache
+def _declaration(declared_by: type) -> ast.ClassDef:
+    [declared] = ast.parse(textwrap.dedent(inspect.getsource(declared_by))).body
+    assert isinstance(declared, ast.ClassDef)
+    return declared

@@ -92,6 +92,9 @@ PACKED = {
 WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 """Byte order marks of text that is not UTF-8. The missing mark, UTF-32 little-endian, begins like the first."""
 
+BINARY = {b"PAR1": "a Parquet file", b"SQLite format 3\0": "an SQLite database", b"ARROW1": "an Arrow file"}
+"""First bytes of files that are no text."""
+
 SHOWN_GROUPS = 5
 """Number of changed prompts that an error names."""
 
@@ -258,6 +261,9 @@ def _format_error(content: bytes) -> str | None:
     for magic, (name, tool) in PACKED.items():
         if content.startswith(magic):
             return f"is packed by {name}: unpack it first ({tool})"
+    for magic, kind in BINARY.items():
+        if content.startswith(magic):
+            return f"is {kind}: write its prompts as JSON objects, one a line"
     if content.startswith(WIDE) or b"\0" in content[:4]:
         return "is text in UTF-16 or UTF-32: save it in UTF-8 (iconv -f UTF-16 -t UTF-8)"
     if content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):

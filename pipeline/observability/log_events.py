@@ -163,6 +163,11 @@ MEANINGS = {
     "offsets_not_committed": Meaning(
         "Offsets were not committed. The process continues; a restart reads more.", "Check that the broker answers."
     ),
+    "offsets_not_used": Meaning(
+        "Another program, or an earlier version of ROSE, committed these offsets. The worker begins where its own "
+        "records on the log say.",
+        "Nothing after an upgrade. Otherwise find what moves the offsets of environment workers.",
+    ),
     "outcomes_expired": Meaning(
         "Outcomes were deleted by time before they were read. A trainer may train groups again that it has settled.",
         "Do not stop a run for longer than outcomes are kept.",

@@ -30,7 +30,7 @@ from prometheus_client.metrics_core import Metric as Family
 from rose.pipeline.cli.main import app
 from rose.pipeline.config.load import as_toml
 from rose.pipeline.config.options import PANEL
-from rose.pipeline.config.settings import SHARED, field_docs, section_types
+from rose.pipeline.config.settings import SHARED, class_docstring, field_docs, section_types
 from rose.topics.acl import ROLES
 from rose.topics.catalog import (
     DAY,
@@ -216,7 +216,7 @@ def configuration_page() -> str:
 
 def _config_section(section: str) -> str:
     declared_by = section_types()[section]
-    summary = " ".join(inspect.cleandoc(declared_by.__doc__ or "").split())
+    summary = " ".join(class_docstring(declared_by).split())
     return f"### [{section}]\n\n{summary}\n\n{table(COLUMNS, _rows(section, declared_by))}"
 
 
@@ -362,7 +362,7 @@ def _dead_letters() -> str:
 
 def _record(topic: Topic) -> str:
     assert topic.record is not None, "only a dead letter queue has no record"
-    summary = inspect.cleandoc(topic.record.__doc__ or "").partition("\n\n")[0]
+    summary = class_docstring(topic.record).partition("\n\n")[0]
     return f"{code(topic.record.__name__)}: {' '.join(summary.split())}"
 
 

@@ -130,9 +130,11 @@ def test_topics_are_created_once_described_and_checked(broker: AnyBroker, namesp
 
 
 @any_broker
-def test_check_tells_what_has_drifted(broker: AnyBroker, namespace: str) -> None:
+def test_create_and_check_tell_what_has_drifted(broker: AnyBroker, namespace: str) -> None:
     common = on(broker, namespace)
     rose("topics", "create", *common, "--set", "topics.home_partitions=2")
+    again = rose("topics", "create", *common).stdout
+    assert again.count("not changed: ") == 6 and "`rose topics check` says what to do" in again
     drifted = rose("topics", "check", *common)
     refused(drifted, "differs from the catalog in 6 things", status=1)
     assert f"{namespace}rose.turns.requested.v1: partitions is 2, the catalog says 8" in drifted.stdout

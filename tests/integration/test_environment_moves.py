@@ -1,12 +1,12 @@
 """Environment workers that come, go, freeze and die with full windows over a real broker: each trajectory ends once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from confluent_kafka import TopicPartition
+from confluent_kafka import Consumer, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from rose.schemas.progress import GroupState
@@ -17,12 +17,13 @@ from rose.topics.admin import connect
 from rose.topics.catalog import COMPLETED, ENVIRONMENT_GROUP, PROMPTS, REQUESTED, Retention, Topic, home_partition
 from rose.topics.dead_letters import read_dead_letters
 from rose.topics.reader import Reader
+from rose.topics.records import Place
 from rose.topics.settings import BusSettings
 from rose.workers.environments.log_cleaner import LogCleaner
 from rose.workers.environments.membership import RecoveryAbandoned
 from rose.workers.environments.recovery import RecoveredHomes, recover_homes
 from rose.workers.environments.trajectory import TrajectoryRules
-from tests.support.brokers import EMBEDDED, any_broker, kafka_first
+from tests.support.brokers import EMBEDDED, KAFKA, any_broker, kafka_first
 from tests.support.environment_worker_fixtures import (
     GROUPS,
     PARTITIONS,
@@ -39,6 +40,7 @@ from tests.support.environment_worker_fixtures import (
 )
 from tests.support.roles import freeze, kill, thaw
 from tests.support.scripted_executors import ScriptedExecutors, worker_process
+from tests.support.waiting import until
 
 WINDOW = 2
 
@@ -312,6 +314,53 @@ def test_trajectories_of_a_home_whose_unread_results_were_deleted_fail_with_the_
     assert all("deleted results that no worker had read" in each.failure for each in once(executors).values())
 
 
+@any_broker
+def test_an_input_whose_committed_offset_is_beyond_its_end_is_read_from_its_beginning(
+    executors: ScriptedExecutors,
+) -> None:
+    settings, prompt = executors.settings, prompt_of(0)
+    executors.submit(prompt)
+    home = home_partition(prompt.group_id, PARTITIONS.home)
+    found = recovered(settings, home, committed=lambda places: dict.fromkeys(places, 99))
+    assert found.begins == {(PROMPTS, home): 0, (COMPLETED, home): 0}
+
+
+@pytest.mark.parametrize("broker_kind", [KAFKA], indirect=True)
+@pytest.mark.slow
+def test_offsets_that_another_program_moved_to_the_end_lose_no_prompt_and_no_result(
+    executors: ScriptedExecutors, model: str
+) -> None:
+    settings, first = executors.settings, prompt_of(0)
+    home = home_partition(first.group_id, PARTITIONS.home)
+    number = next(each for each in range(1, 99) if home_partition(f"g{each}", PARTITIONS.home) == home)
+    executors.answers = lambda request: request.turn < 1
+    executors.submit(first)
+    with worker_process(settings, 0, {"model_folder": model}):
+        executors.pump_until(lambda: sum(turn == 1 for _, turn in executors.requests) >= SIZE, what="the second turns")
+    before = end(settings, COMPLETED, home)
+    executors.answers = lambda _request: True
+    executors.answer([request for (_, turn), request in executors.requests.items() if turn == 1])
+    executors.submit(prompt_of(number))
+    executors.pump_until(lambda: end(settings, COMPLETED, home) >= before + SIZE, what="the unread results")
+    until(lambda: moved_to_the_end(settings, home))
+    with worker_process(settings, 0, {"model_folder": model}):
+        finish(executors, 2 * SIZE)
+    assert all(sample.failure == "" for sample in once(executors).values())
+
+
+def moved_to_the_end(settings: BusSettings, home: int) -> bool:
+    """Commit the ends of the home's inputs as `kafka-consumer-groups.sh` does; False while the group has a member."""
+    places = [TopicPartition(settings.topic(topic), home, end(settings, topic, home)) for topic in (PROMPTS, COMPLETED)]
+    client = Consumer(settings.consumer("another-program", ENVIRONMENT_GROUP))
+    try:
+        client.commit(offsets=places, asynchronous=False)
+    except KafkaException:
+        return False
+    finally:
+        client.close()
+    return True
+
+
 def end(settings: BusSettings, topic: Topic, home: int, *, first: bool = False) -> int:
     """Where a partition ends, or begins."""
     reader = Reader(settings, "test", group="test")
@@ -324,7 +373,12 @@ def abandon() -> None:
     raise RecoveryAbandoned
 
 
-def recovered(settings: BusSettings, home: int, meanwhile: Callable[[], None] = lambda: None) -> RecoveredHomes:
+def recovered(
+    settings: BusSettings,
+    home: int,
+    meanwhile: Callable[[], None] = lambda: None,
+    committed: Callable[[Sequence[Place]], dict[Place, int | None]] | None = None,
+) -> RecoveredHomes:
     """What a worker that takes this home over would know."""
     reader = Reader(settings, "test", group=ENVIRONMENT_GROUP)
     rules = TrajectoryRules(model_id="policy", sampling=Sampling(), turn_patience_seconds=60.0, max_context_tokens=1024)
@@ -335,7 +389,7 @@ def recovered(settings: BusSettings, home: int, meanwhile: Callable[[], None] = 
             [home],
             homes=PARTITIONS.home,
             rules=rules,
-            offsets=reader.committed,
+            offsets=committed or reader.committed,
             on_wait=meanwhile,
         )
     finally:

@@ -226,6 +226,13 @@ async def block_in_a_moment() -> None:
     time.sleep(1.6)
 
 
+def use_a_terminal() -> None:
+    ours, theirs = os.openpty()
+    os.close(os.open(os.ttyname(theirs), os.O_RDWR))
+    os.close(theirs)
+    os.close(ours)
+
+
 def print_much() -> None:
     sys.stderr.write("x" * 9000)
     sys.stderr.flush()
@@ -272,6 +279,7 @@ DEEDS: dict[str, Callable[[], None]] = {
     "memory and end": share_memory_and_end,
     "tidy child": start_a_tidy_child,
     "print": print_much,
+    "terminal": use_a_terminal,
     "children": start_children,
 }
 

@@ -103,6 +103,8 @@ def test_prompts_with_a_mark_of_their_byte_order_are_read(tmp_path: Path) -> Non
         (lzma.compress(line()), "is packed by xz"),
         (b"PK\x03\x04" + bytes(30), "is packed by zip"),
         (b"\x28\xb5\x2f\xfd" + bytes(30), "is packed by zstd"),
+        (b"PAR1" + bytes(30), "is a Parquet file: write its prompts as JSON objects, one a line"),
+        (b"SQLite format 3\0" + bytes(30), "is an SQLite database: write its prompts"),
         (line().decode().encode("utf-16"), "UTF-16 or UTF-32: save it in UTF-8"),
         (line().decode().encode("utf-16-be"), "UTF-16 or UTF-32: save it in UTF-8"),
         (line().decode().encode("utf-32"), "UTF-16 or UTF-32: save it in UTF-8"),

@@ -239,6 +239,11 @@ def test_path_that_a_shell_would_expand_is_refused(setting: str) -> None:
     assert " is not expanded, write the whole path" in refusal(Common(settings=[setting]))
 
 
+@pytest.mark.parametrize("setting", ["model.folder=", 'environment.import_paths=[""]', "broker.kafka_home="])
+def test_path_that_is_empty_is_refused(setting: str) -> None:
+    assert " is empty, which names no file: write a path" in refusal(Common(settings=[setting]))
+
+
 def test_a_property_that_rose_relies_on_may_be_said_as_it_is() -> None:
     assert load(Common(bootstrap_server="b:1", properties=["bootstrap.servers=b:1"])).bus().bootstrap == "b:1"
     said = ["acks=ALL", "enable.idempotence=true", "max.in.flight=5", "isolation.level=read_committed"]

@@ -14,8 +14,8 @@ import pytest
 
 from rose.topics.errors import BrokerUnreachable
 from rose.topics.settings import BusSettings
-from rose.workers.environments import runner_group
 from rose.workers.environments import runner_pool as stage_module
+from rose.workers.environments import runner_supervisor
 from rose.workers.environments.config import EnvironmentConfig
 from rose.workers.environments.home import ResetResult
 from rose.workers.environments.jobs import EnvironmentFailure, JobResult, ResetJob, RunnerLimits, StepJob
@@ -166,7 +166,7 @@ def test_long_step_is_not_repeated_without_end_beside_tasks_that_block_after_the
         while "long" not in ended:
             ended |= {job.trajectory_id: answer for job, answer in stage.results(WAIT_SECONDS)}
         assert {stepped(answer) for answer in ended.values()} == {b"5"}
-    assert len((folder / "long").read_text()) <= runner_group.MAX_SHARED_EXITS + 1
+    assert len((folder / "long").read_text()) <= runner_supervisor.MAX_SHARED_EXITS + 1
 
 
 @pytest.mark.slow
@@ -245,6 +245,11 @@ def test_a_step_may_bound_its_time_by_a_signal(folder: Path) -> None:
         assert {stepped(answer) for answer in found.values()} == {b"5"}
 
 
+def test_a_terminal_that_a_step_opens_and_closes_ends_no_process(folder: Path) -> None:
+    with processes(folder) as stage:
+        assert stepped(answers(stage, [step("a", "terminal", b"4")])["a"]) == b"5"
+
+
 @pytest.mark.slow
 def test_a_signal_that_breaks_off_the_loop_is_told_as_why_the_process_ended(folder: Path) -> None:
     with processes(folder) as stage:
@@ -292,8 +297,8 @@ def test_an_environment_that_ends_its_process_as_it_closes_keeps_its_last_step(f
 def test_processes_that_cannot_begin_for_a_while_fail_nobody(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_group, "TRY_SECONDS", 0.01)
-    monkeypatch.setattr(runner_group, "LONGEST_TRY_SECONDS", 0.01)
+    monkeypatch.setattr(runner_supervisor, "TRY_SECONDS", 0.01)
+    monkeypatch.setattr(runner_supervisor, "LONGEST_TRY_SECONDS", 0.01)
     (tmp_path / "away.py").write_text(AWAY)
     monkeypatch.syspath_prepend(tmp_path)
     kind, away, begun = "away:Wild", tmp_path / "away", tmp_path / "begun"
@@ -322,14 +327,14 @@ def test_processes_that_cannot_begin_for_a_while_fail_nobody(
 def test_jobs_of_a_process_that_cannot_begin_any_more_fail_in_time_and_others_go_on(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, says: str
 ) -> None:
-    monkeypatch.setattr(runner_group, "TRY_SECONDS", 0.01)
+    monkeypatch.setattr(runner_supervisor, "TRY_SECONDS", 0.01)
     (tmp_path / "away.py").write_text(AWAY)
     monkeypatch.syspath_prepend(tmp_path)
     kind = "away:Wild"
     with processes(folder, timeout_seconds=5.0) as stage:
         answers(stage, [step("first", "go", kind=kind), step("second", "go")])
         if way == "hangs":
-            monkeypatch.setattr(runner_group, "BEGIN_SECONDS", 0.5)
+            monkeypatch.setattr(runner_supervisor, "BEGIN_SECONDS", 0.5)
         (tmp_path / way).touch()
         found = answers(stage, [step("bad", "end", kind=kind), step("beside", "wait", kind=kind), step("other", "go")])
         assert stepped(found["other"]) == b"1"
@@ -365,13 +370,13 @@ def test_a_long_step_comes_to_its_end_beside_others_that_end_the_process_as_they
             assert stage.results(0.0) == []
             return len(list(folder.rglob("*.waits")))
 
-        for times in range(1, runner_group.MAX_SHARED_EXITS + 1):
+        for times in range(1, runner_supervisor.MAX_SHARED_EXITS + 1):
             until(lambda times=times: begun() == times)  # type: ignore[misc]
             assert set(answers_of(stage, [step(f"brief{times}", "done", kind=kind)])) == {f"brief{times}"}
-        until(lambda: begun() == runner_group.MAX_SHARED_EXITS + 1)
+        until(lambda: begun() == runner_supervisor.MAX_SHARED_EXITS + 1)
         for times in range(3):
             assert set(answers_of(stage, [step(f"later{times}", "done", kind=kind)])) == {f"later{times}"}
-        assert begun() == runner_group.MAX_SHARED_EXITS + 1
+        assert begun() == runner_supervisor.MAX_SHARED_EXITS + 1
         (next(folder.rglob("*.waits")).parent / "gate").touch()
         ((job, answer),) = stage.results(WAIT_SECONDS)
         assert job.trajectory_id == "long" and stepped(answer) == b"1"
@@ -392,7 +397,7 @@ def test_jobs_that_no_single_message_can_hold_end_no_process(folder: Path) -> No
 
 @pytest.mark.slow
 def test_a_process_with_many_threads_that_hang_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_group, "MOST_STUCK", 3)
+    monkeypatch.setattr(runner_supervisor, "MOST_STUCK", 3)
     with processes(folder, timeout_seconds=0.5) as stage:
         answers(stage, [step("good", "go")])
         first = stage.warm_up(NAME)

@@ -132,6 +132,8 @@ class Careless(Counter):
             assert action == "other"
         if action == "json":
             json.loads("{")
+        if action == "threads":
+            await asyncio.to_thread(json.loads, "{")
         if action == "group":
             async with asyncio.TaskGroup() as tools:
                 tools.create_task(self.meddle("key"))
@@ -151,6 +153,7 @@ def failure_of(folder: Path, action: str) -> str:
         ("group", "# the line that is told", "answer_of"),
         ("assert", 'assert action == "other"', "meddle"),
         ("json", 'json.loads("{")', "meddle"),
+        ("threads", 'asyncio.to_thread(json.loads, "{")', "meddle"),
     ],
 )
 def test_a_failure_says_where_in_the_users_code_it_was_raised(

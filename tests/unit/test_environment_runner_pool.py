@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from rose.schemas.arrays import count, unpack_tokens
-from rose.workers.environments import runner_group
 from rose.workers.environments import runner_pool as stage_module
+from rose.workers.environments import runner_supervisor
 from rose.workers.environments import thread_runner as runner_module
 from rose.workers.environments.home import ResetResult
 from rose.workers.environments.jobs import EnvironmentFailure, ResetRefused, ResultCallback, RunnerLimits
@@ -243,6 +243,21 @@ def test_what_is_finished_is_answered_though_its_environment_does_not_close(fold
         Counter.gate.set()
 
 
+def test_an_environment_that_blocks_its_thread_as_it_is_deleted_holds_up_nobody(folder: Path) -> None:
+    class BlocksAtLast(Blocking):
+        def __del__(self) -> None:
+            if self.steps == 2:
+                self.block()
+
+    with pool_of(folder, lambda _name: BlocksAtLast()) as stage:
+        assert isinstance(answers(stage, [act("blocks", "done", b"1")])["blocks"], StepResult)
+        assert Counter.blocks.wait(WAIT_SECONDS)
+        stage.start([act("good", "go")])
+        (answer,) = stage.results(WAIT_SECONDS / 2)
+        assert isinstance(answer[1], StepResult)
+        Counter.gate.set()
+
+
 def test_calls_that_hang_in_the_pool_take_no_thread_from_others_and_are_counted(folder: Path) -> None:
     """More of them than the loop's own default pool would have threads."""
     many = 40
@@ -354,7 +369,7 @@ def test_a_slow_environment_holds_nobody_up(folder: Path) -> None:
 def test_jobs_wait_for_a_runner_where_the_machine_has_no_room_for_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_group, "TRY_SECONDS", 0.01)
+    monkeypatch.setattr(runner_supervisor, "TRY_SECONDS", 0.01)
     failures = [BlockingIOError("no more processes"), RuntimeError("can't start new thread")]
     turn_format, limits = (
         TurnFormat(folder),

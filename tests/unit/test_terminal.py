@@ -119,8 +119,8 @@ def test_a_folder_that_is_gone_is_told_in_a_sentence(tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and done.stderr.startswith(b"rose: ")
 
 
-@pytest.mark.parametrize("words", ["--help", "topics --help"])
-def test_help_is_the_same_without_docstrings(words: str) -> None:
+@pytest.mark.parametrize("words", ["--help", "topics --help", "topics asyncapi"])
+def test_help_and_records_are_described_the_same_without_docstrings(words: str) -> None:
     assert ran(words, python="-OO").stdout == ran(words).stdout
 
 

@@ -17,9 +17,9 @@ from rose.workers.environments.config import EnvironmentConfig
 from rose.workers.environments.jobs import ResultCallback, Runner, RunnerLimits
 from rose.workers.environments.process_runner import ProcessRunner
 from rose.workers.environments.registry import BUILT_IN, UnknownEnvironment, load_environment
-from rose.workers.environments.runner_group import BEGIN_SECONDS
 from rose.workers.environments.runner_pool import LOOK_SECONDS, NewRunner, RunnerPool
 from rose.workers.environments.runner_server import ProcessSetup
+from rose.workers.environments.runner_supervisor import BEGIN_SECONDS
 from rose.workers.environments.thread_runner import ThreadRunner
 from rose.workers.environments.trajectory import TrajectoryRules
 from rose.workers.environments.turn_format import TurnFormat

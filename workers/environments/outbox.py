@@ -50,6 +50,9 @@ SWEEP_SECONDS = 600.0
 AGAIN_SECONDS = 10.0
 """The same interval while more groups are old than one transaction forgets: 50 groups a second for each home."""
 
+OFFSETS_MARK = "rose"
+"""Metadata of the offsets that environment workers commit. Offsets without it were moved by another program."""
+
 log = structlog.get_logger()
 
 
@@ -118,9 +121,9 @@ class Outbox:
         again."""
 
     def offsets(self, places: Sequence[Place]) -> dict[Place, int | None]:
-        """The committed offsets of the consumer group. Raises BusError."""
+        """The offsets that environment workers have committed; None where there are none. Raises BusError."""
         try:
-            return self._writer.committed_offsets(self._reader, places)
+            return self._writer.committed_offsets(self._reader, places, mark=OFFSETS_MARK)
         except BusError as error:
             failure = error
         self._fail()
@@ -174,7 +177,7 @@ class Outbox:
             for partition in touched:
                 self._put_rest(homes[partition], old.get(partition, []))
             offsets = self._offsets(homes[partition] for partition in touched)
-            self._writer.commit(offsets, self._reader)
+            self._writer.commit(offsets, self._reader, metadata=OFFSETS_MARK)
             self._writer.poll()
         except (BusError, TopicMissing) as error:
             failure = error

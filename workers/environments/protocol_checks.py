@@ -136,7 +136,8 @@ LIBRARY = (*{f"{_PATHS[name]}/" for name in ("stdlib", "platstdlib")}, "<")
 """How file names of Python's own modules begin."""
 
 CALLERS = tuple(
-    str(Path(__file__).with_name(f"{name}.py")) for name in ("thread_runner", "jobs", "runner_server", "main")
+    str(Path(__file__).with_name(f"{name}.py"))
+    for name in ("thread_runner", "jobs", "process_integrity", "runner_server", "main")
 )
 """Files of ROSE from which environments are called."""
 

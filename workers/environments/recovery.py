@@ -252,18 +252,22 @@ def recover_homes(
 ) -> RecoveredHomes:
     """Build the homes of these partitions from the log.
 
-    `reader`: the group member that owns the homes. `homes`: number of home partitions. `offsets` returns the group's
-    committed offsets. `on_wait` is called often; an exception that it raises abandons the recovery.
+    `reader`: the group member that owns the homes. `homes`: number of home partitions. `offsets` returns the offsets
+    that environment workers have committed; None where there are none. `on_wait` is called often; an exception that it
+    raises abandons the recovery.
 
     Raises TopicMissing, BusError or FetchStalled.
     """
     committed = offsets([(topic, partition) for partition in partitions for topic in (PROMPTS, COMPLETED)])
     written = (GROUPS, PROGRESS, SNAPSHOTS, REQUESTED)
     await_transactions(settings, [(topic, partition) for topic in written for partition in partitions], on_wait=on_wait)
-    new = [place for place, offset in committed.items() if offset is None]
     ends = reader.all_watermarks([*committed, *((REQUESTED, partition) for partition in partitions)])
+    # The topic of an offset beyond the end was made anew or lost records: the offset says nothing about its records.
+    committed = {
+        place: None if offset is None or offset > ends[place][1] else offset for place, offset in committed.items()
+    }
     deleted = _deleted_unread(committed, ends)
-    unknown = [place for place in new if ends[place][1] > 0]
+    unknown = [place for place, offset in committed.items() if offset is None and ends[place][1] > 0]
     letters = _dead_letters(settings, unknown, on_wait)
     recoveries = {
         partition: Recovery(
@@ -295,7 +299,8 @@ def _begin(
     offset = committed[place]
     if offset is not None:
         return max(offset, low)
-    return min(end, recovery.prompts_from(low) if place[0] is PROMPTS else recovery.results_from(low, end))
+    proven = recovery.prompts_from(low) if place[0] is PROMPTS else recovery.results_from(low, end)
+    return proven if proven <= end else low
 
 
 def _deleted_unread(committed: dict[Place, int | None], ends: dict[Place, tuple[int, int]]) -> list[Place]:

@@ -1,4 +1,4 @@
-"""Where environments run: beside the bus, each kind in runners of its own (see `runner_group.py`).
+"""Where environments run: beside the bus, each kind in runners of its own (see `runner_supervisor.py`).
 
 Keeps true
 - Jobs go in and answers come out by value; the bus thread never touches an environment.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
 from rose.workers.environments.jobs import Job, JobResult, ResultCallback, Runner, RunnerLimits
-from rose.workers.environments.runner_group import LOOKS, InFlight, JobResults, RunnerGroup, RunnerSlot
+from rose.workers.environments.runner_supervisor import LOOKS, InFlight, JobResults, RunnerSlot, RunnerSupervisor
 from rose.workers.environments.thread_runner import CLOSE_SECONDS
 
 LOOK_SECONDS = 0.1
@@ -30,8 +30,8 @@ class RunnerPool:
         self._new_runner = new_runner
         self._limits = limits
         self._generation = 0
-        self._groups: dict[str, RunnerGroup] = {}
-        """Groups of runners, by the name of the environment."""
+        self._supervisors: dict[str, RunnerSupervisor] = {}
+        """Supervisors of runners, by the name of the environment."""
         self._results: queue.Queue[tuple[int, Job, JobResult]] = queue.Queue()
         """Results with the number of the runner that gave them. A SimpleQueue is not used: a signal during its wait can
         make the wait endless."""
@@ -41,7 +41,7 @@ class RunnerPool:
     @property
     def in_flight(self) -> int:
         """Number of jobs without an answer."""
-        return sum(lane.in_flight for lane in self._groups.values())
+        return sum(supervisor.in_flight for supervisor in self._supervisors.values())
 
     @property
     def live(self) -> int:
@@ -55,7 +55,7 @@ class RunnerPool:
 
     def warm_up(self, kind: str) -> Runner:
         """Start the runner for environments of this name before there is a job."""
-        return self._group(kind).begin().runner
+        return self._supervisor(kind).begin().runner
 
     def start(self, jobs: Sequence[Job]) -> None:
         """Start these jobs."""
@@ -63,7 +63,7 @@ class RunnerPool:
         for job in jobs:
             kinds.setdefault(job.environment, []).append(InFlight(job))
         for kind, of_kind in kinds.items():
-            self._group(kind).start(of_kind)
+            self._supervisor(kind).start(of_kind)
 
     def results(self, timeout_seconds: float) -> JobResults:
         """Return the results since the last call; waits for the first one up to the timeout."""
@@ -73,22 +73,22 @@ class RunnerPool:
             answers = self._taken(min(left, LOOK_SECONDS))
             now = time.monotonic()
             looked, self._looked_at = min(now - self._looked_at, self._limits.timeout_seconds / LOOKS), now
-            for lane in self._groups.values():
-                answers += lane.check(looked)
+            for supervisor in self._supervisors.values():
+                answers += supervisor.check(looked)
             if answers or left <= LOOK_SECONDS:
                 return answers
 
     def release(self, trajectory_ids: Iterable[str]) -> None:
         """Close the environments of ended trajectories."""
         ended = list(trajectory_ids)
-        for lane in self._groups.values():
-            lane.release(ended)
+        for supervisor in self._supervisors.values():
+            supervisor.release(ended)
 
     def begin_generation(self, generation: int) -> None:
         """Close all environments of earlier generations and forget all jobs."""
         self._generation = generation
-        for lane in self._groups.values():
-            lane.begin_generation(generation)
+        for supervisor in self._supervisors.values():
+            supervisor.begin_generation(generation)
 
     def close(self) -> None:
         """Stop everything; takes little longer than environments may take to close."""
@@ -100,19 +100,19 @@ class RunnerPool:
             runner.close(max(0.0, deadline - time.monotonic()))
 
     def _runners(self) -> list[Runner]:
-        return [runner for lane in self._groups.values() for runner in lane.runners()]
+        return [runner for supervisor in self._supervisors.values() for runner in supervisor.runners()]
 
-    def _group(self, kind: str) -> RunnerGroup:
-        if kind not in self._groups:
-            self._groups[kind] = RunnerGroup(kind, lambda: self._new_slot(kind), self._limits)
-        return self._groups[kind]
+    def _supervisor(self, kind: str) -> RunnerSupervisor:
+        if kind not in self._supervisors:
+            self._supervisors[kind] = RunnerSupervisor(kind, lambda: self._new_slot(kind), self._limits)
+        return self._supervisors[kind]
 
     def _taken(self, timeout_seconds: float) -> JobResults:
         answers: JobResults = []
         try:
             number, job, answer = self._results.get(timeout_seconds > 0, timeout_seconds)
             while True:
-                if self._groups[job.environment].on_result(number, job):
+                if self._supervisors[job.environment].on_result(number, job):
                     answers.append((job, answer))
                 number, job, answer = self._results.get_nowait()
         except queue.Empty:

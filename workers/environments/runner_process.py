@@ -49,7 +49,7 @@ def main(line: int, signs: int) -> NoReturn:
         before_it_ends()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()
+        os.setpgid(0, 0)  # no leader of a session: a terminal that it opens would be its own, and end it when closed
         lower_priority(0)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number in (1, 2):

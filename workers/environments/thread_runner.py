@@ -233,9 +233,8 @@ class ThreadRunner:
 
     def _drop(self, trajectory_ids: list[str]) -> None:
         for trajectory_id in trajectory_ids:
-            environment = self._idle.pop(trajectory_id, None)
-            if environment is not None:
-                self._spawn(self._close(environment))
+            if trajectory_id in self._idle:
+                self._spawn(self._close([self._idle.pop(trajectory_id)]))
 
     def _withdraw(self, trajectory_ids: list[str]) -> None:
         for task, job in self._tasks.items():
@@ -273,7 +272,7 @@ class ThreadRunner:
             self._busy += 1
             try:
                 while self._idle and len(self._idle) + self._busy + self._ending > self._limits.max_live:
-                    await self._close(self._idle.popitem(last=False)[1])
+                    await self._close([self._idle.popitem(last=False)[1]])
                 environment, answer = await self._answered(job, environment)
             finally:
                 self._busy -= 1
@@ -288,9 +287,10 @@ class ThreadRunner:
             if still_needed:
                 self._answer(job, answer)
             if environment is not None and ended:
+                held, environment = [environment], None
                 self._ending += 1
                 try:
-                    await self._close(environment)
+                    await self._close(held)
                 finally:
                     self._ending -= 1
             if self._integrity is not None:
@@ -412,10 +412,20 @@ class ThreadRunner:
                 return tokens
         return self._whole(text, after)
 
-    async def _close(self, environment: Environment) -> None:
-        error = await self._within(CLOSE_SECONDS, lambda: environment.close(), None)
-        if isinstance(error, BaseException):  # its trajectory has been decided already
-            log.warning("environment_close_failed", reason=describe_error(error))
+    async def _close(self, held: list[Environment]) -> None:
+        """Close the environment of this list, which holds the last reference to it."""
+        failure = await self._within(CLOSE_SECONDS, lambda: self._closed(held), None)
+        if failure:  # its trajectory has been decided already
+            log.warning("environment_close_failed", reason=str(failure))
+
+    async def _closed(self, held: list[Environment]) -> str:
+        """Close the environment and drop it here, where its code is tracked: it may have a `__del__` that blocks."""
+        try:
+            await held.pop().close()
+        except BaseException as error:  # noqa: BLE001 - user code
+            end_if_forked(self._pid, error)
+            return describe_error(error)
+        return ""
 
     def _spawn(self, work: Coroutine[Any, Any, None], job: Job | None = None) -> None:
         task = self._loop.create_task(work)

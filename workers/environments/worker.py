@@ -32,11 +32,10 @@ from rose.workers.environments import metrics
 from rose.workers.environments.home import DecisionKind, Home, ResetResult
 from rose.workers.environments.jobs import EnvironmentFailure, Job, JobResult, ResetRefused, StepJob
 from rose.workers.environments.log_cleaner import LogCleaner
-from rose.workers.environments.membership import Membership, RecoveryAbandoned
+from rose.workers.environments.membership import RECOVERABLE, Membership, RecoveryAbandoned, RecoveryPolicy
 from rose.workers.environments.outbox import Outbox, PendingTransition, fence
 from rose.workers.environments.prompt_admission import PendingReset, admission_error, reset_jobs
 from rose.workers.environments.recovery import outcomes_from, recover_homes
-from rose.workers.environments.recovery_policy import RECOVERABLE, RecoveryPolicy
 from rose.workers.environments.runner_pool import RunnerPool
 from rose.workers.environments.trajectory import ResultVerdict, Trajectory, TrajectoryRules, result_error
 from rose.workers.environments.transitions import (

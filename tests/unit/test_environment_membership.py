@@ -9,12 +9,12 @@ from rose.topics.errors import BusError, TopicMissing
 from rose.topics.retry import CALM_SECONDS, MISSING_SECONDS
 from rose.topics.settings import BusSettings
 from rose.workers.environments.log_cleaner import EVERY_SECONDS, SOON_SECONDS, LogCleaner
-from rose.workers.environments.membership import WorkerFenced
-from rose.workers.environments.recovery_policy import (
+from rose.workers.environments.membership import (
     FENCED_SECONDS,
     FENCED_TIMES,
     LONGEST_WAIT_SECONDS,
     RecoveryPolicy,
+    WorkerFenced,
 )
 
 MOVING = (

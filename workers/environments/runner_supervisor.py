@@ -1,4 +1,4 @@
-"""The jobs of one kind of environment, and the runners (threads or processes) that they run in.
+"""Supervises the runners (threads or processes) of one kind of environment: their crashes and blocks, with the limits.
 
 Keeps true
 - An environment that blocks its runner, or ends it, fails its own trajectory alone. Those that were under way beside it
@@ -8,6 +8,8 @@ Keeps true
 
     a job blocks its runner                   that is left to it after a second; the others are begun again in another
     it still does after `timeout_seconds`     it fails, and its runner is given up
+    others are held up for a quarter of that  the process is killed; each half of them is begun again in one of its own,
+                                              and so on; who blocked it is begun again alone
     a process ends in a job's own code        that job is begun again, alone
     a process ends otherwise                  all others are begun again in a new one; when that ends as well, each half
                                               of them in one of its own, and so on, until a job is alone
@@ -39,6 +41,9 @@ APART_SECONDS = 1.0
 
 FIRST_SECONDS = 10.0
 """The same time for a runner without an answer so far, which may be loading what its environments need."""
+
+HELD_PARTS = 4
+"""Part of the step limit for which jobs may hold another job up, one after another, before they start again apart."""
 
 IDLE_SECONDS = 60.0
 """Time without a job after which an additional runner is stopped."""
@@ -76,6 +81,8 @@ class InFlight:
     """Number of processes that ended with this job alone in them."""
     ends: int = 0
     """Number of processes that ended during this job, for another or an unknown cause."""
+    held_since: float = 0.0
+    """Time when another job first held this job up; 0 if none has."""
     waits_since: float = 0.0
     """Time when the job was first given to a runner that had not begun, or found no runner; 0 once one has begun with
     it."""
@@ -140,8 +147,8 @@ class RunnerSlot:
         return self.silent_looks >= LOOKS and self.silent_seconds > min(seconds, timeout_seconds / 4)
 
 
-class RunnerGroup:
-    """The jobs of one kind of environment, and the runners that they run in."""
+class RunnerSupervisor:
+    """Starts the jobs of one kind of environment in runners; repeats or fails those whose runner crashes or blocks."""
 
     def __init__(self, kind: str, new_slot: Callable[[], RunnerSlot], limits: RunnerLimits) -> None:
         self._log = log.bind(environment=kind)
@@ -291,16 +298,29 @@ class RunnerGroup:
         place.runner.kill()
 
     def _isolate(self, place: RunnerSlot) -> None:
-        """Leave a runner to the job that blocks it, and start its other jobs again in another runner."""
+        """Leave a runner to the job that blocks it, and start its other jobs again in another runner.
+
+        Once another job has been held up for long, the process is killed instead, and all of its jobs start again by
+        halves: each may block only because it waits for what another one holds, such as a lock.
+        """
         known, culprit = place.blocking()
         others = [each for each in place.jobs.values() if each is not culprit]
-        other = self.shared if self.shared is not place else None
-        if not known or not others or (culprit and other is None and len(self.slots) >= self._most):
+        now = time.monotonic()
+        for each in others:
+            each.held_since = each.held_since or now - place.silent_seconds
+        held_long = any(now - each.held_since > self._timeout_seconds / HELD_PARTS for each in others)
+        apart = held_long and len(place.jobs) > 1 and place.runner.killable
+        no_room = culprit is not None and self.shared in (place, None) and len(self.slots) >= self._most
+        if not others or not (apart or (known and not no_room)):
             return
         self._log.warning(
             "environment_isolated", trajectory=culprit and culprit.job.trajectory_id, restarted_jobs=len(others)
         )
-        if culprit is None:  # code of a job that was answered: others may meet it again, but not without end
+        if apart:
+            self._kill_slot(place)
+            self._bisect(others)
+            self._bisect([culprit] if culprit else [])
+        elif culprit is None:  # code of a job that was answered: others may meet it again, but not without end
             self._stop_slot(place)
             self._start_again(others)
         else:

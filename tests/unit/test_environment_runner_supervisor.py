@@ -4,7 +4,14 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from rose.workers.environments.jobs import NO_JOB, EnvironmentFailure, Job, RunnerLimits
-from rose.workers.environments.runner_group import MAX_SHARED_EXITS, InFlight, JobResults, RunnerGroup, RunnerSlot
+from rose.workers.environments.runner_supervisor import (
+    LOOKS,
+    MAX_SHARED_EXITS,
+    InFlight,
+    JobResults,
+    RunnerSlot,
+    RunnerSupervisor,
+)
 from tests.support.environment_fixtures import act
 
 LIMITS = RunnerLimits(max_live=8, timeout_seconds=60.0, max_context_tokens=1024)
@@ -49,7 +56,7 @@ class World:
     def __init__(self, *names: str) -> None:
         self.numbers = count()
         self.made: list[Played] = []
-        self.lane = RunnerGroup("counter", self.place, LIMITS)
+        self.lane = RunnerSupervisor("counter", self.place, LIMITS)
         self.jobs = {name: act(name, "go") for name in names}
         self.lane.start([InFlight(job) for job in self.jobs.values()])
 
@@ -89,3 +96,15 @@ def test_a_job_in_whose_code_a_process_ends_is_begun_again_alone_and_the_others_
     assert world.ends("bad", runs=world.jobs["bad"]) == []
     assert world.holds("a") is world.holds("b") and len(world.holds("a").jobs) == 2
     assert len(world.holds("bad").jobs) == 1
+
+
+def test_jobs_that_others_hold_up_for_a_quarter_of_the_step_limit_are_begun_again_apart() -> None:
+    """Each may block only because it waits for a lock that another one holds across an await."""
+    world = World("waits", "holds", "other")
+    process = world.holds("waits").runner
+    assert isinstance(process, Played)
+    process.runs = world.jobs["waits"]
+    for _ in range(LOOKS):
+        assert world.lane.check(LIMITS.timeout_seconds / 4 / (LOOKS - 1)) == []
+    assert len({world.holds(name).number for name in world.jobs}) == len(world.jobs)
+    assert process not in world.lane.runners(), "it was killed, and nothing is left in it"
