@@ -21,7 +21,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from rose.pipeline.config.options import Common
 from rose.pipeline.terminal import print_line
 from rose.schemas.errors import RoseError, UsageError
-from rose.schemas.limits import HIGHEST_PORT
+from rose.schemas.setting_bounds import HIGHEST_PORT
 from rose.topics.health import HEALTH, Health
 
 LIVE, READY, METRICS = "/healthz", "/readyz", "/metrics"

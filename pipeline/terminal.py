@@ -17,13 +17,13 @@ import os
 import re
 import sys
 from contextlib import suppress
-from io import BufferedWriter, FileIO, TextIOWrapper
+from io import FileIO, TextIOWrapper
 from pathlib import Path
 from threading import Timer
 from typing import Any, Literal
 
 from rose.schemas.errors import RoseError, UsageError
-from rose.topics.processes import unread_stream
+from rose.topics.processes import stream_like, unread_stream
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Characters that control a terminal or change the direction of text, except tabs and line ends."""
@@ -115,7 +115,7 @@ def repair_streams() -> None:
     sys.stderr = sys.stderr or _opened(2, "w")
     codecs.register_error(ESCAPED, _escaped)
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout = _named(sys.stdout)
+        sys.stdout = stream_like(sys.stdout, _Output(1, "w", closefd=False), errors=ESCAPED)
     if isinstance(sys.stderr, TextIOWrapper):
         sys.stderr.reconfigure(errors=ESCAPED)
         if _is_descriptor(sys.stderr, 2):
@@ -161,16 +161,6 @@ class _Output(FileIO):
         except OSError as error:
             error.filename = "standard output"
             raise
-
-
-def _named(stream: TextIOWrapper) -> TextIOWrapper:
-    return TextIOWrapper(
-        BufferedWriter(_Output(1, "w", closefd=False)),
-        encoding=stream.encoding,
-        errors=ESCAPED,
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
-    )
 
 
 def _opened(number: int, mode: Literal["r", "w"]) -> TextIOWrapper:

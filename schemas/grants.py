@@ -23,8 +23,9 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from rose.schemas.cells import Cell
-from rose.schemas.limits import MAX_FINISH_SECONDS, Count, Id, Moment, Text
+from rose.schemas.limits import Count, Id, Moment, Text
 from rose.schemas.record import Record
+from rose.schemas.setting_bounds import MAX_FINISH_SECONDS
 
 MAX_LEASE_SECONDS = 3600.0
 

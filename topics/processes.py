@@ -133,10 +133,15 @@ def unread_stream(number: int, like: TextIOWrapper) -> TextIOWrapper:
 
     What is written when nobody reads it any more is lost, without an error.
     """
+    return stream_like(like, _Heedless(number, "w", closefd=False))
+
+
+def stream_like(like: TextIOWrapper, file: FileIO, *, errors: str | None = None) -> TextIOWrapper:
+    """A stream `like` this one on another file; `errors` replaces the way in which it encodes other characters."""
     return TextIOWrapper(
-        BufferedWriter(_Heedless(number, "w", closefd=False)),
+        BufferedWriter(file),
         encoding=like.encoding,
-        errors=like.errors,
+        errors=errors or like.errors,
         line_buffering=like.line_buffering,
         write_through=like.write_through,
     )

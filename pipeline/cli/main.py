@@ -24,7 +24,7 @@ from rose.pipeline.terminal import (
     repair_streams,
 )
 from rose.schemas.errors import RoseError, UsageError
-from rose.schemas.limits import MAX_FINISH_SECONDS
+from rose.schemas.setting_bounds import MAX_FINISH_SECONDS
 
 MOST_NUMBER = 65_535
 """Largest number of a process of one kind."""

@@ -26,7 +26,8 @@ from rose.pipeline.process_setup import TRAINER_LOCK_FILE as TRAINER_LOCK
 from rose.pipeline.process_setup import ensure_folder, run_folder_lock, serve_metrics, stop_on_signals
 from rose.schemas.errors import RoseError, UsageError
 from rose.schemas.heartbeats import RoleBegun
-from rose.schemas.limits import MAX_TEXT_CHARACTERS, is_http_server
+from rose.schemas.limits import MAX_TEXT_CHARACTERS
+from rose.schemas.setting_bounds import is_http_server
 from rose.topics.acl import CONTROL, ENVIRONMENT, EXECUTOR, ROUTER, TRAINER, Role, connect_as
 from rose.topics.catalog import ROLE_STARTS
 from rose.topics.health import HEALTH, Health

@@ -21,8 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from rose.pipeline.control.config import ControlConfig
 from rose.pipeline.routing.config import RouterConfig
 from rose.schemas.errors import UsageError
-from rose.schemas.limits import HIGHEST_PORT, MAX_GROUP_SIZE, MAX_TURNS, YEAR_SECONDS, check_bounds, is_http_server
+from rose.schemas.limits import MAX_GROUP_SIZE, MAX_TURNS
 from rose.schemas.prompts import ENVIRONMENT_CHARACTERS
+from rose.schemas.setting_bounds import HIGHEST_PORT, YEAR_SECONDS, check_bounds, is_http_server
 from rose.topics.catalog import DEFAULT_RETENTION
 from rose.topics.health import RESTART_WINDOW_SECONDS
 from rose.topics.settings import PREFIX as NAMES

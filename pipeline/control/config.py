@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from rose.schemas.grants import MAX_LEASE_SECONDS
-from rose.schemas.limits import HIGHEST_PORT, MAX_COUNT, YEAR_SECONDS, check_bounds
+from rose.schemas.setting_bounds import HIGHEST_PORT, MAX_COUNT, YEAR_SECONDS, check_bounds
 
 
 @dataclass(frozen=True, slots=True)

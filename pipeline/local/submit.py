@@ -52,11 +52,8 @@ class RequestedWork:
 def read_requested(settings: BusSettings) -> RequestedWork:
     """Read the requested work from the log. Raises TopicMissing or BusError."""
     asked, waiting = RequestedWork(), dict[str, tuple[int, Prompt]]()
-    reader = Reader(settings, "rose-asked")
-    try:
+    with closing(Reader(settings, "rose-asked")) as reader:
         homes = reader.partition_count(PROMPTS)
-    finally:
-        reader.close()
     for envelope in read_whole_topics(settings, [PROMPTS], client_id="rose-asked"):
         prompt = envelope.record
         if isinstance(prompt, Prompt) and home_partition(prompt.group_id, homes) == envelope.partition:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rose.schemas.limits import MAX_COUNT, check_bounds
+from rose.schemas.setting_bounds import MAX_COUNT, check_bounds
 
 MAX_ATTEMPTS = 10_000
 """Upper bound of `max_attempts`."""

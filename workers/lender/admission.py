@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from rose.schemas.errors import UsageError
-from rose.schemas.limits import YEAR_SECONDS
+from rose.schemas.setting_bounds import YEAR_SECONDS
 from rose.workers.executor.ipc.messages import NextWork, WorkKind
 from rose.workers.executor.step_cost import INITIAL_COST, StepCost
 

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from rose.schemas.errors import UsageError
-from rose.schemas.limits import YEAR_SECONDS, check_bounds, is_http_server
+from rose.schemas.setting_bounds import YEAR_SECONDS, check_bounds, is_http_server
 from rose.workers.lender.admission import Promise
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose.schemas.limits import MAX_COUNT, check_bounds
+from rose.schemas.setting_bounds import MAX_COUNT, check_bounds
 
 LEAST_PACE, MOST_PACE = 1e-6, 1e6
 
