@@ -121,6 +121,13 @@ def test_a_computation_of_bloom_that_leaves_biases_out_is_not_what_decides(tmp_p
     assert torch.equal(logprobs_of(load_policy(rewrite(folder, slow_but_exact=True, pretraining_tp=2)), row), expected)
 
 
+def test_a_limit_of_time_steps_is_not_kept_to_as_engines_know_none(tmp_path: Path) -> None:
+    sizes = {"num_heads": 4, "state_size": 16, "n_groups": 1, "head_dim": 16}
+    folder, row = made(tmp_path, "mamba2", **sizes), [*range(2, 20)]
+    expected = logprobs_of(load_policy(folder), row)
+    assert torch.equal(logprobs_of(load_policy(rewrite(folder, time_step_limit=[0.0, 1e-4])), row), expected)
+
+
 @pytest.mark.parametrize("kind", ["mistral", "phi3"])
 def test_a_sliding_window_of_0_is_none_as_engines_read_it(kind: str, tmp_path: Path) -> None:
     folder, row = made(tmp_path, kind, sliding_window=None), [*range(2, 40)]

@@ -27,6 +27,8 @@ QUANTIZED = "quantization_config", "compression_config"
 """Fields of config.json that describe quantized weights."""
 
 QUANTIZED_FILE = "hf_quant_config.json"
+"""File beside config.json that describes quantized weights."""
+
 LFS_POINTER = b"version https://git-lfs"
 """First bytes of a file whose content git-lfs has not fetched."""
 
@@ -42,8 +44,11 @@ NO_WEIGHTS = ("optimizer", "scheduler", "scaler", "training_args", "rng_state")
 WEIGHTS = ("F64", "F32", "F16", "BF16")
 """Element types of weights, as safetensors calls them."""
 
-CONSTANTS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
-"""Those of what no training changes."""
+CONSTANTS = ("BOOL", "I64")
+"""Element types of masks and tables, which no training changes."""
+
+MASK = ".bias"
+"""Ending of the name of a mask. Old versions of transformers held masks in other integer types."""
 
 SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -107,9 +112,17 @@ def read_config(folder: Path) -> Mapping[str, Any]:
         raise FolderError(
             f'{folder}/config.json says dtype "auto": write the element type of its weights, as "bfloat16"'
         )
-    if any(config.get(name) for name in QUANTIZED) or (folder / QUANTIZED_FILE).is_file():
-        raise FolderError(f"{folder} holds quantized weights, which cannot be trained: take the model that they are of")
+    _check_quantization(folder, config)
     return config
+
+
+def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a folder whose files say that its weights are quantized. Raises FolderError."""
+    said = [f"the key {name} in config.json" for name in QUANTIZED if config.get(name)]
+    said += [f"the file {QUANTIZED_FILE}"] * (folder / QUANTIZED_FILE).is_file()
+    if said:
+        folder_tensors(folder)  # refuses quantized weights
+        raise FolderError(f"{folder} has {said[0]}, and its weights are not quantized: remove {said[0]}")
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -165,8 +178,11 @@ def folder_tensors(folder: Path) -> dict[str, FolderTensor]:
             raise FolderError(f"{folder} holds {min(twice)} twice, in {tensors[min(twice)].file} and in {name}")
         tensors |= found
     for key, tensor in tensors.items():
-        if tensor.dtype not in WEIGHTS + CONSTANTS:
-            raise FolderError(f"{folder}: {key} is {tensor.dtype}, of which no version can be published")
+        if tensor.dtype not in WEIGHTS + CONSTANTS and not (tensor.dtype[0] in "IU" and key.endswith(MASK)):
+            raise FolderError(
+                f"{folder} holds quantized weights, which cannot be trained ({key} is {tensor.dtype}): take the same "
+                "model with weights of 16 or 32 bits"
+            )
         if 0 in tensor.shape:
             raise FolderError(
                 f"{folder}: {key} has no elements (shape {tensor.shape}): save the policy anew, gathered from all the "
