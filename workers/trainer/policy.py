@@ -22,6 +22,7 @@ from torch import Tensor
 from rose.schemas.errors import UsageError
 from rose.workers.engine_layers import replace_unlike_layers
 from rose.workers.model_config import CONFIG, SHORT_AND_LONG, ConfigRefused, check_agreement, match_engine_numerics
+from rose.workers.tokenizer import TokenizerError, check_tokenizer
 from rose.workers.weights.model_folder import (
     INDEX,
     FolderError,
@@ -50,8 +51,10 @@ def load_policy(folder: Path) -> Any:
         check_format(folder)
         if not (folder / CONFIG).is_file():
             raise ModelFolderError(f"{folder} is not a model folder: it has no config.json")
-        check_agreement(folder, read_config(folder))
+        said = read_config(folder)
+        check_agreement(folder, said)
         folder_tensors(folder)
+        check_tokenizer(folder, said["vocab_size"])
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         match_engine_numerics(config)
         if (folder / INDEX).is_file():  # where there is a model.safetensors as well, transformers would take that
@@ -66,7 +69,7 @@ def load_policy(folder: Path) -> Any:
             ignore_mismatched_sizes=True,  # else transformers raises without a word of which tensors they are
             output_loading_info=True,
         )
-    except (ConfigRefused, ModelFolderError):
+    except (ConfigRefused, ModelFolderError, TokenizerError):
         raise
     except FolderError as error:
         raise ModelFolderError(f"{folder} does not load as a causal language model: {error}") from None

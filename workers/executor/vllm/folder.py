@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rose.workers.executor.vllm.types import ModelFolderError
 from rose.workers.model_config import check_agreement
-from rose.workers.tokenizer import TOKENIZER_FILE, TokenizerError, check_vocabulary, load_tokenizer
+from rose.workers.tokenizer import TokenizerError, check_tokenizer
 from rose.workers.weights.model_folder import FolderError, folder_shapes, read_config
 
 VOCABULARY_TENSORS = tuple(
@@ -24,12 +24,10 @@ def check_folder(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
     The load of a tokenizer holds Python's global interpreter lock, for half a second if the tokenizer is large.
     """
     shapes, vocabulary = read_folder(folder)
-    tokenizer = folder / TOKENIZER_FILE
-    if tokenizer.is_file():
-        try:
-            check_vocabulary(load_tokenizer(tokenizer), vocabulary, folder)
-        except TokenizerError as error:
-            raise ModelFolderError(str(error)) from None
+    try:
+        check_tokenizer(folder, vocabulary)
+    except TokenizerError as error:
+        raise ModelFolderError(str(error)) from None
     return shapes, vocabulary
 
 
