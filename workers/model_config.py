@@ -111,6 +111,11 @@ class ConfigRefused(UsageError):
 
 def check_agreement(folder: Path, config: Mapping[str, Any]) -> None:
     """Check the content of a folder's config.json. Raises ConfigRefused if trainer and engine would not agree."""
+    if config.get("auto_map") and not _type_known(config):
+        raise ConfigRefused(
+            f"{folder}/{CONFIG} asks for code of its own (auto_map), which is never run, as transformers does not know "
+            f"the type {config.get('model_type')}: begin with a model of a type that transformers and vLLM know"
+        )
     if config.get("is_causal") is False or config.get("use_bidirectional_attention") is True:
         raise ConfigRefused(f"{folder}/{CONFIG} lets a token see what comes after it: such a model cannot be sampled")
     if config.get("scale_attn_weights") is False:
@@ -273,6 +278,13 @@ def _angles(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield from apart or [angles]
 
 
+def _type_known(config: Mapping[str, Any]) -> bool:
+    """Whether transformers knows the model type."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return config.get("model_type") in CONFIG_MAPPING
+
+
 def _known(config: Mapping[str, Any], name: str) -> bool:
     """Whether transformers' configuration of this model type has the field.
 
@@ -280,8 +292,7 @@ def _known(config: Mapping[str, Any], name: str) -> bool:
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind = config.get("model_type")
-    return kind not in CONFIG_MAPPING or name in CONFIG_MAPPING[kind]().to_dict()
+    return not _type_known(config) or name in CONFIG_MAPPING[config["model_type"]]().to_dict()
 
 
 def _windows_all(config: Mapping[str, Any]) -> bool:

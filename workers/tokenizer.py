@@ -157,6 +157,9 @@ PROBES = (
 )
 """Texts of which flags and pre-tokenizers make different tokens: spaces, case, digits, lines, accents and scripts."""
 
+MISTRAL_FILE = "tekken.json"
+"""Name of a tokenizer's file that only Mistral's own library reads."""
+
 NULL = msgspec.Raw(b"null")
 
 MARKS_FIRST = re.compile(rb'"prepend_scheme"\s*:\s*"first"')
@@ -183,6 +186,11 @@ def load_tokenizer(file: Path, *, special: Collection[str] = (), amid: bool = Fa
     from tokenizers import Tokenizer
 
     tokens = read_tokens(file.parent)
+    if not file.exists() and (file.parent / MISTRAL_FILE).is_file():
+        raise TokenizerError(
+            f"{file.parent} has {MISTRAL_FILE}, Mistral's own format, and no {TOKENIZER_FILE}: take the "
+            f"{TOKENIZER_FILE} and {CONFIG_FILE} that the model is published with for transformers"
+        )
     if not file.exists() and (other := next((name for name in OLDER_FILES if (file.parent / name).is_file()), None)):
         raise TokenizerError(
             f"{file.parent} has {other} and no {TOKENIZER_FILE}: write the file with transformers' "
@@ -270,7 +278,9 @@ def _check_reading(tokenizer: Any, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     try:
-        theirs: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        theirs: Any = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, mistral_format=False
+        )
     except Exception:  # noqa: BLE001 - of any type, for what only transformers needs, such as another library
         return
     added = (token.content for token in tokenizer.get_added_tokens_decoder().values())

@@ -205,6 +205,10 @@ def index_names(*files: str) -> Callable[[Path], object]:
         (lambda f: (f / INDEX).write_text('{"weight_map": {"a": 1}}'), "lacks 1"),
         (lambda f: rewrite(f, lambda t: t.update({"a": torch.zeros(1, dtype=torch.float8_e4m3fn)})), "F8_E4M3"),
         (
+            lambda f: rewrite(f, lambda t: t.update({"embed_tokens.weight": t.pop("model.embed_tokens.weight")})),
+            r"holds embed_tokens\.weight: .* save the policy anew with AutoModelForCausalLM",
+        ),
+        (
             lambda f: (f / "config.json").write_text(
                 json.dumps(json.loads((f / "config.json").read_text()) | {"quantization_config": {"bits": 4}})
             ),
@@ -236,6 +240,7 @@ def test_a_folder_whose_files_are_not_clear_is_refused_by_trainer_and_executor(
             r"holds pytorch_model-00001-of-00002\.bin .*convert",
         ),
         (["consolidated.00.pth", "params.json"], r"holds consolidated\.00\.pth .*convert"),
+        (["consolidated.safetensors", "params.json"], r"Mistral's own format|nobody would load consolidated"),
         (["qwen-q4.gguf"], r"holds qwen-q4\.gguf .*convert"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -46,6 +46,10 @@ def folder_of(place: Path, **said: Any) -> Path:
             "rope_type longrope",
         ),
         ({"is_causal": False}, "comes after it"),
+        (
+            {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}},
+            r"asks for code of its own .* the type own: begin",
+        ),
         ({"use_bidirectional_attention": True}, "comes after it"),
         ({"scale_attn_weights": False}, "scale_attn_weights"),
         ({"model_type": "stablelm", "hidden_act": "gelu"}, "has hidden_act 'gelu', which vLLM takes for 'silu'"),
@@ -103,6 +107,7 @@ def test_what_trainer_and_engine_compute_differently_is_refused_by_both_in_one_s
         {"model_type": "llama", "attention_bias": True, "hidden_act": "gelu"},
         {"model_type": "deepseek_v3", **SIGMOID},
         {"model_type": "deepseek_v2"},
+        {"model_type": "phi3", "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}},
         {"model_type": "mistral", "attention_bias": False, "mlp_bias": None},
         {"model_type": "cohere", "logit_scale": 0.25, "attention_bias": None},
         {"model_type": "qwen2", **HEADS, "head_dim": 32},

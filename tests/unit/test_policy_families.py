@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rose.schemas.errors import UsageError
 from rose.workers.lender.endpoint.weights_proof import ProbeAnswer, ReferenceModel
 from rose.workers.model_config import ConfigRefused, max_context_tokens
 from rose.workers.trainer.policy import ModelFolderError, load_policy, token_logprobs
@@ -192,7 +193,7 @@ def test_code_that_a_folder_brings_is_neither_run_nor_asked_about_in_a_terminal(
     if pid == 0:
         try:
             load_policy(folder)
-        except ModelFolderError:
+        except UsageError:
             os._exit(0)
         finally:
             sys.stderr.flush()

@@ -63,6 +63,12 @@ def test_a_file_that_is_no_tokenizer_is_one_sentence(tmp_path: Path, content: by
     assert "\n" not in str(refused.value)
 
 
+def test_a_tokenizer_in_mistrals_own_format_alone_is_refused_with_the_fix(tmp_path: Path) -> None:
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(TokenizerError, match=r"has tekken\.json, .* no tokenizer\.json: take the tokenizer\.json and"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
 def test_dropout_of_an_older_file_without_that_field_is_no_matter(tmp_path: Path) -> None:
     file = folder(tmp_path, byte_level()) / "tokenizer.json"
     said = json.loads(file.read_bytes())

@@ -26,7 +26,6 @@ from rose.workers.tokenizer import TokenizerError, check_tokenizer
 from rose.workers.weights.model_folder import (
     INDEX,
     FolderError,
-    check_format,
     folder_tensors,
     held_tensors,
     read_config,
@@ -48,9 +47,6 @@ def load_policy(folder: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        check_format(folder)
-        if not (folder / CONFIG).is_file():
-            raise ModelFolderError(f"{folder} is not a model folder: it has no config.json")
         said = read_config(folder)
         check_agreement(folder, said)
         folder_tensors(folder)

@@ -19,7 +19,7 @@ from rose.schemas.errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-CONFIG = "config.json"
+CONFIG, MISTRAL_CONFIG = "config.json", "params.json"
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
@@ -49,6 +49,9 @@ CONSTANTS = ("BOOL", "I64")
 
 MASK = ".bias"
 """Ending of the name of a mask. Old versions of transformers held masks in other integer types."""
+
+INNER = "embed_tokens.weight"
+"""Name of the embedding where the inner model was saved alone; the name in a whole model has a prefix."""
 
 SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -92,6 +95,11 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     try:
         config = json.loads((folder / CONFIG).read_bytes())
     except OSError:
+        if (folder / MISTRAL_CONFIG).is_file():
+            raise FolderError(
+                f"{folder} is in Mistral's own format ({MISTRAL_CONFIG} and no {CONFIG}): take the folder that the "
+                "model is published with for transformers"
+            ) from None
         raise FolderError(f"{folder} is not a model folder: it has no readable config.json") from None
     except (ValueError, RecursionError) as error:
         raise FolderError(f"{folder}/config.json is not JSON: {error}") from None
@@ -177,6 +185,11 @@ def folder_tensors(folder: Path) -> dict[str, FolderTensor]:
         if twice := tensors.keys() & found.keys():
             raise FolderError(f"{folder} holds {min(twice)} twice, in {tensors[min(twice)].file} and in {name}")
         tensors |= found
+    if INNER in tensors:
+        raise FolderError(
+            f"{folder} holds {INNER}: its weights are of a model without its head (AutoModel), and vLLM finds them by "
+            "their names in the whole model: save the policy anew with AutoModelForCausalLM"
+        )
     for key, tensor in tensors.items():
         if tensor.dtype not in WEIGHTS + CONSTANTS and not (tensor.dtype[0] in "IU" and key.endswith(MASK)):
             raise FolderError(
