@@ -8,7 +8,7 @@ import torch
 
 from rose.schemas.errors import RoseError, UsageError, describe_error
 from rose.workers.import_path import Registry, binding_error, class_error
-from rose.workers.trainer.algorithms.base import Algorithm, TokenBatch, checked_advantages, checked_loss
+from rose.workers.trainer.algorithms.base import Algorithm, AlgorithmError, TokenBatch, checked_advantages, checked_loss
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.training_sample import TrainingSample
 
@@ -83,4 +83,9 @@ def _try(algorithm: Algorithm) -> None:
         advantages=torch.tensor(advantages)[:, None],
         loss_mask=torch.tensor([sample.loss_mask for sample in samples], dtype=torch.bool),
     )
-    checked_loss(algorithm, batch)
+    (slopes,) = torch.autograd.grad(checked_loss(algorithm, batch).summed, batch.logprobs, allow_unused=True)
+    if any(advantages) and (slopes is None or not slopes[batch.loss_mask].any()):
+        raise AlgorithmError(
+            f"{type(algorithm).__name__}.loss has no gradient for sampled tokens with advantages of "
+            f"{' and '.join(map(str, advantages))}, so nothing would be learned: compute `summed` from `batch.logprobs`"
+        )
