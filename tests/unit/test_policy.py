@@ -116,6 +116,30 @@ def test_step_on_tokens_that_the_engines_weigh_otherwise_is_refused_and_changes_
     assert torch.equal(parameters_of(model), parameters_of(policy)) is refused
 
 
+@pytest.mark.parametrize(("shift", "refused"), [(0.2, True), (0.02, False)])
+def test_one_engine_among_many_that_computes_another_policy_is_named(
+    policy: Any, groups: list[list[TrainingSample]], shift: float, refused: bool
+) -> None:
+    """Also where it sampled none of the first minibatch, and the mean over all workers is small."""
+
+    def of(sample: TrainingSample, worker: str, shift: float) -> TrainingSample:
+        logprobs = [one - shift for one in sample.behaviour_logprobs]
+        return replace(sample, oldest_version=3, behaviour_logprobs=logprobs, workers=[worker] * len(logprobs))
+
+    fleet = [
+        [of(each, f"w{place % 8}", shift * (place % 8 == 7)) for each in group]
+        for place, group in enumerate(groups * 8)
+    ]
+    model = copy.deepcopy(policy)
+    with (
+        pytest.raises(EngineMismatch, match=r"engine of worker w7 computes .* by 0\.2 nats")
+        if refused
+        else nullcontext()
+    ):
+        train_step(model, make_optimizer(model, learning_rate=1e-3), fleet, algorithm=GRPO, config=STANDARD, version=3)
+    assert torch.equal(parameters_of(model), parameters_of(policy)) is refused
+
+
 def test_a_step_makes_what_was_rewarded_likelier(policy: Any, groups: list[list[TrainingSample]]) -> None:
     model = copy.deepcopy(policy)
     samples = [sample for group in groups for sample in group]
@@ -246,7 +270,7 @@ def test_a_folder_with_a_weight_that_is_not_finite_is_refused_by_its_name(tmp_pa
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelFolderError, match=r"no config\.json"):
+    with pytest.raises(ModelFolderError, match=r"no readable config\.json"):
         load_policy(tmp_path)
 
 

@@ -22,14 +22,23 @@ class TrainingSample:
     reward: float
     oldest_version: int = -1
     """The oldest policy version that sampled one of the tokens; -1 if that is not known."""
+    workers: Sequence[str] = ()
+    """The worker that ended the turn of each token; empty if that is not known."""
+
+    @property
+    def sampled_by(self) -> list[str]:
+        """The worker of each sampled token, in order; empty names if the workers are not known."""
+        workers = self.workers or [""] * len(self.tokens)
+        return [worker for worker, sampled in zip(workers, self.loss_mask, strict=True) if sampled]
 
     @classmethod
     def of(cls, sample: Sample) -> Self:
         """Convert a Sample record that `selection.select_samples` marked as trained."""
         assert sample.reward is not None
         tokens = unpack_tokens(sample.tokens)
-        temperatures = [1.0] * len(tokens)
+        temperatures, workers = [1.0] * len(tokens), [""] * len(tokens)
         for turn in sample.turns:
+            workers[turn.start : turn.end] = [turn.worker] * (turn.end - turn.start)
             temperatures[turn.start : turn.end] = [turn.sampling.temperature] * (turn.end - turn.start)
         return cls(
             tokens=tokens,
@@ -38,4 +47,5 @@ class TrainingSample:
             temperatures=temperatures,
             reward=sample.reward,
             oldest_version=sample.oldest_version,
+            workers=workers,
         )
