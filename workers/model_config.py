@@ -57,6 +57,7 @@ SILU = {"hidden_act": ("silu", "swish")}
 NO_BIAS = {ATTENTION_BIAS: (False,)}
 
 TAKEN_FOR_GRANTED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "afmoe": NO_BIAS,
     "axk1": NO_BIAS | {"rope_interleave": (True,)},
     "cohere": SILU | NO_BIAS,
     "cohere2": SILU | NO_BIAS,
@@ -67,11 +68,15 @@ TAKEN_FOR_GRANTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "ernie4_5_moe": {"moe_norm_min": (1e-12,)},
     "falcon": {"activation": ("gelu",)},
     "falcon_h1": NO_BIAS | {MLP_BIAS: (False,)},
-    "gemma": NO_BIAS,
+    "gemma": NO_BIAS | {"hidden_act": ("gelu_pytorch_tanh", "gelu")},
     "gemma3_text": {"attn_logit_softcapping": (None,)},
     "glm4_moe_lite": NO_BIAS | {"rope_interleave": (True,)},
     "gpt_oss": {ATTENTION_BIAS: (True,), "rms_norm_eps": (1e-5,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+    "granitemoe": SILU | NO_BIAS,
+    "granitemoe_swa": NO_BIAS,
+    "granitemoeshared": NO_BIAS,
     "hy_v3": NO_BIAS | {MLP_BIAS: (False,)},
+    "llama4_text": SILU | NO_BIAS,
     "longcat_flash": NO_BIAS,
     "minicpm3": NO_BIAS | {MLP_BIAS: (False,)},
     "minimax_m2": SILU,
@@ -80,6 +85,8 @@ TAKEN_FOR_GRANTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "olmoe": SILU | NO_BIAS | {"rms_norm_eps": (1e-5,), "norm_topk_prob": (False,), "clip_qkv": (None,)},
     "qwen2_moe": {"qkv_bias": (True,)},
     "qwen3": NO_BIAS,
+    "qwen3_5_moe_text": NO_BIAS,
+    "qwen3_5_text": NO_BIAS,
     "qwen3_moe": NO_BIAS,
     "qwen3_next": NO_BIAS,
     "stablelm": SILU | {"use_parallel_residual": (False,), "qk_layernorm": (False,)},
@@ -90,6 +97,7 @@ TAKEN_FOR_GRANTED: dict[str, dict[str, tuple[Any, ...]]] = {
 ENGINE_ALONE: dict[str, dict[str, tuple[Any, ...]]] = {
     "deepseek_v2": {"norm_topk_prob": (False, None), "scoring_func": ("softmax", None)},
     "deepseek_v3": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    "gemma": {"hidden_activation": ("gelu_pytorch_tanh", None)},
 }
 """Fields that transformers does not read, with the values for which vLLM computes the same; None: no such field."""
 

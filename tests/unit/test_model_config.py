@@ -72,6 +72,11 @@ def folder_of(place: Path, **said: Any) -> Path:
         ({"model_type": "deepseek_v3", "topk_method": "noaux_tc"}, 'scoring_func null, .* takes for "sigmoid": write'),
         ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob true, .* takes for false: write"),
         ({"model_type": "gemma", "attention_bias": True}, "attention_bias"),
+        (
+            {"model_type": "gemma", "hidden_activation": "gelu"},
+            'hidden_activation "gelu", .* "gelu_pytorch_tanh": write',
+        ),
+        ({"model_type": "granitemoe", "hidden_act": "gelu"}, "hidden_act"),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ({"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm"),
         ({"model_type": "mistral", "attention_bias": True}, "has attention_bias true, .* mistral, does not: take it"),
