@@ -26,9 +26,9 @@ from rose.workers.executor.vllm.engine import (
     FinishedTurn,
     SwapRefused,
 )
+from rose.workers.trainer.algorithms import TrainingSample
 from rose.workers.trainer.policy import token_logprobs
-from rose.workers.trainer.sample_errors import sample_error
-from rose.workers.trainer.training_sample import TrainingSample
+from rose.workers.trainer.selection import sample_error
 from tests.support.engine_fixtures import (
     BLOCK,
     MAX_MODEL_LEN,

@@ -21,12 +21,11 @@ from bench.plain_engine import Task, sample_trajectories
 from rose.schemas.arrays import MIN_LOGPROB
 from rose.workers.environments.calculator import Calculator
 from rose.workers.environments.turn_format import TurnFormat
-from rose.workers.trainer.algorithms.registry import make_algorithm
+from rose.workers.trainer.algorithms import TrainingSample, make_algorithm
 from rose.workers.trainer.config import TrainerConfig
-from rose.workers.trainer.optimizer import make_optimizer
+from rose.workers.trainer.learner import make_optimizer
 from rose.workers.trainer.policy import ModelFolderError, load_policy, microbatches, pad_rows, token_logprobs
 from rose.workers.trainer.step import EngineMismatch, dry_run_group, dry_run_policy, train_step
-from rose.workers.trainer.training_sample import TrainingSample
 
 SHIPPED = Path(__file__).parents[2] / "workers" / "models" / "calculator"
 STANDARD = TrainerConfig(model_folder=SHIPPED, run_folder=Path("run"))

@@ -42,7 +42,7 @@ class TrainerConfig:
     with the reward that they had by then; `leave_out` settles them as filtered, and no advantage counts them."""
     algorithm: str = "grpo"
     """Algorithm, which turns rewards into advantages and a loss: `grpo`, `rloo` (leave-one-out baseline), or a class of
-    your own as `package.module:Class` (`workers/trainer/algorithms/base.py` has the interface)."""
+    your own as `package.module:Class` (`workers/trainer/algorithms.py` has the interface)."""
     import_paths: tuple[Path, ...] = ()
     """Folders to import your own algorithm from, before the installed packages."""
     learning_rate: float = 1e-4

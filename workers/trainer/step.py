@@ -25,10 +25,9 @@ from torch import Tensor
 
 from rose.schemas.errors import UsageError
 from rose.topics.health import HEALTH
-from rose.workers.trainer.algorithms.base import Algorithm, TokenBatch, checked_advantages, checked_loss
+from rose.workers.trainer.algorithms import Algorithm, TokenBatch, TrainingSample, checked_advantages, checked_loss
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.policy import microbatches, pad_rows, produces_nonfinite, token_logprobs
-from rose.workers.trainer.training_sample import TrainingSample
 
 LEAST_COMPARED_TOKENS, LEAST_OF_WORKER, MOST_OF_WORKER = 16, 64, 256
 """Fewer on-policy tokens say too little about all engines, or about one; and how many are enough to judge one."""

@@ -20,7 +20,7 @@ from rose.workers.trainer import metrics
 from rose.workers.trainer.checkpoint import Checkpoints, Identity, Progress
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.learner import Learner, PolicyRefused
-from rose.workers.trainer.staleness import still_relevant
+from rose.workers.trainer.selection import still_relevant
 from rose.workers.trainer.step_log import StepLine, encode_line
 from rose.workers.trainer.stream import SampleStream, Settlement
 from rose.workers.weights.config import WeightsConfig

@@ -1,1 +1,0 @@
-"""Algorithms of the trainer: advantages of a group, and the loss of each sampled token."""
