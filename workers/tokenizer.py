@@ -14,7 +14,7 @@ Keeps true
 - The vocabulary size is that of `config.json`; with several models in one configuration, that of the text model.
   `check_vocabulary` refuses a tokenizer whose tokens lie outside of the model's vocabulary.
 
-Needs only the library `tokenizers`, and that only where a tokenizer is loaded; `check_tokenizer` needs transformers.
+Needs only the library `tokenizers`, and that only where a tokenizer is loaded; `check_reading` needs transformers.
 """
 
 import json
@@ -262,19 +262,13 @@ def _mark(tokenizer: Any, special: Collection[str]) -> None:
         tokenizer.add_tokens([AddedToken(token.content, special=True, **kept)])
 
 
-def check_tokenizer(folder: Path, vocabulary: int) -> None:
-    """Check the tokenizer of a model folder, if there is one, as far as trainer and engine depend on it.
+def check_reading(folder: Path) -> None:
+    """Raises TokenizerError if transformers makes other tokens of a text than the folder's `tokenizer.json` says.
 
-    Raises TokenizerError for a token that is not below `vocabulary`, and for texts that transformers reads otherwise.
+    A tokenizer that transformers cannot load is passed. Imports transformers and torch.
     """
-    if (folder / TOKENIZER_FILE).is_file():
-        tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
-        check_vocabulary(tokenizer, vocabulary, folder)
-        _check_reading(tokenizer, folder)
-
-
-def _check_reading(tokenizer: Any, folder: Path) -> None:
-    """Raises TokenizerError if transformers makes other tokens of a text; a tokenizer that it cannot load is passed."""
+    if not (folder / TOKENIZER_FILE).is_file():
+        return
     from transformers import AutoTokenizer
 
     try:
@@ -283,6 +277,7 @@ def _check_reading(tokenizer: Any, folder: Path) -> None:
         )
     except Exception:  # noqa: BLE001 - of any type, for what only transformers needs, such as another library
         return
+    tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
     added = (token.content for token in tokenizer.get_added_tokens_decoder().values())
     for text in (*PROBES, *(f"a {token} b" for token in added)):
         ours = tokenizer.encode(text, add_special_tokens=False).ids

@@ -10,11 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rose.schemas.errors import UsageError
-from rose.workers.executor.vllm.folder import read_folder
 from rose.workers.trainer.export import export_policy
 from rose.workers.trainer.policy import ModelFolderError, load_policy
 from rose.workers.weights.folder_names import FolderTensors
-from rose.workers.weights.model_folder import INDEX, WHOLE, FolderError, folder_shapes
+from rose.workers.weights.model_folder import INDEX, WHOLE, FolderError, folder_shapes, read_folder
 from rose.workers.weights.snapshot import snapshot_of
 from tests.support.model_families import tiny_policy
 

@@ -12,9 +12,9 @@ from safetensors.numpy import save_file
 from rose.schemas.errors import UsageError
 from rose.workers.executor.config import ExecutorConfig
 from rose.workers.executor.engine_process import EngineProcess
-from rose.workers.executor.vllm.folder import check_folder
 from rose.workers.model_config import check_agreement, check_context_length, max_context_tokens
 from rose.workers.trainer.policy import load_policy
+from rose.workers.weights.model_folder import check_folder
 
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}

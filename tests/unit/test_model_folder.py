@@ -10,8 +10,8 @@ import torch
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch_file
 
-from rose.workers.executor.vllm.folder import check_folder
-from rose.workers.executor.vllm.types import ModelFolderError
+from rose.schemas.errors import UsageError
+from rose.workers.weights.model_folder import FolderError, check_folder
 
 VOCABULARY = 12
 
@@ -97,7 +97,7 @@ def rewrite_config(folder: Path, **changes: object) -> None:
 )
 def test_a_broken_folder_is_one_sentence(folder: Path, spoil: Callable[[Path], object], reason: str) -> None:
     spoil(folder)
-    with pytest.raises(ModelFolderError, match=reason) as caught:
+    with pytest.raises(UsageError, match=reason) as caught:
         check_folder(folder)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_status == 2
@@ -118,7 +118,7 @@ def test_quantized_weights_are_refused_whatever_the_config_says(
 ) -> None:
     rewrite_config(folder, **said)
     save_torch_file({name: torch.zeros(4, 4, dtype=dtype)}, folder / "model.safetensors")
-    with pytest.raises(ModelFolderError, match=rf"quantized weights, .*{name} is .*: take the same model"):
+    with pytest.raises(FolderError, match=rf"quantized weights, .*{name} is .*: take the same model"):
         check_folder(folder)
 
 
@@ -141,10 +141,10 @@ def test_integers_that_are_no_weights_are_taken(folder: Path) -> None:
 )
 def test_weights_with_another_number_of_rows_than_the_vocabulary_are_refused_with_both(folder: Path, name: str) -> None:
     save_file({name: np.zeros((VOCABULARY + 1, 4), np.float32)}, folder / "model.safetensors")
-    with pytest.raises(ModelFolderError, match=rf"{name} has shape \(13, 4\), config.json says a vocabulary of 12"):
+    with pytest.raises(FolderError, match=rf"{name} has shape \(13, 4\), config.json says a vocabulary of 12"):
         check_folder(folder)
 
 
 def test_a_path_that_is_no_folder_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ModelFolderError, match="is not a model folder"):
+    with pytest.raises(FolderError, match="is not a model folder"):
         check_folder(tmp_path / "nowhere")

@@ -11,8 +11,7 @@ from tokenizers import Tokenizer, processors
 
 from rose.schemas.errors import UsageError
 from rose.workers.environments.turn_format import TurnFormat
-from rose.workers.executor.vllm.folder import check_folder
-from rose.workers.tokenizer import TokenizerError, check_tokenizer, load_tokenizer
+from rose.workers.tokenizer import TokenizerError, check_reading, load_tokenizer
 from rose.workers.trainer.policy import load_policy
 from tests.support.tokenizer_fixtures import CHATML, byte_level, folder, word_marking
 
@@ -107,11 +106,11 @@ FLAGS: dict[str, tuple[Callable[[], Tokenizer], str, dict[str, object]]] = {
 
 
 @pytest.mark.parametrize(("make", "kind", "flags"), FLAGS.values(), ids=FLAGS.keys())
-def test_a_flag_that_only_transformers_keeps_to_is_refused_by_trainer_and_executor(
+def test_a_flag_that_only_transformers_keeps_to_is_refused_by_trainer_and_evaluation(
     make: Callable[[], Tokenizer], kind: str, flags: dict[str, object], tmp_path: Path
 ) -> None:
     made = flagged(tmp_path, make(), kind, **flags)
-    for start in (check_folder, load_policy):
+    for start in (check_reading, load_policy):
         with pytest.raises(UsageError, match=r"AutoTokenizer makes other tokens of .* write the files with") as refused:
             start(made)
         assert "\n" not in str(refused.value)
@@ -123,6 +122,6 @@ def test_a_tokenizer_that_transformers_wrote_reads_as_transformers_does(tmp_path
 
     made = flagged(tmp_path, byte_level(), "gpt2", **BYTES, add_prefix_space=flag)
     AutoTokenizer.from_pretrained(made).save_pretrained(made)
-    check_tokenizer(made, 1000)
+    check_reading(made)
     theirs = AutoTokenizer.from_pretrained(made)(TEXT)["input_ids"]
     assert load_tokenizer(made / "tokenizer.json").encode(TEXT, add_special_tokens=False).ids == theirs

@@ -32,7 +32,6 @@ from rose.workers.executor.config import ExecutorConfig
 from rose.workers.executor.grants import Lease
 from rose.workers.executor.ipc.engine_client import EngineClient
 from rose.workers.executor.main import run_executor
-from rose.workers.executor.vllm.folder import check_folder
 from rose.workers.lender.config import LendConfig, LenderConfig
 from rose.workers.lender.observe import observe
 from rose.workers.lender.shared_folder import make_folder
@@ -42,6 +41,7 @@ from rose.workers.lender.watchdog import Watchdog
 from rose.workers.lender.watchdog_page import StatusPage
 from rose.workers.model_config import check_context_length
 from rose.workers.weights.config import WeightsConfig
+from rose.workers.weights.model_folder import check_folder
 from rose.workers.weights.trust import run_id
 
 CONNECT_RETRY_SECONDS = 0.5
@@ -70,7 +70,7 @@ def lend(plan: LendingPlan, serving: Path, flags: Sequence[str]) -> NoReturn:
 
     `serving`: model folder of the server. `flags`: further command line flags of vLLM. Call it before this process has
     a client of a broker: a fork does not copy librdkafka's threads. Metrics and traces are exported by the sidecar.
-    Raises ModelFolderError if no guest can be built from the policy.
+    Raises FolderError if no guest can be built from the policy.
     """
     shapes: Mapping[str, tuple[int, ...]] = {}
     if plan.settings is not None:

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from rose.schemas.errors import UsageError
 from rose.workers.engine_layers import replace_unlike_layers
-from rose.workers.model_config import CONFIG, SHORT_AND_LONG, ConfigRefused, check_agreement, match_engine_numerics
-from rose.workers.tokenizer import TokenizerError, check_tokenizer
+from rose.workers.model_config import CONFIG, SHORT_AND_LONG, ConfigRefused, match_engine_numerics
+from rose.workers.tokenizer import TokenizerError, check_reading
 from rose.workers.weights.model_folder import (
     INDEX,
     FolderError,
+    check_folder,
     folder_tensors,
     held_tensors,
-    read_config,
 )
 
 REASON_CHARACTERS = 300
@@ -47,10 +47,8 @@ def load_policy(folder: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        said = read_config(folder)
-        check_agreement(folder, said)
-        folder_tensors(folder)
-        check_tokenizer(folder, said["vocab_size"])
+        check_folder(folder)
+        check_reading(folder)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         match_engine_numerics(config)
         if (folder / INDEX).is_file():  # where there is a model.safetensors as well, transformers would take that

@@ -1,6 +1,8 @@
-"""The tensors of a model folder, by its files' headers, without loading them.
+"""Reads and checks a model folder: its configuration, and its tensors by their files' headers, without loading them.
 
 Keeps true
+- A fault for which vLLM or transformers would raise a traceback (no config, a truncated file, another vocabulary) is
+  reported in one sentence.
 - Everybody reads the same files: those that model.safetensors.index.json names, or model.safetensors where there is
   no index. A folder of which vLLM or transformers would read others is refused.
 - What travels are the tensors of floating point. Integers and truth values, such as masks, are no weights: they stay as
@@ -15,11 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rose.schemas.errors import UsageError
+from rose.workers.model_config import CONFIG, check_agreement
+from rose.workers.tokenizer import TOKENIZER_FILE, check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-CONFIG, MISTRAL_CONFIG = "config.json", "params.json"
+MISTRAL_CONFIG = "params.json"
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
@@ -60,8 +64,14 @@ SIZES = (
 """Sizes in config.json. Some types of models give a list with one size for each layer, or null."""
 
 
+VOCABULARY_TENSORS = tuple(
+    f"{name}.weight" for name in ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "word_embeddings")
+)
+"""Name endings of the tensors with one row per token id."""
+
+
 class FolderError(UsageError):
-    """A model folder that does not say what its tensors are."""
+    """A model folder that holds no language model, or does not say what its tensors are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +87,35 @@ class FolderTensor:
     def travels(self) -> bool:
         """Whether the tensor is published with each version."""
         return self.dtype in WEIGHTS
+
+
+def check_folder(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
+    """Do the same as `read_folder`, and check that the tokenizer fits the model. Raises TokenizerError too.
+
+    The load of a tokenizer holds Python's global interpreter lock, for half a second if the tokenizer is large.
+    """
+    shapes, vocabulary = read_folder(folder)
+    tokenizer = folder / TOKENIZER_FILE
+    if tokenizer.is_file():
+        check_vocabulary(load_tokenizer(tokenizer), vocabulary, folder)
+    return shapes, vocabulary
+
+
+def read_folder(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
+    """Return the shapes of the folder's tensors by name, and the vocabulary size. Raises FolderError or ConfigRefused.
+
+    A configuration that trainer and engine would read differently is refused (`check_agreement`).
+    """
+    config = read_config(folder)
+    check_agreement(folder, config)
+    shapes, vocabulary = folder_shapes(folder), int(config["vocab_size"])
+    for name, shape in shapes.items():
+        if name.endswith(VOCABULARY_TENSORS) and shape[:1] != (vocabulary,):
+            raise FolderError(
+                f"{folder}: {name} has shape {shape}, config.json says a vocabulary of {vocabulary}: the weights "
+                "belong to another config or tokenizer"
+            )
+    return shapes, vocabulary
 
 
 def check_format(folder: Path) -> None:

@@ -33,7 +33,6 @@ from rose.schemas.sampled_tokens import SampledTokensBuilder
 from rose.schemas.turns import TurnTimes
 from rose.workers.executor.vllm.backend import InProcessBackend, ModelBackend
 from rose.workers.executor.vllm.cpu_runner import zero_new_blocks
-from rose.workers.executor.vllm.folder import read_folder
 from rose.workers.executor.vllm.start import start_core
 from rose.workers.executor.vllm.types import (
     EngineBroken,
@@ -43,12 +42,12 @@ from rose.workers.executor.vllm.types import (
     EngineStartError,
     FinishedTurn,
     HeldTurn,
-    ModelFolderError,
     StepResult,
     SwapRefused,
     first_line,
 )
 from rose.workers.model_config import check_context_length
+from rose.workers.weights.model_folder import read_folder
 
 __all__ = [
     "Engine",
@@ -59,7 +58,6 @@ __all__ = [
     "EngineStartError",
     "FinishedTurn",
     "HeldTurn",
-    "ModelFolderError",
     "StepResult",
     "SwapRefused",
 ]
@@ -107,7 +105,7 @@ class Engine:
         """Build the engine, which takes seconds. `backend`: where the model runs; None is this process.
 
         The folder's tokenizer is not read, because its load would block a serving engine in the process; `check_folder`
-        checks it. Raises ModelFolderError, ConfigRefused or EngineStartError.
+        checks it. Raises FolderError, ConfigRefused or EngineStartError.
         """
         self._folder = config.model_folder
         self.shapes, self.vocabulary = read_folder(config.model_folder)
