@@ -14,7 +14,7 @@ from rose.workers.trainer.export import export_policy
 from rose.workers.trainer.policy import ModelFolderError, load_policy
 from rose.workers.weights.folder_names import FolderTensors
 from rose.workers.weights.model_folder import INDEX, WHOLE, FolderError, folder_shapes, read_folder
-from rose.workers.weights.snapshot import snapshot_of
+from rose.workers.weights.tensors import snapshot_of
 from tests.support.model_families import tiny_policy
 
 Tensors = dict[str, torch.Tensor]

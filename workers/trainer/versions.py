@@ -26,7 +26,7 @@ from rose.workers.trainer.stream import SampleStream, Settlement
 from rose.workers.weights.config import WeightsConfig
 from rose.workers.weights.folder_names import FolderTensors
 from rose.workers.weights.publish import make_publisher
-from rose.workers.weights.snapshot import NotFinite, Snapshot
+from rose.workers.weights.tensors import NotFinite, Snapshot
 
 
 class PolicyVersions:
