@@ -180,20 +180,21 @@ def check_engines(model: Any, samples: Sequence[TrainingSample], config: Trainer
     found = {name: values for name, values in _differences(model, samples, config, version).items() if values}
     everything = [value for values in found.values() for value in values]
     judged = {name: fmean(values) for name, values in found.items() if len(values) >= LEAST_OF_WORKER}
+    most = config.max_logprob_difference
+    whole = fmean(everything) if len(everything) >= LEAST_COMPARED_TOKENS else 0.0
     worst = max(judged, key=lambda name: judged[name], default="")
-    if len(everything) >= LEAST_COMPARED_TOKENS and fmean(everything) > config.max_logprob_difference:
-        who, difference, tokens = "the engines compute", fmean(everything), len(everything)
-        fix = "take a model folder that vLLM and transformers compute alike"
-    elif worst and judged[worst] > config.max_logprob_difference:
+    if judged and judged[worst] > most and (whole <= most or min(judged.values()) <= most):
         who, difference, tokens = f"the engine of worker {worst} computes", judged[worst], len(found[worst])
         fix = "begin again in another --namespace without that worker"
+    elif whole > most:
+        who, difference, tokens = "the engines compute", whole, len(everything)
+        fix = "take a model folder that vLLM and transformers compute alike"
     else:
         return
     raise EngineMismatch(
         f"{who} another policy than the trainer: the logprobs of {tokens} tokens that version {version} sampled differ "
-        f"by {difference:.2g} nats on average, and trainer.max_logprob_difference is "
-        f"{config.max_logprob_difference:g}; nothing was learned from these samples: {fix}, or raise the setting if "
-        "engines compute in low precision"
+        f"by {difference:.2g} nats on average, and trainer.max_logprob_difference is {most:g}; nothing was learned "
+        f"from these samples: {fix}, or raise the setting if engines compute in low precision"
     )
 
 
