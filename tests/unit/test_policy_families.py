@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from rose.schemas.errors import UsageError
 from rose.workers.lender.endpoint.weights_proof import ProbeAnswer, ReferenceModel
 from rose.workers.model_config import ConfigRefused, max_context_tokens
-from rose.workers.trainer.policy import ModelFolderError, load_policy, token_logprobs
+from rose.workers.trainer.policy import load_policy, token_logprobs
+from rose.workers.weights.model_folder import FolderError
 
 SIZES = {
     "vocab_size": 64,
@@ -157,7 +158,7 @@ def test_angles_for_long_contexts_are_not_chosen_by_what_comes_beside_a_row(tmp_
 def test_a_part_of_a_head_that_transformers_does_not_keep_to_is_refused(tmp_path: Path) -> None:
     angles = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     load_policy(made(tmp_path / "stablelm", "stablelm", rope_parameters=angles))
-    with pytest.raises(ModelFolderError, match="has a partial_rotary_factor"):
+    with pytest.raises(FolderError, match="has a partial_rotary_factor"):
         load_policy(made(tmp_path / "llama", "llama", rope_parameters=angles))
 
 
@@ -168,13 +169,13 @@ def test_weights_that_are_finite_and_whose_logprobs_are_not_are_refused(tmp_path
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"].fill_(3e38)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelFolderError, match="computes logprobs that are no numbers"):
+    with pytest.raises(FolderError, match="computes logprobs that are no numbers"):
         load_policy(folder)
 
 
 def test_a_model_that_raises_when_it_computes_is_refused(tmp_path: Path) -> None:
     folder = made(tmp_path, "dbrx", d_model=32, n_heads=2, n_layers=1, attn_config={"kv_n_heads": 2, "rope_theta": 1e4})
-    with pytest.raises(ModelFolderError, match="loads, and transformers cannot compute it: ") as caught:
+    with pytest.raises(FolderError, match="loads, and transformers cannot compute it: ") as caught:
         load_policy(folder)
     assert "\n" not in str(caught.value)
 
