@@ -1,5 +1,7 @@
 """Selection: which samples of complete groups are trained on, and the outcome of each trajectory.
 
+A sample is left out if no step can compute it, if its loss is undefined, or if it is too old.
+
 Another rule belongs into `_decide` if it looks at one sample, into `select_samples` if it compares the samples of a
 group, and into `select_groups` if it compares groups, for example to train on the best of more groups than a step needs
 (oversampling).
