@@ -19,11 +19,10 @@ from rose.pipeline.local.demo import training_prompts
 from rose.schemas.prompts import Prompt
 from rose.workers.environments.registry import load_environment
 from rose.workers.environments.turn_format import TurnFormat
-from rose.workers.trainer.algorithms.registry import make_algorithm
-from rose.workers.trainer.optimizer import make_optimizer, make_schedule
+from rose.workers.trainer.algorithms import TrainingSample, make_algorithm
+from rose.workers.trainer.learner import make_optimizer, make_schedule
 from rose.workers.trainer.policy import load_policy
 from rose.workers.trainer.step import train_step
-from rose.workers.trainer.training_sample import TrainingSample
 
 HELD_OUT_EVERY_STEPS = 10
 """How often the curve shows held-out success."""

@@ -5,10 +5,14 @@ The trainer and the weights proof use them, so that they compute what the engine
 Keeps true: parameters and buffers keep their names; weights in memory and in a folder do not change.
 """
 
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
+
+LIMIT = "time_step_limit"
+"""Attribute of Mamba layers: smallest and largest time step."""
 
 
 class BfloatXIELU(torch.nn.Module):
@@ -33,6 +37,9 @@ class BfloatXIELU(torch.nn.Module):
 def replace_unlike_layers(model: Any) -> None:
     """Replace, in place, the layers of a transformers model that compute something else than vLLM's."""
     kind = model.config.model_type
+    for module in model.modules():
+        if hasattr(module, LIMIT):  # transformers keeps to a limit of config.json, vLLM knows none
+            setattr(module, LIMIT, (0.0, inf))
     if kind == "apertus":
         for layer in model.model.layers:
             layer.mlp.act_fn = BfloatXIELU(layer.mlp.act_fn)

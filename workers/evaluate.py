@@ -34,8 +34,9 @@ from rose.workers.environments.registry import load_environment
 from rose.workers.environments.thread_runner import ThreadRunner
 from rose.workers.environments.transitions import StepResult
 from rose.workers.environments.turn_format import TurnFormat
-from rose.workers.executor.vllm.folder import check_folder
 from rose.workers.executor.vllm.types import EngineConfig
+from rose.workers.tokenizer import check_reading
+from rose.workers.weights.model_folder import check_folder
 
 if TYPE_CHECKING:
     from rose.workers.executor.vllm.engine import Engine
@@ -113,6 +114,7 @@ def evaluate_policy(
         import rose.workers.executor.vllm.process_env  # noqa: F401
         from rose.workers.executor.vllm.engine import Engine
 
+        check_reading(config.model_folder)
         engine = Engine(config)
         table = _GameLoop(engine, environments, sampling, max_turns, max_context_tokens)
         try:

@@ -50,26 +50,64 @@ EVEN_HEADS = (
 KINDS = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "su", "yarn")
 """Values of rope_type that transformers knows."""
 
-WINDOW, LOGIT_SCALE, ATTENTION_BIAS = "sliding_window", "logit_scale", "attention_bias"
-LAYER_TYPES, PATTERN, HEAD_DIM, SECTIONS = "layer_types", "sliding_window_pattern", "head_dim", "mrope_section"
+WINDOW, LAYER_TYPES, PATTERN, HEAD_DIM = "sliding_window", "layer_types", "sliding_window_pattern", "head_dim"
+SECTIONS, ATTENTION_BIAS, MLP_BIAS = "mrope_section", "attention_bias", "mlp_bias"
 
 SILU = {"hidden_act": ("silu", "swish")}
+NO_BIAS = {ATTENTION_BIAS: (False,)}
 
 TAKEN_FOR_GRANTED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "cohere": SILU | {ATTENTION_BIAS: (False,)},
-    "cohere2": SILU | {ATTENTION_BIAS: (False,)},
-    "cohere2_moe": SILU | {ATTENTION_BIAS: (False,)},
-    "deepseek_v3": {"rope_interleave": (True,)},
+    "afmoe": NO_BIAS,
+    "axk1": NO_BIAS | {"rope_interleave": (True,)},
+    "cohere": SILU | NO_BIAS,
+    "cohere2": SILU | NO_BIAS,
+    "cohere2_moe": SILU | NO_BIAS,
+    "deepseek_v2": NO_BIAS | {MLP_BIAS: (False,)},
+    "deepseek_v3": NO_BIAS | {"rope_interleave": (True,)},
+    "ernie4_5": {"use_bias": (False,)},
+    "ernie4_5_moe": {"moe_norm_min": (1e-12,)},
     "falcon": {"activation": ("gelu",)},
-    "gpt_oss": {"rms_norm_eps": (1e-5,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+    "falcon_h1": NO_BIAS | {MLP_BIAS: (False,)},
+    "gemma": NO_BIAS | {"hidden_act": ("gelu_pytorch_tanh", "gelu")},
+    "gemma3_text": {"attn_logit_softcapping": (None,)},
+    "glm4_moe_lite": NO_BIAS | {"rope_interleave": (True,)},
+    "gpt_oss": {ATTENTION_BIAS: (True,), "rms_norm_eps": (1e-5,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+    "granitemoe": SILU | NO_BIAS,
+    "granitemoe_swa": NO_BIAS,
+    "granitemoeshared": NO_BIAS,
+    "hy_v3": NO_BIAS | {MLP_BIAS: (False,)},
+    "llama4_text": SILU | NO_BIAS,
+    "longcat_flash": NO_BIAS,
+    "minicpm3": NO_BIAS | {MLP_BIAS: (False,)},
+    "minimax_m2": SILU,
     "mixtral": SILU,
-    "olmoe": SILU | {"rms_norm_eps": (1e-5,), "norm_topk_prob": (False,), "clip_qkv": (None,)},
+    "olmo_hybrid": SILU | NO_BIAS,
+    "olmoe": SILU | NO_BIAS | {"rms_norm_eps": (1e-5,), "norm_topk_prob": (False,), "clip_qkv": (None,)},
     "qwen2_moe": {"qkv_bias": (True,)},
-    "qwen3": {ATTENTION_BIAS: (False,)},
-    "qwen3_moe": {ATTENTION_BIAS: (False,)},
-    "stablelm": SILU | {"use_parallel_residual": (False,)},
+    "qwen3": NO_BIAS,
+    "qwen3_5_moe_text": NO_BIAS,
+    "qwen3_5_text": NO_BIAS,
+    "qwen3_moe": NO_BIAS,
+    "qwen3_next": NO_BIAS,
+    "stablelm": SILU | {"use_parallel_residual": (False,), "qk_layernorm": (False,)},
+    "zamba2": {"use_long_context": (False,)},
 }
 """Fields that vLLM does not read, with the values for which vLLM computes the same as transformers; by model type."""
+
+ENGINE_ALONE: dict[str, dict[str, tuple[Any, ...]]] = {
+    "deepseek_v2": {"norm_topk_prob": (False, None), "scoring_func": ("softmax", None)},
+    "deepseek_v3": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    "gemma": {"hidden_activation": ("gelu_pytorch_tanh", None)},
+}
+"""Fields that transformers does not read, with the values for which vLLM computes the same; None: no such field."""
+
+ENGINE_FIELDS = {
+    **{"logit_scale": 1, ATTENTION_BIAS: False, MLP_BIAS: False, "bias": False, "qkv_bias": False, "qk_norm": False},
+    **{"ada_rms_norm_t_cond": False, "attention_sinks": False, "dual_chunk_attention_config": None},
+    **{"layer_rope_theta": None, "llama_4_scaling": None},
+}
+"""Fields that vLLM reads for many model types, with the value that has no effect. Transformers reads a field only for
+the types whose configuration knows it."""
 
 OWN_SCALE = "phimoe"
 """The model type for which transformers reads `short_mscale`; vLLM reads the field for all types."""
@@ -81,6 +119,11 @@ class ConfigRefused(UsageError):
 
 def check_agreement(folder: Path, config: Mapping[str, Any]) -> None:
     """Check the content of a folder's config.json. Raises ConfigRefused if trainer and engine would not agree."""
+    if config.get("auto_map") and not _type_known(config):
+        raise ConfigRefused(
+            f"{folder}/{CONFIG} asks for code of its own (auto_map), which is never run, as transformers does not know "
+            f"the type {config.get('model_type')}: begin with a model of a type that transformers and vLLM know"
+        )
     if config.get("is_causal") is False or config.get("use_bidirectional_attention") is True:
         raise ConfigRefused(f"{folder}/{CONFIG} lets a token see what comes after it: such a model cannot be sampled")
     if config.get("scale_attn_weights") is False:
@@ -92,11 +135,18 @@ def check_agreement(folder: Path, config: Mapping[str, Any]) -> None:
                 f"{folder}/{CONFIG} has {name} {said!r}, which vLLM takes for {known[0]!r} and transformers does not: "
                 "begin with another model"
             )
-    if config.get(LOGIT_SCALE) not in (None, 1) and not _known(config, LOGIT_SCALE):
-        raise ConfigRefused(
-            f"{folder}/{CONFIG} has a {LOGIT_SCALE}, which vLLM reads and transformers, for a "
-            f"{config.get('model_type')}, does not: take it out"
-        )
+    for name, known in ENGINE_ALONE.get(str(config.get("model_type")), {}).items():
+        if (said := config.get(name)) not in known:
+            raise ConfigRefused(
+                f"{folder}/{CONFIG} has {name} {json.dumps(said)}, which vLLM reads and transformers, for a "
+                f"{config['model_type']}, takes for {json.dumps(known[0])}: write that"
+            )
+    for name, none in ENGINE_FIELDS.items():
+        if config.get(name) not in (None, none) and not _known(config, name):
+            raise ConfigRefused(
+                f"{folder}/{CONFIG} has {name} {json.dumps(config[name])}, which vLLM reads and transformers, for a "
+                f"{config.get('model_type')}, does not: take it out"
+            )
     _check_heads(folder, config)
     _check_layer_types(folder, config)
     _check_angles(folder, config)
@@ -236,6 +286,13 @@ def _angles(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield from apart or [angles]
 
 
+def _type_known(config: Mapping[str, Any]) -> bool:
+    """Whether transformers knows the model type."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return config.get("model_type") in CONFIG_MAPPING
+
+
 def _known(config: Mapping[str, Any], name: str) -> bool:
     """Whether transformers' configuration of this model type has the field.
 
@@ -243,8 +300,7 @@ def _known(config: Mapping[str, Any], name: str) -> bool:
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind = config.get("model_type")
-    return kind not in CONFIG_MAPPING or name in CONFIG_MAPPING[kind]().to_dict()
+    return not _type_known(config) or name in CONFIG_MAPPING[config["model_type"]]().to_dict()
 
 
 def _windows_all(config: Mapping[str, Any]) -> bool:

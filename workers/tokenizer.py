@@ -9,10 +9,12 @@ Keeps true
   `added_tokens.json`.
 - Tokens that only the other files of the folder define are added as transformers adds them. An added token has the id
   that the files give; the library `tokenizers` alone would number it anew, without an error.
+- A folder whose texts transformers' AutoTokenizer reads otherwise is refused. transformers takes some settings from
+  `tokenizer_config.json` (`add_prefix_space`, `fix_mistral_regex`), and makes some tokenizers anew from its own code.
 - The vocabulary size is that of `config.json`; with several models in one configuration, that of the text model.
   `check_vocabulary` refuses a tokenizer whose tokens lie outside of the model's vocabulary.
 
-Needs only the library `tokenizers`, and that only where a tokenizer is loaded.
+Needs only the library `tokenizers`, and that only where a tokenizer is loaded; `check_reading` needs transformers.
 """
 
 import json
@@ -149,6 +151,15 @@ LOADED = ("version", "added_tokens", "normalizer", "pre_tokenizer", "decoder", "
 OLDER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt")
 """Names of files that hold a tokenizer in forms from which transformers makes a `tokenizer.json`."""
 
+PROBES = (
+    *("word", " word  two ", "Word's HTTPServer camelCase", "1234567 3.14 x1", "a\n\nb \n c\t\td\r\n", "f(x)=[y];//"),
+    *("caf\u00e9 cafe\u0301 \ufb01n", "\u65e5\u672c\u8a9e\u3068 \u0441\u043b\u043e\u0432\u043e", "\U0001f600!?..."),
+)
+"""Texts of which flags and pre-tokenizers make different tokens: spaces, case, digits, lines, accents and scripts."""
+
+MISTRAL_FILE = "tekken.json"
+"""Name of a tokenizer's file that only Mistral's own library reads."""
+
 NULL = msgspec.Raw(b"null")
 
 MARKS_FIRST = re.compile(rb'"prepend_scheme"\s*:\s*"first"')
@@ -175,6 +186,11 @@ def load_tokenizer(file: Path, *, special: Collection[str] = (), amid: bool = Fa
     from tokenizers import Tokenizer
 
     tokens = read_tokens(file.parent)
+    if not file.exists() and (file.parent / MISTRAL_FILE).is_file():
+        raise TokenizerError(
+            f"{file.parent} has {MISTRAL_FILE}, Mistral's own format, and no {TOKENIZER_FILE}: take the "
+            f"{TOKENIZER_FILE} and {CONFIG_FILE} that the model is published with for transformers"
+        )
     if not file.exists() and (other := next((name for name in OLDER_FILES if (file.parent / name).is_file()), None)):
         raise TokenizerError(
             f"{file.parent} has {other} and no {TOKENIZER_FILE}: write the file with transformers' "
@@ -244,6 +260,34 @@ def _mark(tokenizer: Any, special: Collection[str]) -> None:
     for token in [token for token in added if token.content in special and not token.special]:
         kept = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")}
         tokenizer.add_tokens([AddedToken(token.content, special=True, **kept)])
+
+
+def check_reading(folder: Path) -> None:
+    """Raises TokenizerError if transformers makes other tokens of a text than the folder's `tokenizer.json` says.
+
+    A tokenizer that transformers cannot load is passed. Imports transformers and torch.
+    """
+    if not (folder / TOKENIZER_FILE).is_file():
+        return
+    from transformers import AutoTokenizer
+
+    try:
+        theirs: Any = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, mistral_format=False
+        )
+    except Exception:  # noqa: BLE001 - of any type, for what only transformers needs, such as another library
+        return
+    tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
+    added = (token.content for token in tokenizer.get_added_tokens_decoder().values())
+    for text in (*PROBES, *(f"a {token} b" for token in added)):
+        ours = tokenizer.encode(text, add_special_tokens=False).ids
+        if ours != theirs(text, add_special_tokens=False, verbose=False)["input_ids"]:
+            raise TokenizerError(
+                f"{folder}: transformers' AutoTokenizer makes other tokens of {text!r} than {TOKENIZER_FILE} says: if "
+                "transformers is right, write the files with AutoTokenizer.from_pretrained(folder).save_pretrained("
+                f"folder); if {TOKENIZER_FILE} is right, take the flags out of {CONFIG_FILE}, or set its "
+                "tokenizer_class to PreTrainedTokenizerFast, which reads the file as it is"
+            )
 
 
 def check_vocabulary(tokenizer: Any, vocabulary: int, folder: Path) -> None:

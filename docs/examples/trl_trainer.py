@@ -26,9 +26,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rose.schemas.samples import Outcome, Sample
 from rose.topics.settings import BusSettings
+from rose.workers.trainer.algorithms import TrainingSample
 from rose.workers.trainer.selection import SampleDecision, SelectedGroup, SelectionRules, outcomes_of, select_samples
 from rose.workers.trainer.stream import SampleStream
-from rose.workers.trainer.training_sample import TrainingSample
 from rose.workers.weights.folder_names import FolderTensors
 from rose.workers.weights.publish import WeightPublisher
 

@@ -36,7 +36,15 @@ SEEDS_OF_A_RUN = 1_000_000
 
 
 def training_prompts(tasks: TasksSection, *, run: str, seed: int, groups: int) -> list[Prompt]:
-    """Return the prompts of a run, one task each. Raises UsageError if a task would be a held-out task."""
+    """Return the prompts of a run, one task each.
+
+    Raises UsageError if a task would be a held-out task, or groups are of one trajectory.
+    """
+    if tasks.group_size < 2:
+        raise UsageError(
+            "tasks.group_size is 1, and a trainer learns from the differences between the rewards of a group: set at "
+            "least 2"
+        )
     first = tasks.first_seed + seed * SEEDS_OF_A_RUN
     if first + groups > tasks.held_out_seed and first < tasks.held_out_seed + tasks.held_out:
         raise UsageError(

@@ -22,9 +22,9 @@ from rose.schemas.samples import Sample, SampleTurn
 from rose.workers.executor.vllm import weights as engine_weights
 from rose.workers.executor.vllm.engine import Engine
 from rose.workers.executor.vllm.types import EngineStartError, FinishedTurn, SwapRefused
+from rose.workers.trainer.algorithms import TrainingSample
 from rose.workers.trainer.policy import token_logprobs
-from rose.workers.trainer.sample_errors import sample_error
-from rose.workers.trainer.training_sample import TrainingSample
+from rose.workers.trainer.selection import sample_error
 from tests.support.engine_fixtures import (
     BLOCK,
     MAX_MODEL_LEN,

@@ -15,11 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rose.schemas.errors import UsageError
-from rose.workers.executor.vllm.folder import check_folder
 from rose.workers.trainer.export import export_policy
 from rose.workers.trainer.policy import load_policy, token_logprobs
 from rose.workers.weights.folder_names import FolderTensors
-from rose.workers.weights.model_folder import WHOLE
+from rose.workers.weights.model_folder import WHOLE, check_folder
 from tests.support.model_families import CONTEXT, Turn, played, sent, tiny_policy, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -317,7 +317,7 @@ def test_a_step_line_that_was_cut_short_is_written_again(
 
 @any_broker
 def test_a_broken_model_folder_is_one_sentence(settings: BusSettings, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="it has no config"):
+    with pytest.raises(UsageError, match=r"it has no readable config\.json"):
         run_trainer(settings, config_of(tmp_path, tmp_path / "run"), Event())
 
 

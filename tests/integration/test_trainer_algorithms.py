@@ -15,7 +15,7 @@ from tests.support.trainer_fixtures import GROUP_SIZE, GROUPS, STEPS, config_of,
 pytestmark = pytest.mark.slow
 
 OWN = """
-from rose.workers.trainer.algorithms.base import TokenLoss
+from rose.workers.trainer.algorithms import TokenLoss
 
 class Own:
     def __init__(self, config): ...

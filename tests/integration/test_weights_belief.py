@@ -23,11 +23,10 @@ from rose.workers.weights.checks import Refusal
 from rose.workers.weights.chunk_stores import AnchorStore
 from rose.workers.weights.config import WeightsConfig
 from rose.workers.weights.layout import whole_digest
-from rose.workers.weights.manifests import read_manifests, sign_manifest
+from rose.workers.weights.manifests import VersionTaken, read_manifests, sign_manifest
 from rose.workers.weights.publish import WeightPublisher
 from rose.workers.weights.receive import StagedVersion, WeightReceiver
 from rose.workers.weights.trust import make_trust
-from rose.workers.weights.version_numbers import VersionTaken
 from tests.integration.test_weights import MODEL, WAIT_SECONDS, assert_equal, receiving, slice_of, staged, tensors_of
 from tests.support.brokers import AnyBroker, kafka_first
 from tests.support.weights_fixtures import newest_manifest

@@ -59,7 +59,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 16},
     "mamba2": {"num_heads": 4, "state_size": 16, "n_groups": 1},
     "axk1": LATENT,
-    "deepseek_v3": LATENT | {"topk_method": "noaux_tc"},
+    "deepseek_v3": LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "longcat_flash": {"qk_rope_head_dim": 32},
     "mimo_v2_flash": {"num_key_value_heads": 1},  # layers with a window have twice as many
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},

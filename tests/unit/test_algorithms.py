@@ -16,20 +16,29 @@ from hypothesis import strategies as st
 
 from rose.schemas.errors import UsageError
 from rose.schemas.limits import MAX_REWARD
-from rose.workers.trainer.algorithms import base
-from rose.workers.trainer.algorithms.base import AlgorithmError, TokenBatch, TokenLoss
-from rose.workers.trainer.algorithms.clipped_loss import clipped_loss
-from rose.workers.trainer.algorithms.grpo import DEVIATION_EPSILON, Grpo, group_advantages
-from rose.workers.trainer.algorithms.registry import UnknownAlgorithm, make_algorithm
-from rose.workers.trainer.algorithms.rloo import Rloo, leave_one_out_advantages
+from rose.workers.trainer import algorithms
+from rose.workers.trainer.algorithms import (
+    AlgorithmError,
+    TokenBatch,
+    TokenLoss,
+    TrainingSample,
+    UnknownAlgorithm,
+    make_algorithm,
+)
+from rose.workers.trainer.algorithms.group_relative import (
+    DEVIATION_EPSILON,
+    Grpo,
+    Rloo,
+    clipped_loss,
+    group_advantages,
+    leave_one_out_advantages,
+)
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.groups import CompleteGroup
-from rose.workers.trainer.learner import Learner
-from rose.workers.trainer.optimizer import make_optimizer
+from rose.workers.trainer.learner import Learner, make_optimizer
 from rose.workers.trainer.policy import load_policy
 from rose.workers.trainer.selection import SelectedGroup, SelectionRules, select_groups
 from rose.workers.trainer.step import train_step
-from rose.workers.trainer.training_sample import TrainingSample
 from tests.support.trainer_fixtures import group_name, make_policy, make_samples
 
 REWARDS = st.lists(st.sampled_from([0.0, 0.25, 1.0, -1.0]), min_size=1, max_size=16)
@@ -228,7 +237,7 @@ def test_name_that_leads_to_no_algorithm_is_refused(name: str, says: str) -> Non
 
 OWN = """
 import torch
-from rose.workers.trainer.algorithms.base import TokenLoss
+from rose.workers.trainer.algorithms import TokenLoss
 
 class Own:
     def __init__(self, config): ...
@@ -257,6 +266,9 @@ class Own:
         (".sum())", ")", "whose `summed` is a scalar tensor"),
         ("batch.logprobs", "batch.behaviour_logprobs", "computed from `batch.logprobs`"),
         (".sum())", ".sum(), torch.zeros(3, dtype=torch.bool))", "whose `clipped` has the shape of"),
+        ("batch.logprobs", "(0 * batch.logprobs)", r"Own\.loss has no gradient for sampled tokens .* -0\.5 and 0\.5"),
+        ("batch.logprobs", "torch.ones(2, 3, requires_grad=True)", "no gradient .*: compute `summed` from"),
+        ("batch.logprobs", "batch.logprobs.where(~batch.loss_mask, 0.0)", "no gradient for sampled tokens"),
         ("batch.advantages *", "batch.advantage *", "does not compute: AttributeError"),
     ],
 )
@@ -293,8 +305,8 @@ def test_own_algorithm_trains_a_policy_by_its_import_path(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The algorithm is the documented example."""
-    example = textwrap.dedent((base.__doc__ or "").split('my_module:PlainReinforce"`)\n')[1])
-    imports = "from rose.workers.trainer.algorithms.base import *\nfrom collections.abc import Sequence\n"
+    example = textwrap.dedent((algorithms.__doc__ or "").split('my_module:PlainReinforce"`)\n')[1])
+    imports = "from rose.workers.trainer.algorithms import *\nfrom collections.abc import Sequence\n"
     imports += "from rose.workers.trainer.config import TrainerConfig\n"
     (tmp_path / "my_module.py").write_text(imports + example)
     monkeypatch.syspath_prepend(tmp_path)

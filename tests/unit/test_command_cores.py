@@ -200,6 +200,11 @@ def test_no_training_task_is_a_held_out_one(seed: int, groups: int) -> None:
     assert len({prompt.group_id for prompt in prompts}) == groups
 
 
+def test_groups_of_one_trajectory_are_refused_before_a_demo_begins() -> None:
+    with pytest.raises(UsageError, match=r"tasks\.group_size is 1, .* set at least 2"):
+        training_prompts(TasksSection(group_size=1), run="r", seed=0, groups=4)
+
+
 @given(st.lists(st.integers(0, 1000), max_size=40))
 def test_only_quick_crashes_in_a_row_end_a_run(runs: list[int]) -> None:
     restarts, now, row = restart_backoff(), 0.0, 0

@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rose.schemas.errors import UsageError
-from rose.workers.executor.vllm.folder import read_folder
 from rose.workers.trainer.export import export_policy
-from rose.workers.trainer.policy import ModelFolderError, load_policy
+from rose.workers.trainer.policy import load_policy
 from rose.workers.weights.folder_names import FolderTensors
-from rose.workers.weights.model_folder import INDEX, WHOLE, FolderError, folder_shapes
-from rose.workers.weights.snapshot import snapshot_of
+from rose.workers.weights.model_folder import INDEX, WHOLE, FolderError, folder_shapes, read_folder
+from rose.workers.weights.tensors import snapshot_of
 from tests.support.model_families import tiny_policy
 
 Tensors = dict[str, torch.Tensor]
@@ -205,6 +204,10 @@ def index_names(*files: str) -> Callable[[Path], object]:
         (lambda f: (f / INDEX).write_text('{"weight_map": {"a": 1}}'), "lacks 1"),
         (lambda f: rewrite(f, lambda t: t.update({"a": torch.zeros(1, dtype=torch.float8_e4m3fn)})), "F8_E4M3"),
         (
+            lambda f: rewrite(f, lambda t: t.update({"embed_tokens.weight": t.pop("model.embed_tokens.weight")})),
+            r"holds embed_tokens\.weight: .* save the policy anew with AutoModelForCausalLM",
+        ),
+        (
             lambda f: (f / "config.json").write_text(
                 json.dumps(json.loads((f / "config.json").read_text()) | {"quantization_config": {"bits": 4}})
             ),
@@ -236,6 +239,7 @@ def test_a_folder_whose_files_are_not_clear_is_refused_by_trainer_and_executor(
             r"holds pytorch_model-00001-of-00002\.bin .*convert",
         ),
         (["consolidated.00.pth", "params.json"], r"holds consolidated\.00\.pth .*convert"),
+        (["consolidated.safetensors", "params.json"], r"Mistral's own format|nobody would load consolidated"),
         (["qwen-q4.gguf"], r"holds qwen-q4\.gguf .*convert"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -283,7 +287,7 @@ def test_a_weight_that_the_model_has_no_place_for_is_refused(tmp_path: Path) -> 
 def test_a_head_that_is_not_the_embedding_that_it_is_tied_to_is_refused(tmp_path: Path) -> None:
     tied_with_a_head_of_its_own(tmp_path)
     rewrite(tmp_path, lambda tensors: tensors["lm_head.weight"].add_(1))
-    with pytest.raises(ModelFolderError, match="tie_word_embeddings"):
+    with pytest.raises(FolderError, match="tie_word_embeddings"):
         load_policy(tmp_path)
 
 

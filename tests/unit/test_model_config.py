@@ -12,11 +12,12 @@ from safetensors.numpy import save_file
 from rose.schemas.errors import UsageError
 from rose.workers.executor.config import ExecutorConfig
 from rose.workers.executor.engine_process import EngineProcess
-from rose.workers.executor.vllm.folder import check_folder
 from rose.workers.model_config import check_agreement, check_context_length, max_context_tokens
 from rose.workers.trainer.policy import load_policy
+from rose.workers.weights.model_folder import check_folder
 
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 HEADS = {"hidden_size": 64, "num_attention_heads": 2}
 
 
@@ -45,6 +46,10 @@ def folder_of(place: Path, **said: Any) -> Path:
             "rope_type longrope",
         ),
         ({"is_causal": False}, "comes after it"),
+        (
+            {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}},
+            r"asks for code of its own .* the type own: begin",
+        ),
         ({"use_bidirectional_attention": True}, "comes after it"),
         ({"scale_attn_weights": False}, "scale_attn_weights"),
         ({"model_type": "stablelm", "hidden_act": "gelu"}, "has hidden_act 'gelu', which vLLM takes for 'silu'"),
@@ -52,7 +57,7 @@ def folder_of(place: Path, **said: Any) -> Path:
         ({"model_type": "cohere2", "hidden_act": "gelu"}, "hidden_act"),
         ({"model_type": "falcon", "activation": "silu"}, "activation"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias"),
-        ({"model_type": "llama", "logit_scale": 0.25}, "has a logit_scale, which vLLM reads"),
+        ({"model_type": "llama", "logit_scale": 0.25}, "has logit_scale 0.25, which vLLM reads"),
         ({"model_type": "qwen2", **HEADS, "head_dim": 64}, "has head_dim 64, .* takes for 32"),
         ({"model_type": "qwen2_moe", **HEADS, "head_dim": 16}, "has head_dim 16, .* takes for 32"),
         ({"model_type": "phi3", "sliding_window": 8, "layer_types": ["full_attention"]}, "has layer_types beside a"),
@@ -63,7 +68,20 @@ def folder_of(place: Path, **said: Any) -> Path:
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv 8.0, which vLLM takes for None"),
         ({"model_type": "exaone4", "sliding_window": 8, "sliding_window_pattern": "LG"}, "'LG', .* write layer_types"),
         ({"model_type": "exaone4", "sliding_window": None}, "write layer_types"),
-        ({"model_type": "deepseek_v3", "rope_interleave": False}, "rope_interleave"),
+        ({"model_type": "deepseek_v3", **SIGMOID, "rope_interleave": False}, "rope_interleave"),
+        ({"model_type": "deepseek_v3", "topk_method": "noaux_tc"}, 'scoring_func null, .* takes for "sigmoid": write'),
+        ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob true, .* takes for false: write"),
+        ({"model_type": "gemma", "attention_bias": True}, "attention_bias"),
+        (
+            {"model_type": "gemma", "hidden_activation": "gelu"},
+            'hidden_activation "gelu", .* "gelu_pytorch_tanh": write',
+        ),
+        ({"model_type": "granitemoe", "hidden_act": "gelu"}, "hidden_act"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm"),
+        ({"model_type": "mistral", "attention_bias": True}, "has attention_bias true, .* mistral, does not: take it"),
+        ({"model_type": "phi3", "mlp_bias": True}, "has mlp_bias true"),
+        ({"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 8}}, "has dual_chunk_attention_config"),
     ],
 )
 def test_what_trainer_and_engine_compute_differently_is_refused_by_both_in_one_sentence(
@@ -92,6 +110,10 @@ def test_what_trainer_and_engine_compute_differently_is_refused_by_both_in_one_s
         {"model_type": "stablelm", "hidden_act": "silu", "use_parallel_residual": False},
         {"model_type": "qwen3", "attention_bias": False},
         {"model_type": "llama", "attention_bias": True, "hidden_act": "gelu"},
+        {"model_type": "deepseek_v3", **SIGMOID},
+        {"model_type": "deepseek_v2"},
+        {"model_type": "phi3", "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}},
+        {"model_type": "mistral", "attention_bias": False, "mlp_bias": None},
         {"model_type": "cohere", "logit_scale": 0.25, "attention_bias": None},
         {"model_type": "qwen2", **HEADS, "head_dim": 32},
         {"model_type": "qwen2", **HEADS, "head_dim": None},

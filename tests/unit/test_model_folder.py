@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch_file
 
-from rose.workers.executor.vllm.folder import check_folder
-from rose.workers.executor.vllm.types import ModelFolderError
+from rose.schemas.errors import UsageError
+from rose.workers.weights.model_folder import FolderError, check_folder
 
 VOCABULARY = 12
 
@@ -81,9 +83,9 @@ def rewrite_config(folder: Path, **changes: object) -> None:
         (lambda f: (f / "model.safetensors").write_text(POINTER), "is a pointer of git-lfs: .* git lfs pull"),
         (lambda f: rewrite_config(f, dtype="auto"), 'dtype "auto": write the element type'),
         (lambda f: rewrite_config(f, torch_dtype="auto"), 'dtype "auto": write the element type'),
-        (lambda f: rewrite_config(f, quantization_config={"quant_method": "fp8"}), "holds quantized weights"),
-        (lambda f: rewrite_config(f, compression_config={"format": "float-quantized"}), "holds quantized weights"),
-        (lambda f: (f / "hf_quant_config.json").write_text("{}"), "holds quantized weights"),
+        (lambda f: rewrite_config(f, quantization_config={"quant_method": "fp8"}), "remove the key quantization"),
+        (lambda f: rewrite_config(f, compression_config={"format": "x"}), "remove the key compression_config"),
+        (lambda f: (f / "hf_quant_config.json").write_text("{}"), "not quantized: remove the file hf_quant_config"),
         *(
             (lambda f, name=name: rewrite_config(f, architectures=[name]), f"{name}, which is no causal language model")
             for name in OTHER_TASKS
@@ -95,10 +97,39 @@ def rewrite_config(folder: Path, **changes: object) -> None:
 )
 def test_a_broken_folder_is_one_sentence(folder: Path, spoil: Callable[[Path], object], reason: str) -> None:
     spoil(folder)
-    with pytest.raises(ModelFolderError, match=reason) as caught:
+    with pytest.raises(UsageError, match=reason) as caught:
         check_folder(folder)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize("said", [{}, {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", torch.uint8),  # bitsandbytes
+        ("model.layers.0.mlp.up_proj.weight", torch.int8),
+        ("model.layers.0.mlp.up_proj.qweight", torch.int32),  # GPTQ, AWQ
+        ("model.layers.0.mlp.up_proj.weight", torch.float8_e4m3fn),
+    ],
+)
+def test_quantized_weights_are_refused_whatever_the_config_says(
+    folder: Path, name: str, dtype: torch.dtype, said: dict[str, object]
+) -> None:
+    rewrite_config(folder, **said)
+    save_torch_file({name: torch.zeros(4, 4, dtype=dtype)}, folder / "model.safetensors")
+    with pytest.raises(FolderError, match=rf"quantized weights, .*{name} is .*: take the same model"):
+        check_folder(folder)
+
+
+def test_integers_that_are_no_weights_are_taken(folder: Path) -> None:
+    masks = {
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8),
+        "transformer.position_ids": torch.arange(4),
+        "transformer.h.0.attn.mask": torch.ones(4, 4, dtype=torch.bool),
+    }
+    save_torch_file(masks | {"transformer.ln_f.weight": torch.zeros(4)}, folder / "model.safetensors")
+    assert check_folder(folder)[0] == {"transformer.ln_f.weight": (4,)}
 
 
 @pytest.mark.parametrize(
@@ -110,10 +141,10 @@ def test_a_broken_folder_is_one_sentence(folder: Path, spoil: Callable[[Path], o
 )
 def test_weights_with_another_number_of_rows_than_the_vocabulary_are_refused_with_both(folder: Path, name: str) -> None:
     save_file({name: np.zeros((VOCABULARY + 1, 4), np.float32)}, folder / "model.safetensors")
-    with pytest.raises(ModelFolderError, match=rf"{name} has shape \(13, 4\), config.json says a vocabulary of 12"):
+    with pytest.raises(FolderError, match=rf"{name} has shape \(13, 4\), config.json says a vocabulary of 12"):
         check_folder(folder)
 
 
 def test_a_path_that_is_no_folder_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ModelFolderError, match="is not a model folder"):
+    with pytest.raises(FolderError, match="is not a model folder"):
         check_folder(tmp_path / "nowhere")

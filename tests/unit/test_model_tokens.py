@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from rose.workers.environments.turn_format import TurnFormat, TurnFormatError
-from rose.workers.executor.vllm.folder import check_folder
-from rose.workers.executor.vllm.types import ModelFolderError
+from rose.workers.tokenizer import TokenizerError
+from rose.workers.weights.model_folder import check_folder
 from tests.support.tokenizer_fixtures import CHATML, byte_level, folder, special_tokens, word_marking
 
 MARKS = ("<|im_start|>", "<|im_end|>")
@@ -169,7 +169,7 @@ def test_ids_that_the_library_would_not_give_are_refused_by_all_that_read_the_to
     said = json.loads((made / "tokenizer.json").read_bytes())
     change(said["added_tokens"][0])
     (made / "tokenizer.json").write_text(json.dumps(said))
-    for start, error in ((TurnFormat, TurnFormatError), (check_folder, ModelFolderError)):
+    for start, error in ((TurnFormat, TurnFormatError), (check_folder, TokenizerError)):
         with pytest.raises(error, match=r"tokenizer\.json: added_tokens says that '<\|im_start\|>' is token"):
             start(made)
 
@@ -220,7 +220,7 @@ def test_a_text_that_the_model_has_no_token_for_is_refused_by_all_that_read_the_
     made = with_model(tmp_path, MODEL, with_hole(5000))
     with pytest.raises(TurnFormatError, match=r"an observation with 'zz' \(token 5000\) could not be computed"):
         TurnFormat(made)
-    with pytest.raises(ModelFolderError, match=r"an observation with 'zz' \(token 5000\) could not be computed"):
+    with pytest.raises(TokenizerError, match=r"an observation with 'zz' \(token 5000\) could not be computed"):
         check_folder(made)
     with pytest.raises(TurnFormatError, match=r"\(token 5000\)"):
         TurnFormat(with_model(tmp_path, MODEL, with_hole(5000), nested=True))

@@ -21,12 +21,12 @@ from bench.plain_engine import Task, sample_trajectories
 from rose.schemas.arrays import MIN_LOGPROB
 from rose.workers.environments.calculator import Calculator
 from rose.workers.environments.turn_format import TurnFormat
-from rose.workers.trainer.algorithms.registry import make_algorithm
+from rose.workers.trainer.algorithms import TrainingSample, make_algorithm
 from rose.workers.trainer.config import TrainerConfig
-from rose.workers.trainer.optimizer import make_optimizer
-from rose.workers.trainer.policy import ModelFolderError, load_policy, microbatches, pad_rows, token_logprobs
+from rose.workers.trainer.learner import make_optimizer
+from rose.workers.trainer.policy import load_policy, microbatches, pad_rows, token_logprobs
 from rose.workers.trainer.step import EngineMismatch, dry_run_group, dry_run_policy, train_step
-from rose.workers.trainer.training_sample import TrainingSample
+from rose.workers.weights.model_folder import FolderError
 
 SHIPPED = Path(__file__).parents[2] / "workers" / "models" / "calculator"
 STANDARD = TrainerConfig(model_folder=SHIPPED, run_folder=Path("run"))
@@ -113,6 +113,30 @@ def test_step_on_tokens_that_the_engines_weigh_otherwise_is_refused_and_changes_
     optimizer = make_optimizer(model, learning_rate=1e-3)
     with pytest.raises(EngineMismatch, match=r"version 3 sampled differ by 0\.2 nats") if refused else nullcontext():
         train_step(model, optimizer, shifted, algorithm=GRPO, config=STANDARD, version=3)
+    assert torch.equal(parameters_of(model), parameters_of(policy)) is refused
+
+
+@pytest.mark.parametrize(("shift", "refused"), [(2.0, True), (0.2, True), (0.02, False)])
+def test_one_engine_among_many_that_computes_another_policy_is_named(
+    policy: Any, groups: list[list[TrainingSample]], shift: float, refused: bool
+) -> None:
+    """Also where it sampled none of the first minibatch, and the mean over all workers is small."""
+
+    def of(sample: TrainingSample, worker: str, shift: float) -> TrainingSample:
+        logprobs = [one - shift for one in sample.behaviour_logprobs]
+        return replace(sample, oldest_version=3, behaviour_logprobs=logprobs, workers=[worker] * len(logprobs))
+
+    fleet = [
+        [of(each, f"w{place % 8}", shift * (place % 8 == 7)) for each in group]
+        for place, group in enumerate(groups * 8)
+    ]
+    model = copy.deepcopy(policy)
+    with (
+        pytest.raises(EngineMismatch, match=r"engine of worker w7 computes .* by (2|0\.2) nats")
+        if refused
+        else nullcontext()
+    ):
+        train_step(model, make_optimizer(model, learning_rate=1e-3), fleet, algorithm=GRPO, config=STANDARD, version=3)
     assert torch.equal(parameters_of(model), parameters_of(policy)) is refused
 
 
@@ -239,14 +263,12 @@ def test_a_folder_with_a_weight_that_is_not_finite_is_refused_by_its_name(tmp_pa
     tensors["model.embed_tokens.weight"][3, 1] = value
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ModelFolderError, match=r"model: (lm_head|.*embed_tokens)\.weight holds a value that is not finite"
-    ):
+    with pytest.raises(FolderError, match=r"model: (lm_head|.*embed_tokens)\.weight holds a value that is not finite"):
         load_policy(folder)
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelFolderError, match=r"no config\.json"):
+    with pytest.raises(FolderError, match=r"no readable config\.json"):
         load_policy(tmp_path)
 
 
@@ -266,8 +288,9 @@ def test_a_broken_folder_is_refused(tmp_path: Path, name: str, content: bytes | 
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_bytes(content)
-    with pytest.raises(ModelFolderError, match="does not load"):
+    with pytest.raises(FolderError, match=f"^{re.escape(str(folder))}") as refused:
         load_policy(folder)
+    assert "\n" not in str(refused.value)
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -276,7 +299,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelFolderError, match=r"do not fit.*model\.norm\.weight"):
+    with pytest.raises(FolderError, match=r"do not fit.*model\.norm\.weight"):
         load_policy(folder)
 
 
@@ -287,7 +310,7 @@ def test_weights_of_another_shape_are_refused_with_both_shapes(tmp_path: Path) -
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 17}))
     weights, size = load_file(folder / "model.safetensors"), config["hidden_size"]
     theirs = tuple(weights["model.layers.0.mlp.down_proj.weight"].shape)
-    with pytest.raises(ModelFolderError, match="do not fit") as refused:
+    with pytest.raises(FolderError, match="do not fit") as refused:
         load_policy(folder)
     name = r"model\.layers\.0\.mlp\.down_proj\.weight"
     assert re.search(rf"{name} of shape \({theirs[0]}, {theirs[1]}\) instead of \({size}, 17\)", str(refused.value))
@@ -299,7 +322,7 @@ def test_a_library_that_names_only_a_key_is_told_as_an_error_of_a_key(tmp_path: 
     shutil.copytree(SHIPPED, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "SiLU"}))
-    with pytest.raises(ModelFolderError, match=r"does not load as a causal language model: KeyError: 'SiLU'"):
+    with pytest.raises(FolderError, match=r"does not load as a causal language model: KeyError: 'SiLU'"):
         load_policy(folder)
 
 

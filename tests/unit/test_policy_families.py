@@ -11,10 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rose.schemas.errors import UsageError
 from rose.workers.lender.endpoint.server_interface import ProbeAnswer
 from rose.workers.lender.endpoint.versions import ReferenceModel
 from rose.workers.model_config import ConfigRefused, max_context_tokens
-from rose.workers.trainer.policy import ModelFolderError, load_policy, token_logprobs
+from rose.workers.trainer.policy import load_policy, token_logprobs
+from rose.workers.weights.model_folder import FolderError
 
 SIZES = {
     "vocab_size": 64,
@@ -122,6 +124,13 @@ def test_a_computation_of_bloom_that_leaves_biases_out_is_not_what_decides(tmp_p
     assert torch.equal(logprobs_of(load_policy(rewrite(folder, slow_but_exact=True, pretraining_tp=2)), row), expected)
 
 
+def test_a_limit_of_time_steps_is_not_kept_to_as_engines_know_none(tmp_path: Path) -> None:
+    sizes = {"num_heads": 4, "state_size": 16, "n_groups": 1, "head_dim": 16}
+    folder, row = made(tmp_path, "mamba2", **sizes), [*range(2, 20)]
+    expected = logprobs_of(load_policy(folder), row)
+    assert torch.equal(logprobs_of(load_policy(rewrite(folder, time_step_limit=[0.0, 1e-4])), row), expected)
+
+
 @pytest.mark.parametrize("kind", ["mistral", "phi3"])
 def test_a_sliding_window_of_0_is_none_as_engines_read_it(kind: str, tmp_path: Path) -> None:
     folder, row = made(tmp_path, kind, sliding_window=None), [*range(2, 40)]
@@ -150,7 +159,7 @@ def test_angles_for_long_contexts_are_not_chosen_by_what_comes_beside_a_row(tmp_
 def test_a_part_of_a_head_that_transformers_does_not_keep_to_is_refused(tmp_path: Path) -> None:
     angles = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     load_policy(made(tmp_path / "stablelm", "stablelm", rope_parameters=angles))
-    with pytest.raises(ModelFolderError, match="has a partial_rotary_factor"):
+    with pytest.raises(FolderError, match="has a partial_rotary_factor"):
         load_policy(made(tmp_path / "llama", "llama", rope_parameters=angles))
 
 
@@ -161,13 +170,13 @@ def test_weights_that_are_finite_and_whose_logprobs_are_not_are_refused(tmp_path
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"].fill_(3e38)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelFolderError, match="computes logprobs that are no numbers"):
+    with pytest.raises(FolderError, match="computes logprobs that are no numbers"):
         load_policy(folder)
 
 
 def test_a_model_that_raises_when_it_computes_is_refused(tmp_path: Path) -> None:
     folder = made(tmp_path, "dbrx", d_model=32, n_heads=2, n_layers=1, attn_config={"kv_n_heads": 2, "rope_theta": 1e4})
-    with pytest.raises(ModelFolderError, match="loads, and transformers cannot compute it: ") as caught:
+    with pytest.raises(FolderError, match="loads, and transformers cannot compute it: ") as caught:
         load_policy(folder)
     assert "\n" not in str(caught.value)
 
@@ -186,7 +195,7 @@ def test_code_that_a_folder_brings_is_neither_run_nor_asked_about_in_a_terminal(
     if pid == 0:
         try:
             load_policy(folder)
-        except ModelFolderError:
+        except UsageError:
             os._exit(0)
         finally:
             sys.stderr.flush()

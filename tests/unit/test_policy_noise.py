@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from rose.workers.trainer.algorithms.registry import make_algorithm
+from rose.workers.trainer.algorithms import TrainingSample, make_algorithm
 from rose.workers.trainer.config import TrainerConfig
-from rose.workers.trainer.optimizer import make_optimizer
+from rose.workers.trainer.learner import make_optimizer
 from rose.workers.trainer.policy import load_policy, token_logprobs
 from rose.workers.trainer.step import train_step
-from rose.workers.trainer.training_sample import TrainingSample
 
 pytestmark = pytest.mark.slow
 

@@ -14,17 +14,18 @@ from rose.schemas.prompts import Sampling
 from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import TRUNCATED, Ending, Outcome, Sample, SampleTurn
 from rose.schemas.wire import encode
-from rose.workers.trainer.algorithms.grpo import group_advantages
+from rose.workers.trainer.algorithms.group_relative import group_advantages
 from rose.workers.trainer.groups import CompleteGroup
-from rose.workers.trainer.sample_errors import sample_error
 from rose.workers.trainer.selection import (
     SelectedGroup,
     SelectionRules,
     mark_failed,
     outcomes_of,
+    sample_error,
     select_samples,
+    staleness,
+    still_relevant,
 )
-from rose.workers.trainer.staleness import staleness, still_relevant
 from tests.support.sample_fixtures import sample, turns_of
 
 RULES = SelectionRules(max_staleness=2, vocabulary=50, context_tokens=6)

@@ -4,12 +4,16 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, processors
 
+from rose.schemas.errors import UsageError
 from rose.workers.environments.turn_format import TurnFormat
-from rose.workers.tokenizer import TokenizerError, load_tokenizer
-from tests.support.tokenizer_fixtures import CHATML, byte_level, folder
+from rose.workers.tokenizer import TokenizerError, check_reading, load_tokenizer
+from rose.workers.trainer.policy import load_policy
+from tests.support.tokenizer_fixtures import CHATML, byte_level, folder, word_marking
 
 TEXT = "words and lines, see? " * 300
 
@@ -58,9 +62,66 @@ def test_a_file_that_is_no_tokenizer_is_one_sentence(tmp_path: Path, content: by
     assert "\n" not in str(refused.value)
 
 
+def test_a_tokenizer_in_mistrals_own_format_alone_is_refused_with_the_fix(tmp_path: Path) -> None:
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(TokenizerError, match=r"has tekken\.json, .* no tokenizer\.json: take the tokenizer\.json and"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
 def test_dropout_of_an_older_file_without_that_field_is_no_matter(tmp_path: Path) -> None:
     file = folder(tmp_path, byte_level()) / "tokenizer.json"
     said = json.loads(file.read_bytes())
     del said["model"]["dropout"], said["post_processor"], said["truncation"]
     file.write_text(json.dumps(said), encoding="utf-8")
     assert load_tokenizer(file).encode(TEXT).ids == byte_level().encode(TEXT).ids
+
+
+def flagged(place: Path, tokenizer: Tokenizer, kind: str, **flags: object) -> Path:
+    """A folder of a model of this type, whose tokenizer_config.json has these flags."""
+    made = folder(place, tokenizer, CHATML)
+    (made / "tokenizer_config.json").write_text(json.dumps(flags))
+    config = {"model_type": kind, "architectures": ["Some"], "transformers_version": "4.50.0"}
+    (made / "config.json").write_text(json.dumps(config | {"vocab_size": tokenizer.get_vocab_size()}))
+    save_file({"model.norm.weight": np.zeros(4, np.float32)}, made / "model.safetensors")
+    return made
+
+
+def large() -> Tokenizer:
+    """A tokenizer of so many tokens that transformers asks whether it is Mistral's."""
+    said = json.loads(byte_level().to_str())
+    vocabulary = said["model"]["vocab"]
+    vocabulary |= {f"<{number}>": number for number in range(len(vocabulary), 100_001)}
+    return Tokenizer.from_str(json.dumps(said))
+
+
+BYTES, WORDS = {"tokenizer_class": "GPT2Tokenizer"}, {"tokenizer_class": "LlamaTokenizer"}
+
+FLAGS: dict[str, tuple[Callable[[], Tokenizer], str, dict[str, object]]] = {
+    "a space in front": (byte_level, "gpt2", BYTES | {"add_prefix_space": True}),
+    "no space in front": (word_marking, "llama", WORDS | {"add_prefix_space": False}),
+    "special tokens by letters": (byte_level, "llama", {"split_special_tokens": True}),
+    "Mistral's pieces": (large, "mistral", {"fix_mistral_regex": True}),
+    "a class with pieces of its own": (byte_level, "qwen2", {"tokenizer_class": "Qwen2Tokenizer"}),
+}
+
+
+@pytest.mark.parametrize(("make", "kind", "flags"), FLAGS.values(), ids=FLAGS.keys())
+def test_a_flag_that_only_transformers_keeps_to_is_refused_by_trainer_and_evaluation(
+    make: Callable[[], Tokenizer], kind: str, flags: dict[str, object], tmp_path: Path
+) -> None:
+    made = flagged(tmp_path, make(), kind, **flags)
+    for start in (check_reading, load_policy):
+        with pytest.raises(UsageError, match=r"AutoTokenizer makes other tokens of .* write the files with") as refused:
+            start(made)
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_tokenizer_that_transformers_wrote_reads_as_transformers_does(tmp_path: Path, *, flag: bool) -> None:
+    from transformers import AutoTokenizer
+
+    made = flagged(tmp_path, byte_level(), "gpt2", **BYTES, add_prefix_space=flag)
+    AutoTokenizer.from_pretrained(made).save_pretrained(made)
+    check_reading(made)
+    theirs = AutoTokenizer.from_pretrained(made)(TEXT)["input_ids"]
+    assert load_tokenizer(made / "tokenizer.json").encode(TEXT, add_special_tokens=False).ids == theirs

@@ -23,7 +23,7 @@ def kept(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "kept"
     tiny_policy("qwen3", folder)
     (folder / "deep").mkdir()
-    for name in ("tokenizer.json", "generation_config.json", "deep/template.jinja", "deep/pytorch_model.bin"):
+    for name in ("merges.txt", "generation_config.json", "deep/template.jinja", "deep/pytorch_model.bin"):
         (folder / name).write_text(f"{name} as it was")
     everything = [folder, *folder.rglob("*")]
     for path in everything:
@@ -48,7 +48,7 @@ def test_a_model_that_nobody_may_write_to_is_exported_again_and_again(
         export_policy(tensors, target)
         found = {str(path.relative_to(target)): path for path in target.rglob("*")}
         files = {name for name, path in found.items() if path.is_file()}
-        as_it_was = {"config.json", "tokenizer.json", "generation_config.json", "deep/template.jinja"}
+        as_it_was = {"config.json", "merges.txt", "generation_config.json", "deep/template.jinja"}
         assert files == as_it_was | {"model.safetensors"}
         assert all((target / name).read_bytes() == (kept / name).read_bytes() for name in as_it_was)
         assert load_file(target / "model.safetensors")["model.norm.weight"].eq(step).all()
@@ -84,10 +84,10 @@ def test_what_is_no_part_of_a_model_fails_no_export_and_leads_nowhere_else(tmp_p
     (folder / ".git" / "objects").mkdir(parents=True)
     (folder / ".git" / "objects" / "weights").touch()
     os.mkfifo(folder / "pipe")
-    links = {"tokenizer.json": elsewhere / "blob", "loop": folder, "aside": elsewhere, "device": Path("/dev/zero")}
+    links = {"merges.txt": elsewhere / "blob", "loop": folder, "aside": elsewhere, "device": Path("/dev/zero")}
     for name, to in {**links, "gone": tmp_path / "nothing", ".#config.json": Path("user@host.1")}.items():
         (folder / name).symlink_to(to)
     export_policy(tensors, target)
     found = {str(path.relative_to(target)) for path in target.rglob("*")}
-    assert found == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
-    assert (target / "tokenizer.json").read_text() == "blob" and not (target / "tokenizer.json").is_symlink()
+    assert found == {"config.json", "generation_config.json", "model.safetensors", "merges.txt"}
+    assert (target / "merges.txt").read_text() == "blob" and not (target / "merges.txt").is_symlink()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rose.workers.weights.snapshot import NotFinite, Snapshot, snapshot_of
+from rose.workers.weights.tensors import NotFinite, Snapshot, snapshot_of
 
 
 def copied(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Snapshot:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from rose.schemas.limits import Count
 from rose.schemas.weights import WeightManifest
-from rose.workers.weights.version_numbers import MAX_VERSION, VersionNumbers, VersionTaken
+from rose.workers.weights.manifests import MAX_VERSION, VersionNumbers, VersionTaken
 from tests.support.weights_fixtures import RUN, bare
 
 OTHER = "other.:run"

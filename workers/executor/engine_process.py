@@ -22,8 +22,8 @@ from rose.workers.executor.config import ExecutorConfig
 from rose.workers.executor.ipc.engine_client import EngineClient
 from rose.workers.executor.ipc.messages import EngineFailed, MessageSender
 from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
-from rose.workers.executor.vllm.folder import check_folder
 from rose.workers.model_config import check_context_length
+from rose.workers.weights.model_folder import check_folder
 
 
 class EngineProcess:
@@ -32,7 +32,7 @@ class EngineProcess:
     def __init__(self, config: ExecutorConfig) -> None:
         """Fork the engine process and return at once. Call it before this process has a client of a broker.
 
-        Raises ModelFolderError or ConfigRefused.
+        Raises FolderError or ConfigRefused.
         """
         self.shapes, _ = check_folder(config.model_folder)
         check_context_length(config.model_folder, config.max_model_len)

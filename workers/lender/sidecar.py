@@ -36,7 +36,6 @@ from rose.topics.settings import BusSettings
 from rose.workers.executor.config import ExecutorConfig
 from rose.workers.executor.grants import Lease
 from rose.workers.executor.ipc.engine_client import EngineClient
-from rose.workers.executor.vllm.folder import check_folder
 from rose.workers.lender.config import LendConfig, LenderConfig
 from rose.workers.lender.observe import observe
 from rose.workers.lender.sidecar_link import Connection, connect
@@ -44,6 +43,7 @@ from rose.workers.lender.vllm import SETTING
 from rose.workers.lender.watchdog import StatusPage, Watchdog
 from rose.workers.model_config import check_context_length
 from rose.workers.weights.config import WeightsConfig
+from rose.workers.weights.model_folder import check_folder
 from rose.workers.weights.trust import run_id
 
 FOLDER_PREFIX = "rose-lend-"
@@ -74,7 +74,7 @@ def lend(plan: LendingPlan, serving: Path, flags: Sequence[str]) -> NoReturn:
 
     `serving`: model folder of the server. `flags`: further command line flags of vLLM. Call it before this process has
     a client of a broker: a fork does not copy librdkafka's threads. Metrics and traces are exported by the sidecar.
-    Raises ModelFolderError if no guest can be built from the policy.
+    Raises FolderError if no guest can be built from the policy.
     """
     shapes: Mapping[str, tuple[int, ...]] = {}
     if plan.settings is not None:

@@ -42,7 +42,7 @@ class TrainerConfig:
     with the reward that they had by then; `leave_out` settles them as filtered, and no advantage counts them."""
     algorithm: str = "grpo"
     """Algorithm, which turns rewards into advantages and a loss: `grpo`, `rloo` (leave-one-out baseline), or a class of
-    your own as `package.module:Class` (`workers/trainer/algorithms/base.py` has the interface)."""
+    your own as `package.module:Class` (`workers/trainer/algorithms/__init__.py` has the interface)."""
     import_paths: tuple[Path, ...] = ()
     """Folders to import your own algorithm from, before the installed packages."""
     learning_rate: float = 1e-4
@@ -65,10 +65,10 @@ class TrainerConfig:
     """Upper clip bound of the policy ratio: above it, tokens of positive advantage have no gradient."""
     importance_cap: float = 2.0
     """Largest weight of a token for having been sampled by another policy (truncated importance sampling)."""
-    max_logprob_difference: float = 0.1
-    """Largest mean difference, in nats, between the trainer's logprobs of on-policy tokens and those that the engines
-    recorded. Above it the engines compute another policy than the trainer, which then ends before it learns. Raise it
-    for engines of low precision."""
+    max_logprob_difference: float = 0.05
+    """Largest mean difference, in nats, between the trainer's logprobs of on-policy tokens and those that a worker's
+    engine recorded, or all engines. Above it an engine computes another policy than the trainer, which then ends before
+    it learns. Raise it for engines of low precision."""
     scale_by_deviation: bool = True
     """Whether `grpo` divides advantages by the standard deviation of their group."""
     minibatches: int = 2

@@ -15,7 +15,7 @@ from torch import Tensor
 from rose.schemas.errors import UsageError
 from rose.workers.trainer.checkpoint import CheckpointRefused, Checkpoints
 from rose.workers.trainer.config import TrainerConfig
-from rose.workers.trainer.optimizer import make_optimizer
+from rose.workers.trainer.learner import make_optimizer
 from rose.workers.trainer.policy import load_policy
 from rose.workers.weights.folder_names import FolderTensors
 from rose.workers.weights.model_folder import INDEX

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from rose.schemas.errors import UsageError
 from rose.workers.engine_layers import replace_unlike_layers
-from rose.workers.model_config import CONFIG, SHORT_AND_LONG, ConfigRefused, check_agreement, match_engine_numerics
+from rose.workers.model_config import CONFIG, SHORT_AND_LONG, match_engine_numerics
+from rose.workers.tokenizer import check_reading
 from rose.workers.weights.model_folder import (
     INDEX,
     FolderError,
-    check_format,
+    check_folder,
     folder_tensors,
     held_tensors,
-    read_config,
 )
 
 REASON_CHARACTERS = 300
@@ -38,20 +38,13 @@ PROBED = 8
 """Tokens on which a policy that was loaded is tried."""
 
 
-class ModelFolderError(UsageError):
-    """A folder that holds no usable causal language model."""
-
-
 def load_policy(folder: Path) -> Any:
-    """The folder's model in float32, in evaluation mode; a `transformers.PreTrainedModel`. Raises ModelFolderError."""
+    """The folder's model in float32, in evaluation mode; a `transformers.PreTrainedModel`. Raises UsageError."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        check_format(folder)
-        if not (folder / CONFIG).is_file():
-            raise ModelFolderError(f"{folder} is not a model folder: it has no config.json")
-        check_agreement(folder, read_config(folder))
-        folder_tensors(folder)
+        check_folder(folder)
+        check_reading(folder)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         match_engine_numerics(config)
         if (folder / INDEX).is_file():  # where there is a model.safetensors as well, transformers would take that
@@ -66,17 +59,15 @@ def load_policy(folder: Path) -> Any:
             ignore_mismatched_sizes=True,  # else transformers raises without a word of which tensors they are
             output_loading_info=True,
         )
-    except (ConfigRefused, ModelFolderError):
+    except UsageError:
         raise
-    except FolderError as error:
-        raise ModelFolderError(f"{folder} does not load as a causal language model: {error}") from None
     except Exception as error:  # transformers, safetensors and json raise a dozen unrelated types for broken files
-        raise ModelFolderError(f"{folder} does not load as a causal language model: {_one_line(error)}") from error
+        raise FolderError(f"{folder} does not load as a causal language model: {_one_line(error)}") from error
     unlike = [
         f"{name} of shape {tuple(held)} instead of {tuple(asked)}" for name, held, asked in report["mismatched_keys"]
     ]
     if unfit := sorted([*report["missing_keys"], *unlike])[:3]:
-        raise ModelFolderError(f"{folder}: the weights do not fit config.json, beginning with {', '.join(unfit)}")
+        raise FolderError(f"{folder}: the weights do not fit config.json, beginning with {', '.join(unfit)}")
     _refuse_not_finite(model, folder)
     _refuse_untied(model, folder)
     _refuse_whole_heads(model, folder)
@@ -88,37 +79,37 @@ def load_policy(folder: Path) -> Any:
 
 
 def _refuse_not_finite(model: Any, folder: Path) -> None:
-    """Before any other look at its values: what is no number is like nothing else. Raises ModelFolderError."""
+    """Before any other look at its values: what is no number is like nothing else. Raises FolderError."""
     if all(parameter.isfinite().all() for parameter in model.parameters()):
         return
     held = folder_tensors(folder)
     for name, tensor in held_tensors(folder, held, held):
         if not tensor.float().isfinite().all():
-            raise ModelFolderError(f"{folder}: {name} holds a value that is not finite: begin with another policy")
+            raise FolderError(f"{folder}: {name} holds a value that is not finite: begin with another policy")
 
 
 def _refuse_untied(model: Any, folder: Path) -> None:
-    """Refuse a head of its own in a folder that config.json calls tied. Raises ModelFolderError.
+    """Refuse a head of its own in a folder that config.json calls tied. Raises FolderError.
 
     transformers and vLLM 0.32 compute with the head of the files where it differs from the embedding. Programs that go
     by config.json compute with the embedding, so the exported folder would be two policies.
     """
     for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if model.get_parameter_or_buffer(name) is not model.get_parameter_or_buffer(other):
-            raise ModelFolderError(
+            raise FolderError(
                 f"{folder}: config.json says that {name} is {other}, but they differ: set tie_word_embeddings to false"
             )
 
 
 def _probe_policy(model: Any, folder: Path) -> None:
-    """Compute a few tokens, since a model raises only then what it cannot compute. Raises ModelFolderError."""
+    """Compute a few tokens, since a model raises only then what it cannot compute. Raises FolderError."""
     tokens = torch.arange(min(PROBED, model.get_input_embeddings().num_embeddings))[None]
     try:
         numberless = produces_nonfinite(model, tokens)
     except Exception as error:  # as above
-        raise ModelFolderError(f"{folder} loads, and transformers cannot compute it: {_one_line(error)}") from error
+        raise FolderError(f"{folder} loads, and transformers cannot compute it: {_one_line(error)}") from error
     if numberless:
-        raise ModelFolderError(f"{folder}: the policy computes logprobs that are no numbers, of whatever it is given")
+        raise FolderError(f"{folder}: the policy computes logprobs that are no numbers, of whatever it is given")
 
 
 def _one_line(error: Exception) -> str:
@@ -138,7 +129,7 @@ def _refuse_whole_heads(model: Any, folder: Path) -> None:
             continue
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         if (part := angles.get("partial_rotary_factor") or 1) != 1 and 2 * len(turned) != int(head * part):
-            raise ModelFolderError(
+            raise FolderError(
                 f"{folder}/{CONFIG} has a partial_rotary_factor, which vLLM keeps to and transformers, for a "
                 f"{config.model_type}, does not: begin with another model"
             )

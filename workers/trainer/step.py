@@ -6,15 +6,18 @@ Keeps true
 - Samples of a group without advantages, or without sampled tokens, are not computed: their gradient is zero, and they
   are not part of any mean.
 - How sequences are packed into passes changes only time and memory.
-- No weight changes if the engines compute another policy: their logprobs of tokens that they sampled with the policy's
-  own version are compared before the first update.
+- No weight changes if an engine computes another policy: the logprobs of tokens that each worker sampled with the
+  policy's own version are compared before the first update.
 - A minibatch whose gradient is not finite changes no weight and is in no mean. The metrics count it and name its
   groups.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from statistics import fmean
 from typing import Any, Self
 
 import torch
@@ -22,17 +25,16 @@ from torch import Tensor
 
 from rose.schemas.errors import UsageError
 from rose.topics.health import HEALTH
-from rose.workers.trainer.algorithms.base import Algorithm, TokenBatch, checked_advantages, checked_loss
+from rose.workers.trainer.algorithms import Algorithm, TokenBatch, TrainingSample, checked_advantages, checked_loss
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.policy import microbatches, pad_rows, produces_nonfinite, token_logprobs
-from rose.workers.trainer.training_sample import TrainingSample
 
-LEAST_COMPARED_TOKENS = 16
-"""Fewer on-policy tokens say too little about the engines."""
+LEAST_COMPARED_TOKENS, LEAST_OF_WORKER, MOST_OF_WORKER = 16, 64, 256
+"""Fewer on-policy tokens say too little about all engines, or about one; and how many are enough to judge one."""
 
 
 class EngineMismatch(UsageError):
-    """The engines compute another policy than the trainer."""
+    """An engine computes another policy than the trainer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,10 +79,6 @@ class _Sums:
     ratio: float = 0.0
     divergence: float = 0.0
     clipped: float = 0.0
-    on_policy: int = 0
-    """Number of tokens of samples that the policy's own version sampled."""
-    on_policy_difference: float = 0.0
-    """Over these tokens, the absolute difference of the trainer's and the engines' logprobs, in nats."""
 
     def add(self, other: Self) -> None:
         """Add the sums of another minibatch."""
@@ -105,7 +103,7 @@ def train_step(
     Each inner sequence of `groups` is one complete group. `version` is the model's version; None: samples are not
     compared with the model.
 
-    Raises AlgorithmError, or EngineMismatch if on-policy tokens differ by more than `max_logprob_difference`.
+    Raises AlgorithmError, and what `check_engines` raises.
     """
     of_groups = [_rows(group, algorithm) for group in groups]
     live = [(place, rows) for place, rows in enumerate(of_groups) if rows is not None]
@@ -117,13 +115,13 @@ def train_step(
         learning_rate=optimizer.param_groups[0]["lr"],
     )
     model.eval()
+    if version is not None:
+        check_engines(model, [row.sample for _, rows in live for row in rows], config, version)
     learned = _Sums()
     for first in range(min(config.minibatches, len(live))):
         minibatch = live[first :: config.minibatches]
         optimizer.zero_grad(set_to_none=True)
-        sums = _gradients(model, [row for _, rows in minibatch for row in rows], algorithm, config, version)
-        if first == 0:
-            _check_engines(sums, config, version)
+        sums = _gradients(model, [row for _, rows in minibatch for row in rows], algorithm, config)
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.gradient_norm))
         if math.isfinite(norm):
             optimizer.step()
@@ -172,22 +170,60 @@ def _rows(group: Sequence[TrainingSample], algorithm: Algorithm) -> list[_Row] |
     return [_Row(sample, advantage) for sample, advantage in rows if any(sample.loss_mask)]
 
 
-def _check_engines(sums: _Sums, config: TrainerConfig, version: int | None) -> None:
-    """Compare the logprobs of tokens that the model's own version sampled, before the model has changed."""
-    difference = sums.on_policy_difference / max(sums.on_policy, 1)
-    if sums.on_policy >= LEAST_COMPARED_TOKENS and difference > config.max_logprob_difference:
-        raise EngineMismatch(
-            f"the engines compute another policy than the trainer: their logprobs of {sums.on_policy} tokens that "
-            f"version {version} sampled differ by {difference:.2g} nats on average, and "
-            f"trainer.max_logprob_difference is {config.max_logprob_difference:g}; nothing was learned from these "
-            "samples: take a model folder that vLLM and transformers compute alike, or raise the setting if the "
-            "engines compute in low precision"
-        )
+def check_engines(model: Any, samples: Sequence[TrainingSample], config: TrainerConfig, version: int) -> None:
+    """Compare the model's logprobs with those that each worker recorded of tokens of this version, the model's own.
+
+    Of each worker MOST_OF_WORKER tokens are compared, of its shortest samples. Workers with fewer than LEAST_OF_WORKER
+    are judged only together with the others. Raises EngineMismatch if the mean absolute difference of a worker, or of
+    all, is more than `max_logprob_difference`.
+    """
+    found = {name: values for name, values in _differences(model, samples, config, version).items() if values}
+    everything = [value for values in found.values() for value in values]
+    judged = {name: fmean(values) for name, values in found.items() if len(values) >= LEAST_OF_WORKER}
+    most = config.max_logprob_difference
+    whole = fmean(everything) if len(everything) >= LEAST_COMPARED_TOKENS else 0.0
+    worst = max(judged, key=lambda name: judged[name], default="")
+    if judged and judged[worst] > most and (whole <= most or min(judged.values()) <= most):
+        who, difference, tokens = f"the engine of worker {worst} computes", judged[worst], len(found[worst])
+        fix = "begin again in another --namespace without that worker"
+    elif whole > most:
+        who, difference, tokens = "the engines compute", whole, len(everything)
+        fix = "take a model folder that vLLM and transformers compute alike"
+    else:
+        return
+    raise EngineMismatch(
+        f"{who} another policy than the trainer: the logprobs of {tokens} tokens that version {version} sampled differ "
+        f"by {difference:.2g} nats on average, and trainer.max_logprob_difference is {most:g}; nothing was learned "
+        f"from these samples: {fix}, or raise the setting if engines compute in low precision"
+    )
 
 
-def _gradients(
-    model: Any, rows: Sequence[_Row], algorithm: Algorithm, config: TrainerConfig, version: int | None = None
-) -> _Sums:
+def _differences(
+    model: Any, samples: Sequence[TrainingSample], config: TrainerConfig, version: int
+) -> dict[str, list[float]]:
+    """The absolute differences of the logprobs of sampled tokens, in nats, by worker. Values that are finite alone."""
+    chosen: list[TrainingSample] = []
+    enough: Counter[str] = Counter()
+    for sample in sorted(samples, key=lambda sample: len(sample.tokens)):
+        own = Counter(sample.sampled_by) if sample.oldest_version == version else Counter[str]()
+        if any(enough[name] < MOST_OF_WORKER for name in own):
+            chosen.append(sample)
+            enough += own
+    found: dict[str, list[float]] = {}
+    for indices in microbatches([len(sample.tokens) for sample in chosen], tokens=config.microbatch_tokens):
+        part = [chosen[index] for index in indices]
+        with torch.no_grad():
+            logprobs = token_logprobs(model, *_inputs(part))
+        mask = pad_rows([sample.loss_mask for sample in part], dtype=torch.bool)
+        behaviour = pad_rows([sample.behaviour_logprobs for sample in part], dtype=torch.float32)
+        values = (logprobs - behaviour)[mask].abs().tolist()
+        for name, value in zip(chain.from_iterable(sample.sampled_by for sample in part), values, strict=True):
+            found.setdefault(name, []).extend([value] * math.isfinite(value))
+        HEALTH.report_progress()
+    return found
+
+
+def _gradients(model: Any, rows: Sequence[_Row], algorithm: Algorithm, config: TrainerConfig) -> _Sums:
     """Add the gradient of the rows' loss, a mean over their sampled tokens, to the parameters' gradients."""
     sums = _Sums(tokens=sum(sum(row.sample.loss_mask) for row in rows))
     for indices in microbatches([len(row.sample.tokens) for row in rows], tokens=config.microbatch_tokens):
@@ -203,11 +239,6 @@ def _gradients(
         HEALTH.report_progress()
         sums.loss += float(loss.summed.detach())
         _observe(sums, batch, loss.clipped)
-        own = torch.tensor([[row.sample.oldest_version == version] for row in part]) & batch.loss_mask
-        difference = (batch.logprobs.detach() - batch.behaviour_logprobs)[own].abs()
-        difference = difference[difference.isfinite()]  # a minibatch with other values is skipped
-        sums.on_policy += len(difference)
-        sums.on_policy_difference += float(difference.sum())
     return sums
 
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from rose.schemas.samples import Outcome
-from rose.workers.trainer.selection import SelectedGroup
-from rose.workers.trainer.staleness import staleness
+from rose.workers.trainer.selection import SelectedGroup, staleness
 
 if TYPE_CHECKING:  # imports torch, which the report of a run does not need
     from rose.workers.trainer.step import StepMetrics

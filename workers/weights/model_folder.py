@@ -1,6 +1,8 @@
-"""The tensors of a model folder, by its files' headers, without loading them.
+"""Reads and checks a model folder: its configuration, and its tensors by their files' headers, without loading them.
 
 Keeps true
+- A fault for which vLLM or transformers would raise a traceback (no config, a truncated file, another vocabulary) is
+  reported in one sentence.
 - Everybody reads the same files: those that model.safetensors.index.json names, or model.safetensors where there is
   no index. A folder of which vLLM or transformers would read others is refused.
 - What travels are the tensors of floating point. Integers and truth values, such as masks, are no weights: they stay as
@@ -15,11 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rose.schemas.errors import UsageError
+from rose.workers.model_config import CONFIG, check_agreement
+from rose.workers.tokenizer import TOKENIZER_FILE, check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-CONFIG = "config.json"
+MISTRAL_CONFIG = "params.json"
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
@@ -27,6 +31,8 @@ QUANTIZED = "quantization_config", "compression_config"
 """Fields of config.json that describe quantized weights."""
 
 QUANTIZED_FILE = "hf_quant_config.json"
+"""File beside config.json that describes quantized weights."""
+
 LFS_POINTER = b"version https://git-lfs"
 """First bytes of a file whose content git-lfs has not fetched."""
 
@@ -42,8 +48,14 @@ NO_WEIGHTS = ("optimizer", "scheduler", "scaler", "training_args", "rng_state")
 WEIGHTS = ("F64", "F32", "F16", "BF16")
 """Element types of weights, as safetensors calls them."""
 
-CONSTANTS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
-"""Those of what no training changes."""
+CONSTANTS = ("BOOL", "I64")
+"""Element types of masks and tables, which no training changes."""
+
+MASK = ".bias"
+"""Ending of the name of a mask. Old versions of transformers held masks in other integer types."""
+
+INNER = "embed_tokens.weight"
+"""Name of the embedding where the inner model was saved alone; the name in a whole model has a prefix."""
 
 SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -52,8 +64,14 @@ SIZES = (
 """Sizes in config.json. Some types of models give a list with one size for each layer, or null."""
 
 
+VOCABULARY_TENSORS = tuple(
+    f"{name}.weight" for name in ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "word_embeddings")
+)
+"""Name endings of the tensors with one row per token id."""
+
+
 class FolderError(UsageError):
-    """A model folder that does not say what its tensors are."""
+    """A model folder that holds no language model, or does not say what its tensors are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +87,35 @@ class FolderTensor:
     def travels(self) -> bool:
         """Whether the tensor is published with each version."""
         return self.dtype in WEIGHTS
+
+
+def check_folder(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
+    """Do the same as `read_folder`, and check that the tokenizer fits the model. Raises TokenizerError too.
+
+    The load of a tokenizer holds Python's global interpreter lock, for half a second if the tokenizer is large.
+    """
+    shapes, vocabulary = read_folder(folder)
+    tokenizer = folder / TOKENIZER_FILE
+    if tokenizer.is_file():
+        check_vocabulary(load_tokenizer(tokenizer), vocabulary, folder)
+    return shapes, vocabulary
+
+
+def read_folder(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
+    """Return the shapes of the folder's tensors by name, and the vocabulary size. Raises FolderError or ConfigRefused.
+
+    A configuration that trainer and engine would read differently is refused (`check_agreement`).
+    """
+    config = read_config(folder)
+    check_agreement(folder, config)
+    shapes, vocabulary = folder_shapes(folder), int(config["vocab_size"])
+    for name, shape in shapes.items():
+        if name.endswith(VOCABULARY_TENSORS) and shape[:1] != (vocabulary,):
+            raise FolderError(
+                f"{folder}: {name} has shape {shape}, config.json says a vocabulary of {vocabulary}: the weights "
+                "belong to another config or tokenizer"
+            )
+    return shapes, vocabulary
 
 
 def check_format(folder: Path) -> None:
@@ -87,6 +134,11 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     try:
         config = json.loads((folder / CONFIG).read_bytes())
     except OSError:
+        if (folder / MISTRAL_CONFIG).is_file():
+            raise FolderError(
+                f"{folder} is in Mistral's own format ({MISTRAL_CONFIG} and no {CONFIG}): take the folder that the "
+                "model is published with for transformers"
+            ) from None
         raise FolderError(f"{folder} is not a model folder: it has no readable config.json") from None
     except (ValueError, RecursionError) as error:
         raise FolderError(f"{folder}/config.json is not JSON: {error}") from None
@@ -107,9 +159,17 @@ def read_config(folder: Path) -> Mapping[str, Any]:
         raise FolderError(
             f'{folder}/config.json says dtype "auto": write the element type of its weights, as "bfloat16"'
         )
-    if any(config.get(name) for name in QUANTIZED) or (folder / QUANTIZED_FILE).is_file():
-        raise FolderError(f"{folder} holds quantized weights, which cannot be trained: take the model that they are of")
+    _check_quantization(folder, config)
     return config
+
+
+def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a folder whose files say that its weights are quantized. Raises FolderError."""
+    said = [f"the key {name} in config.json" for name in QUANTIZED if config.get(name)]
+    said += [f"the file {QUANTIZED_FILE}"] * (folder / QUANTIZED_FILE).is_file()
+    if said:
+        folder_tensors(folder)  # refuses quantized weights
+        raise FolderError(f"{folder} has {said[0]}, and its weights are not quantized: remove {said[0]}")
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -164,9 +224,17 @@ def folder_tensors(folder: Path) -> dict[str, FolderTensor]:
         if twice := tensors.keys() & found.keys():
             raise FolderError(f"{folder} holds {min(twice)} twice, in {tensors[min(twice)].file} and in {name}")
         tensors |= found
+    if INNER in tensors:
+        raise FolderError(
+            f"{folder} holds {INNER}: its weights are of a model without its head (AutoModel), and vLLM finds them by "
+            "their names in the whole model: save the policy anew with AutoModelForCausalLM"
+        )
     for key, tensor in tensors.items():
-        if tensor.dtype not in WEIGHTS + CONSTANTS:
-            raise FolderError(f"{folder}: {key} is {tensor.dtype}, of which no version can be published")
+        if tensor.dtype not in WEIGHTS + CONSTANTS and not (tensor.dtype[0] in "IU" and key.endswith(MASK)):
+            raise FolderError(
+                f"{folder} holds quantized weights, which cannot be trained ({key} is {tensor.dtype}): take the same "
+                "model with weights of 16 or 32 bits"
+            )
         if 0 in tensor.shape:
             raise FolderError(
                 f"{folder}: {key} has no elements (shape {tensor.shape}): save the policy anew, gathered from all the "

@@ -48,16 +48,15 @@ from rose.workers.weights.layout import NO_BASE, Box, LayoutError, slices_of, wh
 from rose.workers.weights.manifests import (
     MANIFEST_PARTITION,
     SignedManifest,
+    VersionNumbers,
     check_layout,
     read_manifests,
     sign_manifest,
     write_index,
 )
 from rose.workers.weights.retention import delete_released
-from rose.workers.weights.snapshot import Snapshot, snapshot_of
-from rose.workers.weights.tensors import TORCH_DTYPES
+from rose.workers.weights.tensors import TORCH_DTYPES, Snapshot, snapshot_of
 from rose.workers.weights.trust import Trust, load_signing_key, require_signing_key, run_id
-from rose.workers.weights.version_numbers import VersionNumbers
 
 LOOK_SECONDS = 1.0
 """Interval of checking whether a version is on the log. A large version over a slow link takes minutes."""

@@ -32,7 +32,6 @@ from rose.schemas.prompts import Sampling
 from rose.schemas.sampled_tokens import SampledTokensBuilder
 from rose.schemas.turns import TurnTimes
 from rose.workers.executor.vllm.engine_core import InProcessBackend, ModelBackend, start_core
-from rose.workers.executor.vllm.folder import read_folder
 from rose.workers.executor.vllm.model_runner import zero_new_blocks
 from rose.workers.executor.vllm.types import (
     EngineBroken,
@@ -48,6 +47,7 @@ from rose.workers.executor.vllm.types import (
     turn_error,
 )
 from rose.workers.model_config import check_context_length
+from rose.workers.weights.model_folder import read_folder
 
 WAITING_STATUSES = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 """Statuses of requests without KV."""
@@ -89,7 +89,7 @@ class Engine:
         """Build the engine, which takes seconds. `backend`: where the model runs; None is this process.
 
         The folder's tokenizer is not read, because its load would block a serving engine in the process; `check_folder`
-        checks it. Raises ModelFolderError, ConfigRefused or EngineStartError.
+        checks it. Raises FolderError, ConfigRefused or EngineStartError.
         """
         self._folder = config.model_folder
         self.shapes, self.vocabulary = read_folder(config.model_folder)

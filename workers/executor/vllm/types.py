@@ -17,10 +17,6 @@ LINE_CHARACTERS = 300
 """Longest line of an error text that is not cut, in characters."""
 
 
-class ModelFolderError(UsageError):
-    """No engine can be built from the model folder."""
-
-
 class EngineStartError(UsageError):
     """vLLM does not start with this model and these settings."""
 

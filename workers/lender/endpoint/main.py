@@ -30,7 +30,6 @@ from rose.workers.executor.ipc.engine_client import EngineClient
 from rose.workers.executor.ipc.messages import EngineFailed, MessageSender
 from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
 from rose.workers.executor.loop import run_executor
-from rose.workers.executor.vllm.folder import check_folder
 from rose.workers.executor.vllm.types import EngineBroken
 from rose.workers.lender.config import EndpointConfig
 from rose.workers.lender.endpoint.http_engine import HttpEngine, KvAllowance
@@ -38,6 +37,7 @@ from rose.workers.lender.endpoint.server_interface import Endpoint, EndpointInfo
 from rose.workers.lender.endpoint.server_vllm import VllmEndpoint
 from rose.workers.lender.endpoint.versions import EndpointVersions, ReferenceModel, resume_paused
 from rose.workers.weights.config import WeightsConfig
+from rose.workers.weights.model_folder import check_folder
 
 RETRY_SECONDS = 1.0
 """Seconds between two tries to reach an endpoint."""

@@ -17,7 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rose.schemas.errors import RoseError
 from rose.schemas.prompts import Sampling
-from rose.workers.executor.vllm.folder import check_folder
 from rose.workers.executor.vllm.types import EngineBroken, EngineRefusal, EngineStartError, SwapRefused
 from rose.workers.lender.endpoint.server_interface import (
     ANSWER_TOKENS,
@@ -31,6 +30,7 @@ from rose.workers.lender.endpoint.server_interface import (
     TurnLost,
 )
 from rose.workers.model_config import max_context_tokens_of
+from rose.workers.weights.model_folder import check_folder
 
 VERSION = "0.32."
 """Prefix of the supported vLLM versions: the development API may change."""

@@ -180,7 +180,7 @@ class GuestBuild:
 
 
 def build_engine(config: LendConfig, backend: ModelBackend | None = None) -> Engine:
-    """Build the guest's engine with its spare weights. Takes seconds. Raises ModelFolderError or EngineStartError."""
+    """Build the guest's engine with its spare weights. Takes seconds. Raises FolderError or EngineStartError."""
     engine = Engine(
         EngineConfig(
             model_folder=Path(config.model_folder),
@@ -199,7 +199,7 @@ def build_engine(config: LendConfig, backend: ModelBackend | None = None) -> Eng
 def build_guest(config: LendConfig, driver: TpDriver | None, log: Logger) -> tuple[Engine, KvPool]:
     """Build the guest's engine and its KV pool, on all ranks of `driver` or in this process without one.
 
-    Takes seconds. Raises ModelFolderError or EngineStartError.
+    Takes seconds. Raises FolderError or EngineStartError.
     """
     backend: ModelBackend = InProcessBackend() if driver is None else TpBackend(driver, log)
     try:

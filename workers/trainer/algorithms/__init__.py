@@ -1,1 +1,233 @@
-"""Algorithms of the trainer: advantages of a group, and the loss of each sampled token."""
+"""Algorithms: their interface, what a step requires of their results, and how a name leads to one.
+
+Keeps true
+- An algorithm is a pair of pure functions: no clock, no randomness, no I/O, no change of the arguments. A step is
+  repeated after a restart and must then give the same policy.
+- A result that a step cannot use is an AlgorithmError, before any weight has changed by it.
+- Whatever is wrong with a name or a class is one UnknownAlgorithm or AlgorithmError, raised before the trainer reads or
+  fences anything.
+
+Example (a user's module, set as `trainer.algorithm = "my_module:PlainReinforce"`)
+    class PlainReinforce:
+        def __init__(self, config: TrainerConfig) -> None: ...
+
+        def advantages(self, group: Sequence[TrainingSample]) -> list[float]:
+            mean = sum(sample.reward for sample in group) / len(group)
+            return [sample.reward - mean for sample in group]
+
+        def loss(self, batch: TokenBatch) -> TokenLoss:
+            return TokenLoss(-(batch.advantages * batch.logprobs)[batch.loss_mask].sum())
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from rose.schemas.arrays import unpack_logprobs, unpack_tokens
+from rose.schemas.errors import RoseError, UsageError, describe_error
+from rose.schemas.samples import Sample
+from rose.workers.import_path import Registry, binding_error, class_error
+from rose.workers.trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSample:
+    """One trajectory. All lists have one entry per token."""
+
+    tokens: Sequence[int]
+    loss_mask: Sequence[int]
+    """1 where the policy sampled the token."""
+    behaviour_logprobs: Sequence[float]
+    """Logprobs that the engine recorded; ignored where the mask is 0."""
+    temperatures: Sequence[float]
+    """Sampling temperature of each token, above 0; ignored where the mask is 0."""
+    reward: float
+    oldest_version: int = -1
+    """The oldest policy version that sampled one of the tokens; -1 if that is not known."""
+    workers: Sequence[str] = ()
+    """The worker that ended the turn of each token; empty if that is not known."""
+
+    @property
+    def sampled_by(self) -> list[str]:
+        """The worker of each sampled token, in order; empty names if the workers are not known."""
+        workers = self.workers or [""] * len(self.tokens)
+        return [worker for worker, sampled in zip(workers, self.loss_mask, strict=True) if sampled]
+
+    @classmethod
+    def of(cls, sample: Sample) -> Self:
+        """Convert a Sample record that `selection.select_samples` marked as trained."""
+        assert sample.reward is not None
+        tokens = unpack_tokens(sample.tokens)
+        temperatures, workers = [1.0] * len(tokens), [""] * len(tokens)
+        for turn in sample.turns:
+            workers[turn.start : turn.end] = [turn.worker] * (turn.end - turn.start)
+            temperatures[turn.start : turn.end] = [turn.sampling.temperature] * (turn.end - turn.start)
+        return cls(
+            tokens=tokens,
+            loss_mask=list(sample.loss_mask),
+            behaviour_logprobs=unpack_logprobs(sample.logprobs).tolist(),
+            temperatures=temperatures,
+            reward=sample.reward,
+            oldest_version=sample.oldest_version,
+            workers=workers,
+        )
+
+
+class AlgorithmError(UsageError):
+    """An algorithm returned what a step cannot use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBatch:
+    """The tokens of some trajectories, one row each, padded on the right."""
+
+    logprobs: Tensor
+    """Logprob of each token under the current policy, at the temperature of its turn. Shape (rows, tokens), float32;
+    carries the gradient."""
+    behaviour_logprobs: Tensor
+    """Logprob that the engine recorded when it sampled the token, possibly under an older policy. Shape (rows, tokens),
+    float32. Any value, also NaN, where `loss_mask` is False."""
+    advantages: Tensor
+    """Advantage of each row's trajectory. Shape (rows, 1), float32."""
+    loss_mask: Tensor
+    """True where the policy sampled the token, False for observations and padding. Shape (rows, tokens), bool."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """The loss of a TokenBatch."""
+
+    summed: Tensor
+    """Sum of the losses of the tokens in `loss_mask`; a scalar with a gradient. The step divides the sum by the number
+    of sampled tokens of the whole minibatch, so the loss is a mean over tokens, however they are packed into passes."""
+    clipped: Tensor | None = None
+    """True where a sampled token has no gradient because of a bound of the algorithm. Shape (rows, tokens), bool; for
+    the metric `clipped_share` only. None if the algorithm has no such bound."""
+
+
+class Algorithm(Protocol):
+    """Advantages and loss. The class is called with the TrainerConfig."""
+
+    def advantages(self, group: Sequence[TrainingSample]) -> Sequence[float]:
+        """Return the advantage of each sample of one group, in their order; finite.
+
+        A group whose advantages are all 0 has no gradient and is not computed. The trainer gives at least two samples
+        with different rewards: `selection.select_samples` filters other groups.
+        """
+
+    def loss(self, batch: TokenBatch) -> TokenLoss:
+        """Return the summed loss of the tokens in `batch.loss_mask`, which the step minimises."""
+
+
+def checked_advantages(algorithm: Algorithm, group: Sequence[TrainingSample]) -> list[float]:
+    """Return the algorithm's advantages of a group. Raises AlgorithmError if they are not one finite number each."""
+    found = algorithm.advantages(group)
+    try:
+        numbers = [float(number) for number in found]
+    except (TypeError, ValueError):
+        numbers = []
+    if len(numbers) != len(group) or not all(map(math.isfinite, numbers)):
+        raise AlgorithmError(
+            f"{type(algorithm).__name__}.advantages must return one finite number for each of the {len(group)} samples "
+            f"of a group, and returned {str(found)[:100]}"
+        )
+    return numbers
+
+
+def checked_loss(algorithm: Algorithm, batch: TokenBatch) -> TokenLoss:
+    """Return the algorithm's loss of a batch.
+
+    Raises AlgorithmError if the loss has another type or shape than TokenLoss says.
+    """
+    found = algorithm.loss(batch)
+    name = f"{type(algorithm).__name__}.loss must return a TokenLoss"
+    if not isinstance(found, TokenLoss):
+        raise AlgorithmError(f"{name}, and returned a {type(found).__name__}")
+    if not isinstance(found.summed, Tensor) or found.summed.shape != () or not found.summed.requires_grad:
+        raise AlgorithmError(f"{name} whose `summed` is a scalar tensor computed from `batch.logprobs`")
+    if found.clipped is not None and found.clipped.shape != batch.loss_mask.shape:
+        raise AlgorithmError(f"{name} whose `clipped` has the shape of `batch.loss_mask`")
+    return found
+
+
+BUILT_IN = {
+    "grpo": "rose.workers.trainer.algorithms.group_relative:Grpo",
+    "rloo": "rose.workers.trainer.algorithms.group_relative:Rloo",
+}
+"""Name to `module:class`."""
+
+METHODS = ("advantages", "loss")
+
+
+class UnknownAlgorithm(UsageError):
+    """A name that leads to no algorithm."""
+
+
+ALGORITHMS = Registry(kind="algorithm", built_in=BUILT_IN, error=UnknownAlgorithm)
+
+
+def make_algorithm(config: TrainerConfig) -> Algorithm:
+    """Make the algorithm that `config.algorithm` names and try it on one group of two short samples.
+
+    Raises UnknownAlgorithm, or AlgorithmError for results that a step cannot use.
+    """
+    name = config.algorithm
+    factory = ALGORITHMS.load(name, _factory_error)
+    try:
+        algorithm: Algorithm = factory(config)
+        if wrong := _method_error(algorithm):
+            raise UnknownAlgorithm(f"algorithm {name!r}: {type(algorithm).__name__} {wrong}")
+        _try(algorithm)
+    except RoseError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's class may raise anything
+        raise UnknownAlgorithm(f"algorithm {name!r} does not compute: {describe_error(error)}") from error
+    return algorithm
+
+
+def _factory_error(factory: object) -> str | None:
+    """Why nothing like this makes an algorithm; None if it may."""
+    unbound = "cannot be made with the trainer's settings as its one argument ({error})"
+    return class_error(factory, methods=METHODS, arguments=1, unbound=unbound)
+
+
+def _method_error(algorithm: object) -> str | None:
+    """Why this object cannot be called as an algorithm; None if it can."""
+    for name in METHODS:
+        method = getattr(algorithm, name, None)
+        if not callable(method):
+            return f"lacks {name}"
+        if error := binding_error(method, 1):
+            return f"has a method {name} that does not take one argument ({error})"
+    return None
+
+
+def _try(algorithm: Algorithm) -> None:
+    samples = [
+        TrainingSample(
+            tokens=[0, 0, 0],
+            loss_mask=[0, 1, 1],
+            behaviour_logprobs=[0.0, -1.0, -1.0],
+            temperatures=[1.0] * 3,
+            reward=reward,
+        )
+        for reward in (0.0, 1.0)
+    ]
+    advantages = checked_advantages(algorithm, samples)
+    logprobs = torch.full((2, 3), -1.0)
+    batch = TokenBatch(
+        logprobs=logprobs.clone().requires_grad_(),
+        behaviour_logprobs=logprobs,
+        advantages=torch.tensor(advantages)[:, None],
+        loss_mask=torch.tensor([sample.loss_mask for sample in samples], dtype=torch.bool),
+    )
+    (slopes,) = torch.autograd.grad(checked_loss(algorithm, batch).summed, batch.logprobs, allow_unused=True)
+    if any(advantages) and (slopes is None or not slopes[batch.loss_mask].any()):
+        raise AlgorithmError(
+            f"{type(algorithm).__name__}.loss has no gradient for sampled tokens with advantages of "
+            f"{' and '.join(map(str, advantages))}, so nothing would be learned: compute `summed` from `batch.logprobs`"
+        )
