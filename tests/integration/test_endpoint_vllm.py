@@ -158,6 +158,7 @@ def test_a_vllm_server_answers_turns_of_the_bus_under_versions_that_it_has_prove
     prove(router.result("second"), models[2], 2)
     assert router.result("second").cached_tokens == 0
 
+    router.until(lambda: router.beats[-1].rollout.running == 0)
     router.dispatch("cut-off", CONTEXT, max_tokens=170, stop=())
     router.until(lambda: router.beats[-1].rollout.running == 1)
     server.kill()
