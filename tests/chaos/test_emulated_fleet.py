@@ -91,7 +91,7 @@ def draw(dice: random.Random, terms: tuple[Terms, ...]) -> tuple[Deed, ...]:
     ("kind", "executors", "groups"),
     [(EMBEDDED, 24, 12), (KAFKA, 64, 40)],
 )
-def test_executors_that_join_and_leave_in_mid_step_lose_and_double_nothing(
+def test_executors_that_join_and_leave_during_steps_lose_and_double_nothing(
     kind: str, executors: int, groups: int, tmp_path: Path
 ) -> None:
     print(f"ROSE_CHAOS_SEED={SEED}")

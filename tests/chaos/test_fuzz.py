@@ -253,7 +253,7 @@ def seen(settings: BusSettings) -> Iterator[Record]:
 
 @pytest.mark.long
 @pytest.mark.timeout(3000)
-def test_no_stranger_ends_a_process_or_has_weights_believed(tmp_path: Path) -> None:
+def test_fuzzed_records_end_no_process_and_forge_no_weights(tmp_path: Path) -> None:
     print(f"ROSE_STRANGERS_SEED={SEED}")
     kind = KAFKA if os.environ.get("KAFKA_HOME") else EMBEDDED
     with start(kind, tmp_path / "broker") as broker, ForkServer(tmp_path) as fork_server:

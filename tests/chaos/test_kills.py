@@ -131,7 +131,7 @@ def run(tmp_path: Path, namespace: str) -> Iterator[Run]:
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_the_run_ends_and_the_law_holds_whoever_is_killed(run: Run) -> None:
+def test_run_ends_and_the_law_holds_under_kills_of_any_role(run: Run) -> None:
     seed = int(os.environ.get("ROSE_CHAOS_SEED", random.SystemRandom().randrange(2**32)))
     print(f"ROSE_CHAOS_SEED={seed}")
     dice = random.Random(seed)

@@ -57,7 +57,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
             running.close()
 
 
-def test_no_fault_of_the_run_or_of_a_guest_reaches_the_users_of_a_server_that_lends(run: Run) -> None:
+def test_faults_of_run_and_guest_do_not_reach_users_of_a_lending_server(run: Run) -> None:
     run.gather()
     began = time.time()
     run.rage(TRAFFIC_SECONDS)

@@ -46,18 +46,18 @@ def storm(seed: int, kind: str, folder: Path, *, rounds: int = 1, cells: int = 1
 
 # One short storm a suite: where there is an Apache Kafka, on that, which can do more.
 @pytest.mark.parametrize("kind", [KAFKA, pytest.param(EMBEDDED, marks=IF_KAFKA)])
-def test_after_a_short_storm_the_law_holds_and_nothing_stalled(kind: str, tmp_path: Path) -> None:
+def test_law_holds_without_stalls_after_a_short_storm(kind: str, tmp_path: Path) -> None:
     storm(FIRST_SEED, kind, tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(FIRST_SEED + 1, FIRST_SEED + 4))
-def test_after_a_long_storm_the_law_holds_and_nothing_stalled(seed: int, tmp_path: Path) -> None:
+def test_law_holds_without_stalls_after_a_long_storm(seed: int, tmp_path: Path) -> None:
     storm(seed, KAFKA, tmp_path, rounds=2, cells=1 + seed % 2)
 
 
 @pytest.mark.long
-def test_thirty_that_are_asked_to_leave_are_gone_in_time_and_no_turn_waits_for_a_session(tmp_path: Path) -> None:
+def test_thirty_stopped_processes_end_in_time_and_no_turn_waits_for_a_session(tmp_path: Path) -> None:
     """At random moments, while others join: of routers, environment workers, executors, a trainer and a lender."""
     print(f"ROSE_CHAOS_SEED={FIRST_SEED}")
     with start_nodes(tmp_path / "broker") as broker:
@@ -75,5 +75,5 @@ def test_thirty_that_are_asked_to_leave_are_gone_in_time_and_no_turn_waits_for_a
 
 
 @pytest.mark.long
-def test_after_a_long_storm_on_the_embedded_broker_too(tmp_path: Path) -> None:
+def test_law_holds_without_stalls_after_a_long_storm_on_the_embedded_broker(tmp_path: Path) -> None:
     storm(FIRST_SEED + 4, EMBEDDED, tmp_path, rounds=2)

@@ -129,7 +129,7 @@ def check_to_the_end(receiver: Child, *heard: object) -> None:
 @kafka_first
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-def test_whoever_is_left_stands_at_the_last_version(
+def test_surviving_receivers_have_the_last_version(
     broker: AnyBroker, namespace: str, tmp_path: Path, seed: int
 ) -> None:
     print(f"seed {seed}: ROSE_CHAOS_SEED={seed} repeats it")

@@ -24,7 +24,7 @@ def whole(cluster: Cluster, topic: str, **limits: int) -> list[int]:
     return [int(message.value()[:4]) for message in cluster.read(topic, **limits)]
 
 
-def test_a_backlog_is_read_with_room_to_receive_it(cluster: Cluster, backlog: str) -> None:
+def test_backlog_is_read_with_a_large_enough_receive_buffer(cluster: Cluster, backlog: str) -> None:
     """With the limits that ROSE's readers have: they take an answer far larger than they asked for."""
     limits = {"fetch_message_max_bytes": 4 * 2**20, "receive_message_max_bytes": 512 * 2**20}
     assert whole(cluster, backlog, **limits) == list(range(RECORDS))
@@ -34,7 +34,7 @@ def test_a_backlog_is_read_with_room_to_receive_it(cluster: Cluster, backlog: st
     "ignores fetch limits: one answer holds the whole partition, and a reader with less room for it stops",
     raises=(KafkaException, AssertionError),
 )
-def test_a_fetch_is_no_larger_than_was_asked_for(cluster: Cluster, backlog: str) -> None:
+def test_fetch_is_no_larger_than_requested(cluster: Cluster, backlog: str) -> None:
     limits = {
         "fetch_message_max_bytes": 2**20,
         "fetch_max_bytes": 2 * 2**20,
@@ -45,7 +45,7 @@ def test_a_fetch_is_no_larger_than_was_asked_for(cluster: Cluster, backlog: str)
 
 
 @pytest.mark.embedded_fault("answers an empty fetch at once: a waiting reader asks without end", raises=AssertionError)
-def test_a_fetch_of_nothing_is_held(cluster: Cluster) -> None:
+def test_fetch_without_records_is_held(cluster: Cluster) -> None:
     """As long as the reader says: two a second, and some more at the start."""
     told: list[int] = []
 

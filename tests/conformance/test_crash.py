@@ -55,7 +55,7 @@ class Acknowledged:
 
 
 @pytest.mark.embedded_fault(EMBEDDED_LOSES, raises=AssertionError)
-def test_nothing_acknowledged_is_lost_and_nothing_doubled(own: Cluster, own_broker: Broker) -> None:
+def test_acknowledged_records_survive_once(own: Cluster, own_broker: Broker) -> None:
     """The producer sends all the while, and goes on by itself."""
     run = Acknowledged(own.producer(message_timeout_ms=120_000), own.topic("stream"))
     while len(run.places) < RECORDS:
@@ -129,7 +129,7 @@ def interrupted(own: Cluster, own_broker: Broker) -> tuple[Producer, str]:
     return producer, topic
 
 
-def test_a_restart_does_not_commit_an_open_transaction(own: Cluster, interrupted: tuple[Producer, str]) -> None:
+def test_restart_does_not_commit_an_open_transaction(own: Cluster, interrupted: tuple[Producer, str]) -> None:
     _, topic = interrupted
     assert own.values(topic) == []
     own.transactional("worker")
@@ -141,14 +141,16 @@ def test_a_restart_does_not_commit_an_open_transaction(own: Cluster, interrupted
     "aborts open transactions when it stops, and says yes to their commit after it has started again",
     raises=AssertionError,
 )
-def test_what_a_restarted_broker_calls_committed_is_committed(own: Cluster, interrupted: tuple[Producer, str]) -> None:
+def test_offsets_reported_committed_after_a_restart_are_committed(
+    own: Cluster, interrupted: tuple[Producer, str]
+) -> None:
     producer, topic = interrupted
     producer.commit_transaction(WAIT_SECONDS)
     own.transactional("worker")  # who takes the name over waits for the markers, which follow the answer
     assert own.values(topic) == [b"half"]
 
 
-def test_a_stop_and_a_start_keep_everything(own: Cluster, own_broker: Broker) -> None:
+def test_stop_and_start_keep_all_data(own: Cluster, own_broker: Broker) -> None:
     topic = own.topic("kept", 2, retention_ms=3_600_000)
     consumer = own.consumer("readers")
     places = {message.offset(): message.value() for message in own.send(topic, [b"%d" % n for n in range(1000)])}

@@ -82,12 +82,12 @@ def full(broker_kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.mark.embedded_fault("acknowledges records that it cannot save, and says nothing", raises=AssertionError)
-def test_a_record_that_cannot_be_saved_is_not_acknowledged(full: FullBroker) -> None:
+def test_record_that_cannot_be_saved_is_not_acknowledged(full: FullBroker) -> None:
     assert len(full.answers) == RECORDS
     assert any(error is not None for error in full.answers)
 
 
-def test_the_launcher_tells_of_a_full_disk_and_of_what_it_cost(full: FullBroker) -> None:
+def test_launcher_reports_a_full_disk_and_its_losses(full: FullBroker) -> None:
     with pytest.raises(BrokerFailed, match=r"disk is too full for .*MiB free.*free some space"):
         full.broker.check()
     if full.broker.alive():
@@ -95,7 +95,7 @@ def test_the_launcher_tells_of_a_full_disk_and_of_what_it_cost(full: FullBroker)
             full.broker.stop()
 
 
-def test_all_is_saved_once_there_is_room_again(broker_kind: str, tmp_path: Path) -> None:
+def test_all_records_are_saved_once_the_disk_has_room_again(broker_kind: str, tmp_path: Path) -> None:
     with mounted(tmp_path / "disk") as disk, filled(broker_kind, disk) as full:
         full.filler.unlink()
         if not full.broker.alive():  # Apache Kafka died of it, and takes no harm
@@ -111,7 +111,7 @@ def test_all_is_saved_once_there_is_room_again(broker_kind: str, tmp_path: Path)
         assert full.cluster.values(full.topic) == before
 
 
-def test_a_broker_does_not_start_on_a_full_disk(broker_kind: str, tmp_path: Path) -> None:
+def test_broker_does_not_start_on_a_full_disk(broker_kind: str, tmp_path: Path) -> None:
     with mounted(tmp_path / "disk") as disk:
         fill(disk, leave_bytes=RESERVE_BYTES // 2)
         with pytest.raises(BrokerFailed, match="disk is too full"):

@@ -59,9 +59,7 @@ def test_each_member_has_the_same_partitions_of_both_topics(cluster: Cluster, si
         each.close()
 
 
-def test_a_member_that_joins_takes_its_share_and_one_that_leaves_gives_it_back(
-    cluster: Cluster, sides: list[str]
-) -> None:
+def test_joining_member_gets_its_share_and_a_leaving_member_returns_it(cluster: Cluster, sides: list[str]) -> None:
     stays = member(cluster, sides)
     until(lambda: settled([stays], sides), what="all partitions at the only member")
     comes = member(cluster, sides)
@@ -71,7 +69,7 @@ def test_a_member_that_joins_takes_its_share_and_one_that_leaves_gives_it_back(
     stays.close()
 
 
-def test_a_static_member_comes_back_to_its_partitions_and_disturbs_nobody(cluster: Cluster, sides: list[str]) -> None:
+def test_static_member_returns_to_its_partitions_without_a_rebalance(cluster: Cluster, sides: list[str]) -> None:
     other, returning = together(cluster, sides, "worker-0", "worker-1")
     before = {topic: (owned(other, topic), owned(returning, topic)) for topic in sides}
     lost: list[TopicPartition] = []
@@ -89,7 +87,7 @@ def test_a_static_member_comes_back_to_its_partitions_and_disturbs_nobody(cluste
     returning.close()
 
 
-def test_a_second_member_with_the_same_name_fences_the_first(cluster: Cluster, sides: list[str]) -> None:
+def test_second_member_with_the_same_name_fences_the_first(cluster: Cluster, sides: list[str]) -> None:
     first = member(cluster, sides, "worker-0")
     until(lambda: settled([first], sides), what="all partitions at the first")
     second = member(cluster, sides, "worker-0")
@@ -107,7 +105,7 @@ def test_a_second_member_with_the_same_name_fences_the_first(cluster: Cluster, s
     first.close()
 
 
-def test_a_group_goes_on_from_what_it_committed(cluster: Cluster, sides: list[str]) -> None:
+def test_group_continues_from_its_committed_offsets(cluster: Cluster, sides: list[str]) -> None:
     cluster.send(sides[0], [b"%d" % index for index in range(6)], partition=1)
     first = member(cluster, sides)
     until(lambda: settled([first], sides), what="an assignment")
@@ -158,7 +156,7 @@ def killed_in_the_end(cluster: Cluster, sides: list[str], name: str) -> Iterator
     "never evicts a dead group member: its partitions stay unread until a member of the same name comes back",
     raises=AssertionError,
 )
-def test_the_partitions_of_a_killed_member_go_to_the_living(cluster: Cluster, sides: list[str], name: str) -> None:
+def test_partitions_of_a_killed_member_go_to_live_members(cluster: Cluster, sides: list[str], name: str) -> None:
     [stays] = together(cluster, sides, "worker-0" if name else None)
     with killed_in_the_end(cluster, sides, name) as has_share:
         until(lambda: shared(stays, sides) and has_share(), what="a share for the member that will die")
@@ -167,7 +165,7 @@ def test_the_partitions_of_a_killed_member_go_to_the_living(cluster: Cluster, si
 
 
 @pytest.mark.slow
-def test_a_killed_static_member_is_replaced_by_its_name(cluster: Cluster, sides: list[str]) -> None:
+def test_killed_static_member_is_replaced_under_its_name(cluster: Cluster, sides: list[str]) -> None:
     """How an environment worker returns after a crash: at once on any broker, without waiting for an eviction."""
     [stays] = together(cluster, sides, "worker-0")
     with killed_in_the_end(cluster, sides, "worker-1") as has_share:

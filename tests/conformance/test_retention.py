@@ -49,7 +49,7 @@ def test_compaction_keeps_the_newest_of_each_key(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_tombstone_ends_its_key(cluster: Cluster) -> None:
+def test_tombstone_removes_its_key(cluster: Cluster) -> None:
     topic = cluster.topic("ended", **COMPACTED_SOON, delete_retention_ms=1000)
     cluster.send(topic, [b"snapshot", None], key=b"trajectory")
 
@@ -62,7 +62,7 @@ def test_a_tombstone_ends_its_key(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_records_go_after_their_time(cluster: Cluster) -> None:
+def test_records_are_deleted_after_their_retention(cluster: Cluster) -> None:
     topic = cluster.topic("short", cleanup_policy="delete", retention_ms=2000, segment_ms=1000)
     cluster.send(topic, [b"old"] * 10)
 
@@ -76,7 +76,7 @@ def test_records_go_after_their_time(cluster: Cluster) -> None:
     until(gone, what="old records to go", seconds=SLOW_SECONDS)
 
 
-def test_records_stay_for_their_time(cluster: Cluster) -> None:
+def test_records_are_kept_for_their_retention(cluster: Cluster) -> None:
     topic = cluster.topic("long", cleanup_policy="delete", retention_ms=3_600_000, segment_ms=60_000)
     producer = cluster.producer()
     now = int(time.time() * 1000)

@@ -71,7 +71,7 @@ def own(images: Images, tmp_path_factory: pytest.TempPathFactory) -> Container:
 
 
 @pytest.mark.parametrize("family", ["engine", "trainer"])
-def test_an_image_is_small_has_no_compiler_and_says_what_is_in_it(images: Images, family: str) -> None:
+def test_image_is_small_without_a_compiler_and_lists_its_contents(images: Images, family: str) -> None:
     size = look_into(images, family)
     base = size - images.container(family).megabytes("/opt/rose")
     of_others = float(images.container("engine").answers("python", "-c", OF_TORCH_AND_VLLM))
@@ -79,9 +79,7 @@ def test_an_image_is_small_has_no_compiler_and_says_what_is_in_it(images: Images
     assert size < base + of_others + OWN_MEGABYTES
 
 
-def test_beside_a_vllm_that_has_no_rose_it_comes_with_what_is_missing_and_replaces_nothing(
-    images: Images, tmp_path: Path
-) -> None:
+def test_lender_image_adds_missing_packages_to_vllm_and_replaces_none(images: Images, tmp_path: Path) -> None:
     """As the init container does it, for a server in an image of its own."""
     os.chown(tmp_path, 10001, 10001)
     volumes = {tmp_path: "/rose"}
@@ -104,9 +102,7 @@ print(confluent_kafka.__file__, numpy.__file__, rose.__file__)
     assert missing.startswith("/rose/behind/") and there.startswith("/opt/rose/") and rose.startswith("/rose/rose/")
 
 
-def test_the_loop_runs_from_the_images_as_another_user_and_its_law_holds(
-    images: Images, own: Container, tmp_path: Path
-) -> None:
+def test_run_from_the_images_as_another_user_keeps_the_law(images: Images, own: Container, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()
     os.chown(runs, 10001, 10001)

@@ -18,18 +18,18 @@ DEBIAN_MEGABYTES = 174
 """Of them: a Debian with Python that was set up, in whose place these tests have less."""
 
 
-def test_it_is_small_has_no_compiler_and_says_what_is_in_it(images: Images) -> None:
+def test_light_image_is_small_without_a_compiler_and_lists_its_contents(images: Images) -> None:
     own = look_into(images, "light") - images.builder.container(BASE).megabytes()
     assert own + DEBIAN_MEGABYTES < MOST_MEGABYTES
 
 
-def test_a_role_that_is_not_there_is_not_well(images: Images) -> None:
+def test_missing_role_is_not_healthy(images: Images) -> None:
     asked = images.container("light").run("rose", "health")
     assert asked.returncode == 1 and "nothing answers" in asked.stderr
     assert "Traceback" not in asked.stderr
 
 
-def test_a_role_that_is_asked_to_stop_leaves_well(images: Images, tmp_path: Path) -> None:
+def test_role_asked_to_stop_exits_with_status_0(images: Images, tmp_path: Path) -> None:
     runs, [port] = tmp_path / "runs", free_ports(1)
     runs.mkdir()
     with start(EMBEDDED, tmp_path / "broker") as broker:

@@ -24,5 +24,5 @@ NAMED = re.compile(
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_names_the_present_version(name: str) -> None:
+def test_file_names_the_current_version(name: str) -> None:
     assert set(NAMED.findall((ROOT / name).read_text())) == {VERSION}

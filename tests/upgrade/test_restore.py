@@ -44,7 +44,7 @@ def steps(folder: Path) -> list[int]:
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_a_run_whose_broker_is_lost_goes_on_in_a_fresh_namespace(tmp_path: Path) -> None:
+def test_run_with_a_lost_broker_continues_in_a_new_namespace(tmp_path: Path) -> None:
     rose, runs = Rose(KAFKA, tmp_path), tmp_path / "runs"
     (tmp_path / "rose.toml").write_text(CONFIG)
     prompts = [

@@ -65,7 +65,7 @@ def clean(report: Report) -> None:
     assert report.left.keys() == {0}, report.left
 
 
-def test_every_role_goes_to_the_next_version_and_back_under_load(tmp_path: Path, sites: tuple[Path, Path]) -> None:
+def test_every_role_is_upgraded_and_downgraded_under_load(tmp_path: Path, sites: tuple[Path, Path]) -> None:
     """From wheels, on Apache Kafka, one process after another, a server that lends among them."""
     print(f"ROSE_CHAOS_SEED={SEED}")
     shape = Shape(nodes=0, lenders=1, round_seconds=300.0, groups_per_second=0.7, blocking_groups=0)
