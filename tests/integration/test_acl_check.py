@@ -6,7 +6,7 @@ from rose.topics.catalog import Partitions
 from tests.support.brokers import AnyBroker
 
 
-def test_every_role_may_begin_on_a_broker_without_rights(broker: AnyBroker, namespace: str) -> None:
+def test_every_role_may_start_on_a_broker_without_acls(broker: AnyBroker, namespace: str) -> None:
     settings = broker.settings(namespace)
     for role in ROLES.values():
         connect_as(settings, role)  # also before there are topics: whoever needs one says that it is missing

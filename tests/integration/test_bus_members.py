@@ -18,7 +18,7 @@ from tests.golden.examples import PROMPT
 from tests.support.bus_fixtures import HOMES, WAIT_SECONDS, put, read_until
 
 
-def test_an_assignment_is_read_though_its_partition_was_paused_before(settings: BusSettings) -> None:
+def test_new_assignment_of_a_paused_partition_is_read(settings: BusSettings) -> None:
     put(settings, [encode(PROMPT)])
     with closing(Reader(settings, "test", group="test", report_ends=True)) as reader:
         for again in range(3):
@@ -29,7 +29,7 @@ def test_an_assignment_is_read_though_its_partition_was_paused_before(settings: 
             reader.pause([(PROMPTS, 0)])  # of what is not assigned: no harm
 
 
-def test_a_members_new_assignment_is_read_though_it_had_paused_everything(settings: BusSettings) -> None:
+def test_new_group_assignment_is_read_after_all_partitions_were_paused(settings: BusSettings) -> None:
     """A full window pauses the prompts; then another member joins, and leaves again."""
 
     def member(name: str) -> tuple[Reader, list[list[Place]]]:
@@ -66,7 +66,7 @@ def test_a_members_new_assignment_is_read_though_it_had_paused_everything(settin
     other.close()
 
 
-def test_whoever_joins_is_taken_in_however_soon_after_another(settings: BusSettings) -> None:
+def test_member_that_joins_soon_after_another_gets_partitions(settings: BusSettings) -> None:
     """The embedded broker forgets both, if the second comes just as its wait for others is over."""
     taken_in: list[str] = []
 
@@ -93,7 +93,7 @@ def test_whoever_joins_is_taken_in_however_soon_after_another(settings: BusSetti
         member.close()
 
 
-def test_a_member_that_asked_again_or_has_left_hears_nothing_of_what_its_former_self_is_told(
+def test_rejoined_or_left_member_ignores_answers_to_its_former_membership(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer to the first question may come just as the second is asked: then it is told as that consumer leaves,

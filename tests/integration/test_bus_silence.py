@@ -50,7 +50,7 @@ READINGS: list[Callable[[BusSettings, Callable[[], None]], object]] = [
 
 @any_broker
 @pytest.mark.parametrize("read", READINGS, ids=["letters", "log"])
-def test_reading_back_ends_when_whoever_reads_says_so(
+def test_replay_ends_when_its_caller_stops(
     settings: BusSettings, own_broker: Broker, read: Callable[[BusSettings, Callable[[], None]], object]
 ) -> None:
     """Also once it has begun, where nothing else ends it before the broker is back."""
@@ -84,7 +84,7 @@ def owner(settings: BusSettings, **more: Callable[[], bool | None]) -> Writer:
     return Writer(settings, "test", transactional_id="test", **more)  # type: ignore[arg-type]
 
 
-def test_who_takes_a_name_over_is_heard_of_until_the_broker_is_back_and_has_it_then(
+def test_writer_that_takes_over_a_name_calls_back_until_the_broker_returns(
     settings: BusSettings, own_broker: Broker
 ) -> None:
     last, calls = owner(settings), 0
@@ -110,14 +110,14 @@ def test_who_takes_a_name_over_is_heard_of_until_the_broker_is_back_and_has_it_t
 
 
 @any_broker
-def test_who_is_asked_to_leave_takes_no_name_over(settings: BusSettings, own_broker: Broker) -> None:
+def test_stopping_writer_takes_over_no_name(settings: BusSettings, own_broker: Broker) -> None:
     own_broker.send_signal(signal.SIGSTOP)
     with pytest.raises(BusError, match="nobody waits for it any more"):
         owner(settings, still_needed=lambda: False)
 
 
 @pytest.mark.parametrize("broker_kind", [EMBEDDED], indirect=True)
-def test_nor_does_who_is_asked_to_leave_while_it_looks_who_owned_the_name(
+def test_writer_stopped_during_the_owner_query_takes_over_no_name(
     settings: BusSettings, own_broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask, leaves = Reader.committed, Event()
@@ -142,7 +142,7 @@ QUESTIONS: list[Callable[[Reader], object]] = [
 
 @any_broker
 @pytest.mark.parametrize("ask", QUESTIONS, ids=["committed", "watermarks", "all_watermarks", "partitions"])
-def test_a_question_ends_when_whoever_asks_says_so(
+def test_query_ends_when_its_caller_stops(
     settings: BusSettings, own_broker: Broker, ask: Callable[[Reader], object]
 ) -> None:
     def meanwhile() -> None:
@@ -158,9 +158,7 @@ def test_a_question_ends_when_whoever_asks_says_so(
 
 
 @any_broker
-def test_who_creates_topics_asks_a_broker_again_that_did_not_answer(
-    own_broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_topic_creation_is_retried_after_a_silent_broker(own_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     """It had answered before: a broker that never did is told at once."""
     monkeypatch.setattr(queries, "WATERMARKS_SECONDS", 4.0)
     asked = 0
@@ -183,9 +181,7 @@ def test_who_creates_topics_asks_a_broker_again_that_did_not_answer(
 
 
 @any_broker
-def test_a_leader_that_does_not_answer_is_not_taken_for_one_that_does(
-    settings: BusSettings, own_broker: Broker
-) -> None:
+def test_silent_leader_is_not_taken_for_an_answering_leader(settings: BusSettings, own_broker: Broker) -> None:
     """confluent-kafka raises nothing then."""
     client = connect(settings)
     place = TopicPartition(settings.topic(PROMPTS), 0)

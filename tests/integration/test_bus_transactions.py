@@ -24,7 +24,7 @@ from tests.support.bus_fixtures import put, read_until
 from tests.support.waiting import until
 
 
-def test_who_reads_on_sees_what_the_next_owner_of_a_transactional_id_commits(
+def test_running_reader_sees_commits_of_the_next_owner_of_a_transactional_id(
     settings: BusSettings, reader: Reader
 ) -> None:
     """As when a worker is killed in the midst of a transaction and started again."""
@@ -48,7 +48,7 @@ def test_who_reads_on_sees_what_the_next_owner_of_a_transactional_id_commits(
     assert refused.value.is_fenced
 
 
-def test_a_transaction_that_the_broker_undoes_is_made_again_whole_and_once(
+def test_transaction_aborted_by_the_broker_is_repeated_whole_and_once(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first time it names a member that its group does not know, as one does that met a change of coordinators."""
@@ -76,7 +76,7 @@ def test_a_transaction_that_the_broker_undoes_is_made_again_whole_and_once(
     assert [each.key for each in found] == ["outcome", "outcome"]
 
 
-def test_a_transaction_with_a_record_that_no_broker_takes_is_not_made_again(settings: BusSettings) -> None:
+def test_transaction_with_an_unacceptable_record_is_not_repeated(settings: BusSettings) -> None:
     large = {**settings.properties, "message.max.bytes": str(4 * MAX_MESSAGE_BYTES)}
     writer = Writer(replace(settings, properties=large), "test", transactional_id="test")
     tried = []
@@ -92,7 +92,7 @@ def test_a_transaction_with_a_record_that_no_broker_takes_is_not_made_again(sett
     assert len(tried) == 1
 
 
-def test_a_transaction_of_who_was_fenced_is_not_made_again(settings: BusSettings) -> None:
+def test_transaction_of_a_fenced_writer_is_not_repeated(settings: BusSettings) -> None:
     old = Writer(settings, "test", transactional_id="test")
     new = Writer(settings, "test", transactional_id="test")
     with pytest.raises(BusError) as raised:
@@ -102,7 +102,7 @@ def test_a_transaction_of_who_was_fenced_is_not_made_again(settings: BusSettings
     assert [each.key for each in read_to_end(settings, {(OUTCOMES, 0): 0}, client_id="test")] == ["new"]
 
 
-def test_a_writer_that_was_fenced_amid_a_transaction_says_so_at_whatever_it_does_next(settings: BusSettings) -> None:
+def test_writer_fenced_within_a_transaction_raises_fenced_on_its_next_call(settings: BusSettings) -> None:
     """What it writes goes out by itself: the broker refuses it before the next record is handed over."""
     old = Writer(settings, "test", transactional_id="test")
     old.begin()
@@ -113,7 +113,7 @@ def test_a_writer_that_was_fenced_amid_a_transaction_says_so_at_whatever_it_does
     assert refused.value.is_fenced and "fenced by a newer instance" in str(refused.value)
 
 
-def test_no_client_lives_longer_than_its_writer_nor_as_long_if_it_only_began_with_it(settings: BusSettings) -> None:
+def test_clients_end_no_later_than_their_writer(settings: BusSettings) -> None:
     """On the embedded broker it ends what the owner before it left open, with a client of that one's name."""
     before = set(enumerate_threads())
     writer = Writer(settings, "test", transactional_id="worker")
@@ -124,7 +124,7 @@ def test_no_client_lives_longer_than_its_writer_nor_as_long_if_it_only_began_wit
     until(lambda: not [each for each in set(enumerate_threads()) - before if each.name == "free"])
 
 
-def test_a_transactions_marker_is_a_place_where_nothing_is(settings: BusSettings, reader: Reader) -> None:
+def test_transaction_marker_offset_has_no_record(settings: BusSettings, reader: Reader) -> None:
     writer = Writer(settings, "test", transactional_id="test")
     for _ in range(2):
         writer.begin()
@@ -138,7 +138,7 @@ def test_a_transactions_marker_is_a_place_where_nothing_is(settings: BusSettings
     assert len(fetched) == 2 and sorted(fetched + [offset for _, offset in fetch.missing]) == [0, 1, 2, 3]
 
 
-def test_another_thread_commits_what_a_reader_has_read_while_it_reads_on(settings: BusSettings) -> None:
+def test_offsets_are_committed_by_another_thread_while_the_reader_continues(settings: BusSettings) -> None:
     """The client lets one thread in at a time, and a reader that waits for records is in it nearly always."""
     put(settings, [encode(PROMPT)])
     done = Event()

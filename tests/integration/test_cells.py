@@ -70,7 +70,7 @@ def whole(bus: RouterHarness) -> None:
 
 
 @kafka_first
-def test_they_share_the_cells_and_who_joins_or_leaves_takes_only_some(bus: RouterHarness, routers: Routers) -> None:
+def test_routers_share_the_cells_and_a_change_moves_only_some(bus: RouterHarness, routers: Routers) -> None:
     routers.begin(0)
     routers.until_shared_by(0)
     bus.keep_turns_moving(1.0, 2 * CELLS)
@@ -87,7 +87,7 @@ def test_they_share_the_cells_and_who_joins_or_leaves_takes_only_some(bus: Route
 
 
 @kafka_first
-def test_cells_of_one_that_is_killed_go_on_elsewhere(bus: RouterHarness, routers: Routers, broker_kind: str) -> None:
+def test_cells_of_a_killed_router_continue_elsewhere(bus: RouterHarness, routers: Routers, broker_kind: str) -> None:
     routers.begin(0, 1, 2)
     routers.until_shared_by(0, 1, 2)
     bus.keep_turns_moving(1.0, 2 * CELLS)
@@ -104,7 +104,7 @@ def test_cells_of_one_that_is_killed_go_on_elsewhere(bus: RouterHarness, routers
 
 
 @kafka_first
-def test_one_that_was_frozen_does_no_harm_in_any_cell(bus: RouterHarness, routers: Routers) -> None:
+def test_router_resumed_after_a_freeze_does_no_harm_in_any_cell(bus: RouterHarness, routers: Routers) -> None:
     routers.begin(0, 1, 2)
     routers.until_shared_by(0, 1, 2)
     freeze(routers.running[2])
@@ -115,7 +115,7 @@ def test_one_that_was_frozen_does_no_harm_in_any_cell(bus: RouterHarness, router
     whole(bus)
 
 
-def test_a_seat_is_one_unbroken_time(bus: RouterHarness) -> None:
+def test_cell_ownership_is_one_unbroken_period(bus: RouterHarness) -> None:
     one = RouterMembership(bus.settings, "router-0")
     bus.until(lambda: len(one.poll(0.05)) == CELLS)
     alone = one.owned

@@ -26,7 +26,7 @@ LEAST_SECONDS = 3600.0
 
 
 @pytest.mark.parametrize("days", [-400, 400])
-def test_whatever_the_clock_of_a_writer_its_records_are_taken_and_have_the_time_of_the_broker(
+def test_records_of_any_writer_clock_are_accepted_with_broker_time(
     broker: AnyBroker, namespace: str, days: int
 ) -> None:
     settings = with_topics(broker.settings(namespace))
@@ -46,7 +46,7 @@ def test_whatever_the_clock_of_a_writer_its_records_are_taken_and_have_the_time_
         assert abs(stamp / 1000 - time.time()) < LEAST_SECONDS
 
 
-def test_whoever_deletes_what_is_old_deletes_nothing_young_though_its_clock_is_ahead(
+def test_deletion_by_age_keeps_young_records_at_a_fast_local_clock(
     broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, place = with_topics(broker.settings(namespace)), (PROMPTS, 0)
@@ -58,7 +58,7 @@ def test_whoever_deletes_what_is_old_deletes_nothing_young_though_its_clock_is_a
     ) == {place: 2}
 
 
-def test_a_topic_that_is_stamped_by_its_writers_differs_from_the_catalog(broker: AnyBroker, namespace: str) -> None:
+def test_topic_with_create_time_differs_from_the_catalog(broker: AnyBroker, namespace: str) -> None:
     settings = broker.settings(namespace)
     _make_stamped_by_writers(settings)
     create_topics(settings, PARTITIONS)

@@ -50,9 +50,7 @@ def read(settings: BusSettings, records: int) -> list[bytes | None]:
     return found
 
 
-def test_what_was_acknowledged_is_there_when_its_leader_is_gone_and_the_audit_says_nothing_of_it(
-    cluster: Cluster, namespace: str
-) -> None:
+def test_acknowledged_records_survive_the_loss_of_their_leader(cluster: Cluster, namespace: str) -> None:
     settings, audited = cluster.settings(namespace), cluster.settings(f"{namespace}audited.")
     for each in (settings, audited):
         create_topics(each, Partitions(home=2, slots=1, samples=1, chunks=1), replication_factor=3)
@@ -74,7 +72,7 @@ def test_what_was_acknowledged_is_there_when_its_leader_is_gone_and_the_audit_sa
     assert not done.stderr
 
 
-def test_topics_have_a_copy_on_every_node(cluster: Cluster, namespace: str) -> None:
+def test_topics_have_a_replica_on_every_node(cluster: Cluster, namespace: str) -> None:
     settings = cluster.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1), replication_factor=3)
     topics = AdminClient({"bootstrap.servers": cluster.bootstrap}).list_topics(timeout=WAIT_SECONDS).topics
@@ -92,7 +90,7 @@ def coordinator_of(cluster: Cluster, transactional_id: str) -> Broker:
     return cluster.nodes[leader - 1]
 
 
-def test_a_commit_ends_though_its_coordinator_is_frozen_and_one_given_up_is_decided_before_the_next(
+def test_commit_ends_despite_a_frozen_coordinator_and_is_decided_before_the_next(
     cluster: Cluster, namespace: str
 ) -> None:
     """Given up while it is on its way to the next coordinator it may still come true: then, and not later."""
@@ -139,9 +137,7 @@ def group_coordinator_of(cluster: Cluster, settings: BusSettings, group: str) ->
     return cluster.nodes[number - 1]
 
 
-def test_a_coordinator_that_is_frozen_is_not_reached_until_another_has_its_place(
-    cluster: Cluster, namespace: str
-) -> None:
+def test_frozen_coordinator_is_unreachable_until_replaced(cluster: Cluster, namespace: str) -> None:
     """Though two brokers of three answer."""
     settings = cluster.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1), replication_factor=3)
@@ -217,7 +213,7 @@ sys.stdin.read()
 
 
 @pytest.mark.long
-def test_all_nodes_go_with_their_killed_parent(tmp_path: Path) -> None:
+def test_all_nodes_end_with_their_killed_parent(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(tmp_path), str(home_of(KAFKA))]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as parent:

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("broker_kind", [EMBEDDED, pytest.param(KAFKA, marks=pytest.mark.long)], indirect=True)
-def test_the_demo_trains_settles_every_trajectory_and_reports(rose: Rose) -> None:
+def test_demo_trains_settles_every_trajectory_and_writes_a_report(rose: Rose) -> None:
     told = rose("demo", *small())
     run = rose.folder / "runs" / "demo"
     summary = json.loads((run / "summary.json").read_text())
@@ -62,7 +62,7 @@ def test_demo_that_reaches_its_time_limit_measures_and_reports_the_newest_policy
 
 @pytest.mark.long
 @pytest.mark.parametrize("broker_kind", [EMBEDDED], indirect=True)
-def test_the_demo_trains_on_a_server_that_its_users_ask_meanwhile(rose: Rose) -> None:
+def test_demo_trains_on_a_server_under_user_load(rose: Rose) -> None:
     told = rose("demo", *small(run__executors=0, run__lenders=1, users__trace=steady_users(rose.folder)))
     run = rose.folder / "runs" / "demo"
     lending = json.loads((run / "summary.json").read_text())["lending"]

@@ -78,7 +78,7 @@ def produce(settings: BusSettings, value: bytes, *, key: bytes | None = None, pa
     return offsets[0]
 
 
-def test_the_audit_counts_by_groups_and_needs_no_prompt_and_no_turn(log: Log) -> None:
+def test_audit_counts_by_groups_without_reading_prompts_or_turns(log: Log) -> None:
     log.group("a")
     log.progress("a:0", turn=1)
     log.sample("a:1")
@@ -103,7 +103,7 @@ def test_the_audit_counts_by_groups_and_needs_no_prompt_and_no_turn(log: Log) ->
     assert audit_log(log.settings).lost == ("a:0",)
 
 
-def test_a_forwarded_prompt_asks_once_and_not_at_all_when_its_copy_was_refused(log: Log) -> None:
+def test_forwarded_prompt_counts_once_and_not_with_a_refused_copy(log: Log) -> None:
     log.prompt("g", partition=elsewhere(log, "g"))
     assert audit_log(log.settings).requested == 2
     at_home = log.prompt("g", key="g")
@@ -114,7 +114,7 @@ def test_a_forwarded_prompt_asks_once_and_not_at_all_when_its_copy_was_refused(l
     assert audit_log(log.settings).requested == 0
 
 
-def test_a_sample_that_was_dead_lettered_breaks_no_law(log: Log) -> None:
+def test_dead_lettered_sample_does_not_violate_the_law(log: Log) -> None:
     log.group("g")
     log.sample("g:0")
     log.progress("g:1")
@@ -141,9 +141,7 @@ def named(envelope: Envelope) -> str:
     return envelope.record.trajectory_id if isinstance(envelope.record, Sample) else ""
 
 
-def test_a_letter_of_somebody_elses_hand_is_listed_whatever_its_headers_say(
-    log: Log, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_foreign_dead_letter_is_listed_with_any_headers(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     name = f"{log.settings.namespace}{PROMPTS.dead_letters}"
     producer = Producer({"bootstrap.servers": log.settings.bootstrap, "linger.ms": 0})
     producer.produce(name, value=b"{}", key=b"anything", headers=[(PARTITION, b"9" * 5_000), (OFFSET, b"-7")])
@@ -156,7 +154,7 @@ def test_a_letter_of_somebody_elses_hand_is_listed_whatever_its_headers_say(
         retry_dead_letter(common(log.settings), f"{PROMPTS.name}/-1/-1", None, None)
 
 
-def test_a_place_is_found_in_a_namespace_with_which_topics_begin_too(
+def test_dead_letter_is_found_in_a_namespace_that_is_a_topic_prefix(
     broker: AnyBroker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = Log(broker.settings("rose"))
@@ -168,7 +166,7 @@ def test_a_place_is_found_in_a_namespace_with_which_topics_begin_too(
         assert f"place    {PROMPTS.name}/0/5" in capsys.readouterr().out
 
 
-def test_a_prompt_whose_id_is_too_long_is_a_dead_letter_and_never_not_opened(log: Log) -> None:
+def test_prompt_with_a_too_long_id_is_dead_lettered_and_not_pending(log: Log) -> None:
     line = {"group_id": "x" * 127, "group_size": 2, "environment": "calculator", "seed": 1}
     offset = produce(log.settings, msgspec.json.encode(line))
     assert audit_log(log.settings).requested == 0
@@ -184,7 +182,7 @@ def test_a_prompt_whose_id_is_too_long_is_a_dead_letter_and_never_not_opened(log
     assert (found.audit.requested, found.letters) == (0, {PROMPTS: 1})
 
 
-def test_a_trajectory_is_replayed_from_its_home_alone(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trajectory_is_replayed_from_its_home_only(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     log.prompt("g")
     log.group("g")
     log.progress("g:0", turn=1)
@@ -209,7 +207,7 @@ def test_a_trajectory_is_replayed_from_its_home_alone(log: Log, capsys: pytest.C
             print_replay(common(log.settings), unknown)
 
 
-def test_why_follows_a_trajectory_from_its_prompt_to_its_end(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_shows_a_trajectory_from_prompt_to_end(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     def why(name: str = "g:0") -> str:
         print_why(common(log.settings), name)
         return capsys.readouterr().out
@@ -244,9 +242,7 @@ def test_why_follows_a_trajectory_from_its_prompt_to_its_end(log: Log, capsys: p
     assert "g:0: ended as trained at step 1" in why()
 
 
-def test_why_tells_of_a_group_and_of_a_trajectory_that_have_one_name(
-    log: Log, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_why_shows_a_group_and_a_trajectory_of_one_name(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("g", "g:1"):
         log.prompt(name, key=name)
         log.group(name)
@@ -256,9 +252,7 @@ def test_why_tells_of_a_group_and_of_a_trajectory_that_have_one_name(
 
 
 @pytest.mark.parametrize("spelt", [rb"math\/1", rb"math\u002f1"])
-def test_why_finds_a_prompt_whose_json_has_its_id_in_escapes(
-    log: Log, capsys: pytest.CaptureFixture[str], spelt: bytes
-) -> None:
+def test_why_finds_a_json_prompt_with_an_escaped_id(log: Log, capsys: pytest.CaptureFixture[str], spelt: bytes) -> None:
     line = b'{"group_id": "%s", "group_size": 2, "environment": "calculator"}' % spelt
     offset = produce(log.settings, line, key=b"math/1", partition=log.home("math/1"))
     produce(log.settings, rb'{"group_id": "math\/2", "group_size": 2}', key=b"math/2", partition=log.home("math/2"))
@@ -266,7 +260,7 @@ def test_why_finds_a_prompt_whose_json_has_its_id_in_escapes(
     assert f"its prompt waits at {PROMPTS.name}/{log.home('math/1')}/{offset}" in capsys.readouterr().out
 
 
-def test_why_tells_that_a_prompt_was_refused(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_reports_a_refused_prompt(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     offset = log.prompt("g")
     bury(log, "g", log.home("g"), offset)
     log.group("g", GroupState.REFUSED, offset=offset)
@@ -294,7 +288,7 @@ def prompts_of(log: Log, group_id: str) -> list[Envelope]:
     return [each for each in found if isinstance(each.record, Prompt) and each.record.group_id == group_id]
 
 
-def test_a_letter_is_listed_shown_mended_and_sent_home_once(
+def test_dead_letter_is_listed_shown_edited_and_resent_once(
     log: Log, spoiled_place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     connect = common(log.settings)
@@ -331,7 +325,7 @@ def test_a_letter_is_listed_shown_mended_and_sent_home_once(
     assert "(sent back 20" in capsys.readouterr().out
 
 
-def test_a_prompt_keeps_its_own_headers_whatever_they_are_called(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resent_prompt_keeps_its_own_headers(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     own = (("topic", b"math"), ("key", b"k"), ("exception", b"none"), ("offset", b"-1"), ("sent-back", b"no"))
     line = msgspec.json.encode({"group_id": "mended", "group_size": 0, "environment": "calculator", "seed": 1})
     home, connect = log.home("mended"), common(log.settings)
@@ -354,7 +348,7 @@ def test_a_prompt_keeps_its_own_headers_whatever_they_are_called(log: Log, capsy
     assert letter.raw.headers == own and letter.sent_back_at is not None
 
 
-def test_a_letter_is_mended_with_a_file_and_not_into_a_group_that_is_taken(
+def test_dead_letter_is_edited_by_a_file_and_not_into_an_existing_group(
     log: Log, spoiled_place: str, tmp_path: Path
 ) -> None:
     good = Prompt(group_id="taken", group_size=2, environment="calculator", seed=1)
@@ -371,7 +365,7 @@ def test_a_letter_is_mended_with_a_file_and_not_into_a_group_that_is_taken(
         retry_dead_letter(common(log.settings), spoiled_place, tmp_path / "broken.json", None, again=True)
 
 
-def test_places_and_topics_that_are_not_there_are_told(log: Log) -> None:
+def test_missing_offsets_and_topics_are_reported(log: Log) -> None:
     with pytest.raises(UsageError, match="no dead letter lay at"):
         show_dead_letter(common(log.settings), f"{REQUESTED.name}/0/7")
     with pytest.raises(UsageError, match="there is no topic nothing"):

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @best_broker
-def test_a_run_that_was_ended_goes_on_where_it_was(rose: Rose) -> None:
+def test_stopped_run_resumes_where_it_was(rose: Rose) -> None:
     run = rose.folder / "runs" / "demo"
     with rose.start("demo", *small(tasks__steps=3, run__executors=1)) as process:
         deadline, never = monotonic() + PATIENCE_SECONDS, Event()

@@ -77,7 +77,7 @@ def until(looking: RunFollower, condition: Callable[[], bool]) -> None:
         looking.poll(0.05)
 
 
-def test_what_is_open_and_who_waits_is_read_off_the_log(log: Log) -> None:
+def test_open_groups_and_waiting_parts_are_read_from_the_log(log: Log) -> None:
     log.group("a")
     log.progress("a:0")
     log.sample("a:1")
@@ -102,7 +102,7 @@ def test_what_is_open_and_who_waits_is_read_off_the_log(log: Log) -> None:
         assert facts.applied_seconds < old.silent_seconds
 
 
-def test_a_prompt_whose_group_is_open_waits_no_more_though_an_earlier_one_is_still_being_reset(log: Log) -> None:
+def test_prompt_of_an_open_group_is_not_waiting_behind_a_resetting_group(log: Log) -> None:
     names = [name for name in map(str, range(100)) if log.home(name) == 0][:4]
     hangs, opened, ended, last = (log.prompt(name) for name in names)
     log.group(names[1], offset=opened, decided_to=hangs)
@@ -115,9 +115,7 @@ def test_a_prompt_whose_group_is_open_waits_no_more_though_an_earlier_one_is_sti
         assert looking.facts().prompts_waiting == 1
 
 
-def test_a_broker_that_hands_out_records_answers_whatever_becomes_of_questions(
-    log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broker_that_delivers_records_counts_as_answering(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     with watch(log.settings) as looking:
         monkeypatch.setattr(BrokerProbe, "probe", lambda _: None)
         log.heartbeat(worker="e", **REFUSAL)
@@ -125,7 +123,7 @@ def test_a_broker_that_hands_out_records_answers_whatever_becomes_of_questions(
         assert looking.unanswered_seconds <= 0.0
 
 
-def test_a_broker_is_not_away_because_nobody_looked(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unobserved_broker_does_not_count_as_unreachable(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the looking process was stopped: its questions were, too."""
     with watch(log.settings) as looking:
         monkeypatch.setattr(BrokerProbe, "probe", lambda _: None)
@@ -138,7 +136,7 @@ def test_a_broker_is_not_away_because_nobody_looked(log: Log, monkeypatch: pytes
         monkeypatch.setattr(follower, "time", time)
 
 
-def test_versions_of_another_run_or_unsigned_are_none_of_this_one(log: Log) -> None:
+def test_unsigned_versions_and_those_of_another_run_are_ignored(log: Log) -> None:
     key = Ed25519PrivateKey.generate()
     trust = Trust(MANIFEST.model_id, run_id(log.settings.namespace, "demo"), key.public_key())
 
@@ -162,7 +160,7 @@ def test_versions_of_another_run_or_unsigned_are_none_of_this_one(log: Log) -> N
         assert looking.facts().newest_version == 7
 
 
-def test_members_homes_lag_and_letters_are_asked_of_the_broker(log: Log) -> None:
+def test_members_homes_lag_and_dead_letters_are_queried_from_the_broker(log: Log) -> None:
     probe = BrokerProbe(log.settings)
     alone = probe.probe()
     assert alone is not None
@@ -195,7 +193,7 @@ def test_members_homes_lag_and_letters_are_asked_of_the_broker(log: Log) -> None
     assert found.letters == {PROMPTS.name: 1}
 
 
-def test_status_says_what_is_unwell_and_ends_with_status_1(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_reports_unhealthy_parts_and_exits_with_1(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     log.group("a")
     log.progress("a:0")
     with pytest.raises(RunUnhealthy, match="no executor is there") as unwell:
@@ -246,7 +244,7 @@ IDLE = {
 }
 
 
-def test_prompts_that_a_worker_with_room_does_not_open_are_unwell(
+def test_prompts_unopened_by_a_worker_with_room_are_unhealthy(
     log: Log, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of one that begins anew again and again: it is a member, and commits nothing."""
@@ -273,7 +271,7 @@ def test_prompts_that_a_worker_with_room_does_not_open_are_unwell(
 
 
 @pytest.mark.parametrize("broker_kind", [KAFKA], indirect=True)
-def test_prompts_that_an_open_transaction_holds_back_are_not_said_to_be_none(log: Log) -> None:
+def test_prompts_behind_an_open_transaction_are_counted(log: Log) -> None:
     log.prompt("a")
     producer = Producer(log.settings.transactional("stranger", "stranger"))
     producer.init_transactions()
@@ -292,7 +290,7 @@ def test_prompts_that_an_open_transaction_holds_back_are_not_said_to_be_none(log
         assert list(looking.facts().held_homes) == []
 
 
-def test_a_worker_that_stands_still_is_named_while_another_goes_on(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_worker_is_named_while_another_progresses(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "STALLED_SECONDS", 1.0)
     begun: dict[str, list[int]] = {}
 
@@ -338,9 +336,7 @@ def test_a_worker_that_stands_still_is_named_while_another_goes_on(log: Log, mon
         assert looking.facts().applied_seconds < 1.0
 
 
-def test_a_router_is_not_accused_of_the_time_before_there_was_an_executor(
-    log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_without_executor_does_not_count_against_the_router(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "STALLED_SECONDS", 1.0)
     log.group("a")
     log.progress("a:0")
@@ -357,12 +353,12 @@ def test_a_router_is_not_accused_of_the_time_before_there_was_an_executor(
         until(looking, lambda: bool(accused()))
 
 
-def test_a_log_on_which_nothing_is_left_to_do_is_well(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_without_remaining_work_is_healthy(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     show_status(common(log.settings), as_json=True)
     assert json.loads(capsys.readouterr().out)["well"]
 
 
-def test_a_broker_that_does_not_answer_for_its_groups_is_not_well(log: Log, namespace: str) -> None:
+def test_broker_without_answers_about_groups_is_unhealthy(log: Log, namespace: str) -> None:
     """As one does whose ACLs let nobody describe them."""
     silent = BrokerProbe(log.settings)
     assert silent.probe() is not None
@@ -377,7 +373,7 @@ def test_a_broker_that_does_not_answer_for_its_groups_is_not_well(log: Log, name
     assert not list(unknown_parts(answered=True, caught_up=True, broker_error=None))
 
 
-def test_the_live_view_says_why_nothing_moves(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_view_names_the_cause_of_a_stall(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rose.pipeline.monitor.diagnosis.STALLED_SECONDS", 1.0)
     monkeypatch.setattr(screens, "PLAIN_SECONDS", 0.5)
     log.group("a")

@@ -45,9 +45,7 @@ def router(broker: AnyBroker, namespace: str) -> Role:
     return Role("router", ("router", *flags(settings)))
 
 
-def test_a_role_that_refuses_its_input_ends_the_run_with_its_last_words(
-    fork_server: ForkServer, tmp_path: Path
-) -> None:
+def test_role_with_a_usage_error_ends_the_run_with_its_last_log_lines(fork_server: ForkServer, tmp_path: Path) -> None:
     supervisor = Supervisor([Role("router", ("router", "--set", "router.nothing=1"))], tmp_path, fork_server)
     supervisor.start()
     with pytest.raises(RoleFailed, match=r"router ended with status 2; the end of .*router.log") as failed:
@@ -56,7 +54,7 @@ def test_a_role_that_refuses_its_input_ends_the_run_with_its_last_words(
     supervisor.stop()
 
 
-def test_the_role_that_ends_the_run_ends_it(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_role_that_completes_the_run_ends_it(fork_server: ForkServer, tmp_path: Path) -> None:
     """By what it has written: whoever asked it to leave has not ended the run."""
     key = tmp_path / "key"
     supervisor = Supervisor([Role("keys", ("keys", str(key)), ends_run_with=key)], tmp_path, fork_server)
@@ -65,7 +63,7 @@ def test_the_role_that_ends_the_run_ends_it(fork_server: ForkServer, tmp_path: P
     supervisor.stop()
 
 
-def test_one_that_ends_before_its_work_is_done_is_started_again(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_role_that_exits_early_is_restarted(fork_server: ForkServer, tmp_path: Path) -> None:
     written = tmp_path / "written"
     written.touch()
     supervisor = Supervisor([Role("trainer", ("config",), ends_run_with=written)], tmp_path, fork_server)
@@ -77,7 +75,9 @@ def test_one_that_ends_before_its_work_is_done_is_started_again(fork_server: For
 
 @any_broker
 @pytest.mark.slow
-def test_a_killed_role_comes_back_and_stop_leaves_none(router: Role, fork_server: ForkServer, tmp_path: Path) -> None:
+def test_killed_role_is_restarted_and_stop_leaves_no_process(
+    router: Role, fork_server: ForkServer, tmp_path: Path
+) -> None:
     supervisor = Supervisor([router], tmp_path, fork_server)
     supervisor.start()
     first = supervisor.process_ids["router"]
@@ -124,7 +124,7 @@ class Played:
         return 0
 
 
-def test_who_makes_use_of_others_leaves_before_they_are_asked_to(tmp_path: Path) -> None:
+def test_dependent_role_is_stopped_before_the_roles_that_it_uses(tmp_path: Path) -> None:
     notes: list[str] = []
     fork_server: Any = SimpleNamespace(start=lambda arguments, *, name, **_: Played(name, notes))
     roles = [Role("server", ()), Role("users", (), leaves_first=True), Role("router", ())]
@@ -137,7 +137,7 @@ def test_who_makes_use_of_others_leaves_before_they_are_asked_to(tmp_path: Path)
 
 @any_broker
 @pytest.mark.slow
-def test_a_killed_nursery_takes_its_roles_with_it_and_they_come_back(
+def test_roles_of_a_killed_fork_server_end_and_are_restarted(
     router: Role, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     supervisor = Supervisor([router], tmp_path, fork_server)
@@ -158,7 +158,7 @@ def test_a_killed_nursery_takes_its_roles_with_it_and_they_come_back(
 
 @any_broker
 @pytest.mark.slow
-def test_roles_do_not_outlive_a_supervisor_that_is_killed(router: Role, tmp_path: Path) -> None:
+def test_roles_end_with_a_killed_supervisor(router: Role, tmp_path: Path) -> None:
     program = f"""
         from pathlib import Path
         from threading import Event
@@ -219,7 +219,7 @@ def children(folder: Path) -> list[int]:
     return [int(each) for each in (folder / "children").read_text().split()]
 
 
-def test_the_process_id_of_a_role_that_has_ended_is_not_free_while_anything_that_it_started_runs(
+def test_process_id_of_an_ended_role_stays_taken_while_its_children_run(
     broker: AnyBroker, namespace: str, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     arguments = starting(broker.settings(namespace), tmp_path)
@@ -242,7 +242,7 @@ def test_the_process_id_of_a_role_that_has_ended_is_not_free_while_anything_that
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGQUIT], ids=lambda each: each.name)
 @pytest.mark.parametrize("killed", ["role", "guard", "fork server", "supervisor"])
-def test_nothing_that_a_role_has_started_outlives_it_whoever_is_killed(
+def test_children_of_a_role_end_with_it_whichever_process_is_killed(
     broker: AnyBroker, namespace: str, tmp_path: Path, killed: str, number: signal.Signals
 ) -> None:
     """A child, one with a session of its own that ignores SIGTERM, and one whose parent has gone."""
@@ -266,7 +266,7 @@ def test_nothing_that_a_role_has_started_outlives_it_whoever_is_killed(
 
 
 @pytest.mark.slow
-def test_a_role_that_is_not_born_yet_ends_at_once(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_pending_role_is_stopped_at_once(fork_server: ForkServer, tmp_path: Path) -> None:
     log = tmp_path / "log"
     router = fork_server.start(("router", "--help"), name="router", log=log)
     router.send_signal(signal.SIGTERM)
@@ -276,9 +276,7 @@ def test_a_role_that_is_not_born_yet_ends_at_once(fork_server: ForkServer, tmp_p
 
 
 @pytest.mark.slow
-def test_a_role_that_is_ended_before_it_is_born_does_not_live_though_nobody_asks_after_it(
-    fork_server: ForkServer, router: Role, tmp_path: Path
-) -> None:
+def test_role_stopped_before_its_fork_never_runs(fork_server: ForkServer, router: Role, tmp_path: Path) -> None:
     out = tmp_path / "out"
     fork_server.start(router.arguments, name="router", log=tmp_path / "log").send_signal(signal.SIGKILL)
     fork_server.start(("router", "--help"), name="router", log=out)
@@ -303,7 +301,7 @@ program.connect = connect
 
 @any_broker
 @pytest.mark.slow
-def test_a_forked_role_ends_as_one_that_was_started(
+def test_forked_role_ends_like_a_spawned_role(
     broker: AnyBroker, namespace: str, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     """Exit status and last words: of what is refused, of what nobody expected, of what goes well."""
@@ -343,7 +341,7 @@ print("stdin", repr(sys.stdin.read()))
 
 @any_broker
 @pytest.mark.slow
-def test_siblings_draw_numbers_of_their_own_in_the_environment_of_the_supervisor(
+def test_forked_roles_have_own_random_numbers_and_the_supervisor_environment(
     broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "drawing.py").write_text(DRAWING)

@@ -71,9 +71,7 @@ def names(prompts: list[Prompt]) -> list[str]:
 
 
 @any_broker
-def test_a_prompt_that_waits_or_was_decided_is_not_sent_again_and_one_that_was_refused_is(
-    settings: BusSettings, tmp_path: Path
-) -> None:
+def test_only_refused_prompts_are_sent_again(settings: BusSettings, tmp_path: Path) -> None:
     waits, settled, refused, new = (prompt(name) for name in ("waits", "settled", "refused", "new"))
     submit(settings, waits, refused)
     places = {each.key: each.offset for each in read_whole_topics(settings, [PROMPTS])}
@@ -88,7 +86,7 @@ def test_a_prompt_that_waits_or_was_decided_is_not_sent_again_and_one_that_was_r
 
 
 @any_broker
-def test_a_run_that_goes_on_without_prompts_knows_what_it_was_asked_for(settings: BusSettings, tmp_path: Path) -> None:
+def test_run_resumed_without_prompts_knows_its_requested_groups(settings: BusSettings, tmp_path: Path) -> None:
     submit(settings, prompt("waits"))
     decide(settings, group_of(prompt("settled"), GroupState.SETTLED, 0))
     assert remaining_work(settings, [], tmp_path).trajectories == 2 * GROUP_SIZE
@@ -96,7 +94,7 @@ def test_a_run_that_goes_on_without_prompts_knows_what_it_was_asked_for(settings
 
 @any_broker
 @pytest.mark.parametrize("state", [None, GroupState.OPEN, GroupState.SETTLED])
-def test_a_prompt_that_was_changed_since_it_was_sent_is_refused_however_far_it_is(
+def test_prompt_changed_after_sending_is_refused_in_any_state(
     settings: BusSettings, tmp_path: Path, state: GroupState | None
 ) -> None:
     """Also once nothing on the log says what it was; a note is not what it asks for, nor the order of arguments."""
@@ -112,7 +110,7 @@ def test_a_prompt_that_was_changed_since_it_was_sent_is_refused_however_far_it_i
     assert remaining_work(settings, again[:1], tmp_path).prompts == []
 
 
-def test_more_is_never_settled_than_was_asked_for() -> None:
+def test_settled_trajectories_never_exceed_the_requested() -> None:
     """Others may submit while the run goes on."""
 
     class Watched:
@@ -140,7 +138,7 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 @any_broker
 @pytest.mark.slow
-def test_a_run_has_its_folder_to_itself_and_started_again_sends_nothing_twice(
+def test_run_locks_its_folder_and_a_restart_sends_no_prompt_twice(
     broker: AnyBroker, namespace: str, tmp_path: Path
 ) -> None:
     rose, settings = Rose("embedded", tmp_path), broker.settings(namespace)
@@ -166,7 +164,7 @@ def test_a_run_has_its_folder_to_itself_and_started_again_sends_nothing_twice(
 
 
 @pytest.mark.slow
-def test_a_run_whose_output_nobody_reads_any_more_ends_with_its_summary_and_report(tmp_path: Path) -> None:
+def test_run_with_closed_output_ends_with_summary_and_report(tmp_path: Path) -> None:
     """In `rose up | tee`, Ctrl-C ends tee at once."""
     rose, run = Rose("embedded", tmp_path), tmp_path / "runs" / "mine"
     with rose.start("up", "--name", "mine", "--set", "run.executors=0") as process:

@@ -137,9 +137,7 @@ def until_lends(router: Router) -> None:
 
 
 @kafka_first
-def test_work_wakes_a_lender_its_end_parks_it_and_without_a_control_app_its_lease_runs_out(
-    settings: BusSettings, tmp_path: Path
-) -> None:
+def test_work_wakes_a_lender_until_it_ends_or_the_lease_expires(settings: BusSettings, tmp_path: Path) -> None:
     log = tmp_path / "control.log"
     with lender(settings) as (guest, router), router_process(settings):
         until_parked(router, "needs one")
@@ -176,7 +174,7 @@ def test_work_wakes_a_lender_its_end_parks_it_and_without_a_control_app_its_leas
 
 
 @kafka_first
-def test_a_grant_by_hand_overrides_it_until_it_is_released_and_its_page_says_so(
+def test_manual_grant_overrides_the_control_app_and_its_page_shows_the_grant(
     settings: BusSettings, tmp_path: Path
 ) -> None:
     [port] = free_ports(1)
@@ -206,7 +204,7 @@ def test_a_grant_by_hand_overrides_it_until_it_is_released_and_its_page_says_so(
 
 
 @kafka_first
-def test_what_is_no_summary_is_buried_and_the_next_one_is_read(settings: BusSettings, tmp_path: Path) -> None:
+def test_invalid_summary_is_dead_lettered_and_the_next_summary_is_read(settings: BusSettings, tmp_path: Path) -> None:
     with control_process(settings, tmp_path / "control.log"), lender(settings) as (_, router):
         until_parked(router, "needs one")
         with router_process(settings):
@@ -223,6 +221,6 @@ def read_any(settings: BusSettings) -> Any:
     return next(iter(read_whole_topics(settings, [SUMMARIES]))).raw
 
 
-def test_what_only_a_person_can_mend_is_one_sentence(settings: BusSettings) -> None:
+def test_permanent_error_is_reported_in_one_sentence(settings: BusSettings) -> None:
     done = rose("control", *flags(settings), "-X", "ssl.crl.location=revoked.pem", "--set", "control.page_port=0")
     assert done.returncode == 2 and "the control app has no ssl.crl.location" in done.stderr.splitlines()[-1]

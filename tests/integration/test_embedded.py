@@ -24,13 +24,13 @@ REPOSITORY = Path(__file__).parents[2]
 WAIT_SECONDS = 60
 
 
-def test_the_embedded_broker_missing_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_embedded_broker_is_reported_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "noida_db", None)
     with pytest.raises(BrokerFailed, match=r"pip install 'rose-rollouts\[embedded\]'.*KAFKA_HOME.*--bootstrap-server"):
         start_broker(tmp_path)
 
 
-def test_a_folder_without_kafka_is_named(tmp_path: Path) -> None:
+def test_folder_without_kafka_is_named(tmp_path: Path) -> None:
     with pytest.raises(BrokerFailed, match=f"no Apache Kafka in {tmp_path}/kafka: .*libs/"):
         start_broker(tmp_path / "data", kafka_home=tmp_path / "kafka")
 
@@ -44,7 +44,7 @@ def kafka_home(tmp_path: Path) -> Path:
     return tmp_path / "kafka"
 
 
-def test_no_java_is_said(tmp_path: Path, kafka_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_java_is_reported(tmp_path: Path, kafka_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BrokerFailed, match="no Java found; Apache Kafka needs Java 17 or newer: install it, or set"):
@@ -58,7 +58,7 @@ def test_no_java_is_said(tmp_path: Path, kafka_home: Path, monkeypatch: pytest.M
     ("said", "named"),
     [('openjdk version "11.0.25" 2024-10-15', "Java 11.0.25"), ('java version "1.8.0_291"', "Java 1.8.0_291")],
 )
-def test_an_old_java_is_named(
+def test_too_old_java_is_named(
     said: str, named: str, tmp_path: Path, kafka_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     java = tmp_path / "bin" / "java"
@@ -70,26 +70,26 @@ def test_an_old_java_is_named(
         start_broker(tmp_path / "data", kafka_home=kafka_home)
 
 
-def test_a_taken_port_is_named(tmp_path: Path) -> None:
+def test_taken_port_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(BrokerFailed, match=f"port {port} of 127.0.0.1 is taken"):
             start_broker(tmp_path, port=port)
 
 
-def test_a_port_is_given_to_one_process_while_it_lives() -> None:
+def test_free_port_is_reserved_while_its_process_lives() -> None:
     asking = "import rose.topics.local_broker.process as b; b.PORTS = range({0}, {0} + 1); print(b.free_ports(1))"
     [own] = free_ports(1)
     ask = [sys.executable, "-c", asking.format(own)]
     assert subprocess.run(ask, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout == "[]\n"
 
 
-def test_a_folder_that_a_broker_already_uses_is_refused(tmp_path: Path) -> None:
+def test_folder_of_a_running_broker_is_refused(tmp_path: Path) -> None:
     with start_broker(tmp_path), pytest.raises(BrokerFailed, match=r"did not start: exit status 1, .*already running"):
         start_broker(tmp_path)
 
 
-def test_data_that_is_damaged_is_refused_and_kept(tmp_path: Path) -> None:
+def test_damaged_data_is_refused_and_kept(tmp_path: Path) -> None:
     damaged = tmp_path / "noida-db" / "kafka.json"
     damaged.parent.mkdir()
     damaged.write_text('{"topics": [')
@@ -98,7 +98,7 @@ def test_data_that_is_damaged_is_refused_and_kept(tmp_path: Path) -> None:
     assert damaged.read_text() == '{"topics": ['
 
 
-def test_a_broker_says_what_it_is_and_is_seen_to_die(own_broker: Broker) -> None:
+def test_broker_identifies_itself_and_its_death_is_detected(own_broker: Broker) -> None:
     assert own_broker.name.split()[-1][0].isdigit()
     assert listening_addresses(int(own_broker.bootstrap.removeprefix("127.0.0.1:"))) <= LOOPBACK
     own_broker.check()
@@ -110,7 +110,7 @@ def test_a_broker_says_what_it_is_and_is_seen_to_die(own_broker: Broker) -> None
     own_broker.stop()
 
 
-def test_a_broker_that_was_told_to_stop_stands_still_at_once(own_broker: Broker) -> None:
+def test_broker_asked_to_stop_stops_serving_at_once(own_broker: Broker) -> None:
     """All its threads do, also those that are answering; one that goes on for a moment answers whoever asks then."""
     client, done = connect(own_broker.settings()), Event()
 
@@ -162,7 +162,7 @@ sys.stdin.read()
 
 @embedded_first
 @pytest.mark.slow
-def test_a_broker_goes_with_its_killed_parent_and_saves_first(broker_kind: str, tmp_path: Path) -> None:
+def test_broker_saves_and_ends_with_its_killed_parent(broker_kind: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(tmp_path), str(home_of(broker_kind) or "")]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as parent:
@@ -196,7 +196,7 @@ def read(bootstrap: str) -> object:
 
 
 @pytest.mark.slow
-def test_a_group_of_a_broker_that_was_started_just_now_has_no_offsets_yet(own_broker: Broker, namespace: str) -> None:
+def test_group_of_a_new_broker_has_no_offsets(own_broker: Broker, namespace: str) -> None:
     """On Apache Kafka its coordinator is only coming up then."""
     settings = own_broker.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1))

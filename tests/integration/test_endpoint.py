@@ -81,7 +81,7 @@ def greedy(model: Any, count: int) -> list[int]:
 
 
 @kafka_first
-def test_turns_are_answered_under_versions_that_were_proven(
+def test_turns_are_answered_under_proven_versions(
     router: Router, endpoint: ScriptedEndpoint, lender: Lending, tmp_path: Path
 ) -> None:
     models = [new_policy(seed, tied=False) for seed in range(4)]
@@ -131,7 +131,7 @@ def test_turns_are_answered_under_versions_that_were_proven(
 
 
 @any_broker
-def test_an_endpoint_that_says_nothing_to_a_probe_proves_nothing(router: Router, endpoint: ScriptedEndpoint) -> None:
+def test_endpoint_silent_to_a_probe_proves_no_version(router: Router, endpoint: ScriptedEndpoint) -> None:
     endpoint.answers_probes = False
     router.until(lambda: bool(router.beats))
     router.publish(new_policy(1, tied=False), 1)
@@ -140,7 +140,7 @@ def test_an_endpoint_that_says_nothing_to_a_probe_proves_nothing(router: Router,
 
 
 @any_broker
-def test_what_a_turn_had_when_its_endpoint_went_comes_back_and_so_does_the_endpoint(
+def test_partial_turn_of_a_lost_endpoint_returns_and_the_endpoint_recovers(
     router: Router, endpoint: ScriptedEndpoint
 ) -> None:
     model = new_policy(1, tied=False)
@@ -170,9 +170,7 @@ def test_what_a_turn_had_when_its_endpoint_went_comes_back_and_so_does_the_endpo
 
 
 @any_broker
-def test_trouble_with_a_turn_is_that_turns_and_costs_the_users_no_pause(
-    router: Router, endpoint: ScriptedEndpoint
-) -> None:
+def test_failed_turn_affects_no_other_turn_and_no_user(router: Router, endpoint: ScriptedEndpoint) -> None:
     model, number = new_policy(1, tied=False), 0
     router.publish(model, 1)
     router.until(lambda: router.serves(1))
@@ -217,7 +215,7 @@ def test_trouble_with_a_turn_is_that_turns_and_costs_the_users_no_pause(
     [(Fault(500), "second"), (Fault(0, tokens=3), "second"), (Fault(401), "first")],
     ids=["fails, another", "breaks off, another", "answers nobody"],
 )
-def test_an_endpoint_that_is_another_or_answers_no_turn_is_begun_anew(
+def test_replaced_or_unresponsive_endpoint_is_started_anew(
     router: Router, endpoint: ScriptedEndpoint, fault: Fault, instance: str
 ) -> None:
     """What it serves is not known any more."""
@@ -235,7 +233,7 @@ def test_an_endpoint_that_is_another_or_answers_no_turn_is_begun_anew(
 
 
 @any_broker
-def test_an_endpoint_that_hangs_is_a_silent_executor(router: Router, endpoint: ScriptedEndpoint) -> None:
+def test_hung_endpoint_is_a_silent_executor(router: Router, endpoint: ScriptedEndpoint) -> None:
     router.publish(new_policy(1, tied=False), 1)
     router.until(lambda: router.serves(1))
     endpoint.hang(True)
@@ -247,7 +245,7 @@ def test_an_endpoint_that_hangs_is_a_silent_executor(router: Router, endpoint: S
 
 
 @any_broker
-def test_a_lender_that_ends_amid_a_load_leaves_an_endpoint_that_answers_its_users(
+def test_lender_that_stops_during_a_weight_load_leaves_the_endpoint_serving(
     router: Router, endpoint: ScriptedEndpoint, lender: Lending
 ) -> None:
     endpoint.says_paused = False
@@ -259,7 +257,7 @@ def test_a_lender_that_ends_amid_a_load_leaves_an_endpoint_that_answers_its_user
 
 
 @any_broker
-def test_an_endpoint_whose_lender_was_killed_amid_a_load_goes_on_with_the_next(
+def test_endpoint_of_a_lender_killed_during_a_weight_load_works_with_the_next(
     settings: BusSettings, endpoint: ScriptedEndpoint, policy: Path, config: EndpointConfig
 ) -> None:
     mark = config.folder / config.folder_name / PAUSED
@@ -273,7 +271,7 @@ def test_an_endpoint_whose_lender_was_killed_amid_a_load_goes_on_with_the_next(
 
 
 @any_broker
-def test_turns_that_are_late_go_back_and_none_are_asked_for(router: Router, endpoint: ScriptedEndpoint) -> None:
+def test_late_turns_are_returned_and_no_more_are_requested(router: Router, endpoint: ScriptedEndpoint) -> None:
     router.publish(new_policy(1, tied=False), 1)
     router.until(lambda: router.serves(1))
     assert router.beats[-1].max_turns == 1
@@ -288,7 +286,7 @@ def test_turns_that_are_late_go_back_and_none_are_asked_for(router: Router, endp
 
 
 @any_broker
-def test_turns_on_time_are_asked_for_in_growing_number(router: Router, endpoint: ScriptedEndpoint) -> None:
+def test_punctual_turns_raise_the_requested_number(router: Router, endpoint: ScriptedEndpoint) -> None:
     router.publish(new_policy(1, tied=False), 1)
     router.until(lambda: router.serves(1))
     endpoint.token_seconds = 0.05
@@ -317,7 +315,7 @@ def test_turns_on_time_are_asked_for_in_growing_number(router: Router, endpoint:
         ({"folder": Path(__file__).parents[2] / "workers/models/calculator"}, "are not the policy's"),
     ],
 )
-def test_an_endpoint_that_cannot_lend_is_refused_in_a_sentence(
+def test_endpoint_that_cannot_lend_is_refused_in_one_sentence(
     settings: BusSettings,
     endpoint: ScriptedEndpoint,
     policy: Path,
@@ -333,7 +331,7 @@ def test_an_endpoint_that_cannot_lend_is_refused_in_a_sentence(
 
 
 @any_broker
-def test_a_folder_that_the_endpoint_does_not_see_is_told_and_nothing_is_loaded(
+def test_folder_invisible_to_the_endpoint_is_reported_and_nothing_is_loaded(
     router: Router, endpoint: ScriptedEndpoint
 ) -> None:
     endpoint.sees_folders = False

@@ -132,7 +132,7 @@ def alone(model: Any, folder: Path) -> list[int]:
 
 
 @best_broker
-def test_a_vllm_server_answers_turns_of_the_bus_under_versions_that_it_has_proven(
+def test_vllm_server_answers_turns_under_proven_versions(
     settings: BusSettings, server: Server, lender: "subprocess.Popen[bytes]", tmp_path: Path
 ) -> None:
     models = [new_policy(seed, tied=False) for seed in range(3)]

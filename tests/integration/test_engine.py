@@ -82,7 +82,7 @@ def fail_after(calls: int, times: int = 1) -> Callable[..., None]:
     return pack
 
 
-def test_a_failed_first_swap_leaves_the_folders_weights_serving(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_first_swap_keeps_the_weights_of_the_folder(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rig.engine.version == 0, "has to be the first test: no version has been swapped in yet"
     monkeypatch.setattr(layer_utils, "dispatch_cpu_unquantized_gemm", fail_after(5))
     with pytest.raises(SwapRefused, match="out of memory"):
@@ -120,7 +120,7 @@ class Drawn:
 
 @one_head
 @pytest.mark.parametrize("temperatures", [[0.7, 0.7], [1.3, 1.3], [0.7, 1.3]])
-def test_on_policy_the_trainer_weighs_what_the_engine_drew_at_one(rig: Rig, temperatures: list[float]) -> None:
+def test_on_policy_importance_ratio_of_engine_and_trainer_is_1(rig: Rig, temperatures: list[float]) -> None:
     """Through a sample, its turns' sampling and the logits of the loss: mean |log ratio| under 1e-3 in float32."""
     rig.swap()
     rng, log_ratios = random.Random(4), list[float]()
@@ -147,7 +147,7 @@ def test_on_policy_the_trainer_weighs_what_the_engine_drew_at_one(rig: Rig, temp
     assert sum(log_ratios) / len(log_ratios) < 1e-3
 
 
-def test_a_failed_later_swap_leaves_the_version_before_it_serving(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_later_swap_keeps_the_previous_version(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.swap()
     version = rig.engine.version
     monkeypatch.setattr(layer_utils, "dispatch_cpu_unquantized_gemm", fail_after(5))
@@ -180,7 +180,7 @@ class Elements(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return function(*args, **(kwargs or {}))
 
 
-def test_no_piece_of_preparing_touches_more_elements_than_it_may(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_piece_writes_a_bounded_number_of_elements(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.swap()
     monkeypatch.setattr(engine_weights, "PIECE_ELEMENTS", MOST_ELEMENTS)
     rig.model = new_policy(93, tied=rig.tied)
@@ -208,7 +208,7 @@ def test_no_piece_of_preparing_touches_more_elements_than_it_may(rig: Rig, monke
     assert rig.check(9) < TOLERANCE
 
 
-def test_a_version_that_is_being_prepared_changes_nothing_until_it_serves(rig: Rig) -> None:
+def test_staged_version_changes_nothing_until_activation(rig: Rig) -> None:
     rig.swap()
     later = new_policy(97, tied=rig.tied)
     for _ in rig.engine.stage(tensors_of(later).items()):
@@ -239,7 +239,7 @@ def test_a_version_that_is_being_prepared_changes_nothing_until_it_serves(rig: R
     ],
     ids=["missing", "unknown", "shape", "float64", "int32", "meta", "head", "nan", "infinity"],
 )
-def test_a_version_that_is_not_the_models_is_refused_before_the_first_write(
+def test_version_of_another_model_is_refused_before_the_first_write(
     rig: Rig, spoil: Callable[[dict[str, torch.Tensor]], object], reason: str
 ) -> None:
     version = rig.engine.version
@@ -251,13 +251,13 @@ def test_a_version_that_is_not_the_models_is_refused_before_the_first_write(
     assert rig.check(6, turns=4) < TOLERANCE
 
 
-def test_a_tensor_that_comes_twice_is_refused(rig: Rig) -> None:
+def test_duplicate_tensor_is_refused(rig: Rig) -> None:
     tensors = list(tensors_of(rig.model).items())
     with pytest.raises(SwapRefused, match="twice"):
         rig.engine.swap(rig.engine.version + 1, [*tensors, tensors[0]])
 
 
-def test_a_narrower_element_type_is_widened_exactly_in_any_order_with_a_tied_head_beside(rig: Rig) -> None:
+def test_narrower_element_type_is_widened_exactly_with_a_tied_head(rig: Rig) -> None:
     rig.model = new_policy(95, tied=rig.tied)
     with torch.no_grad():
         for parameter in rig.model.parameters():
@@ -269,7 +269,7 @@ def test_a_narrower_element_type_is_widened_exactly_in_any_order_with_a_tied_hea
     assert rig.check(7) < TOLERANCE
 
 
-def test_a_turn_that_a_swap_overtakes_goes_on_and_says_which_version_sampled_what(rig: Rig) -> None:
+def test_turn_over_a_swap_continues_with_the_version_of_each_token(rig: Rig) -> None:
     context = contexts_of(random.Random(8), 70)
     rig.add("over", context, max_tokens=30)
     for _ in range(11):
@@ -290,7 +290,7 @@ def test_a_turn_that_a_swap_overtakes_goes_on_and_says_which_version_sampled_wha
     assert float((expected - torch.from_numpy(sampled_logprobs(turn))).abs().max()) < TOLERANCE
 
 
-def test_a_turn_that_waits_through_a_swap_is_of_the_new_version_alone(rig: Rig) -> None:
+def test_turn_that_waits_through_a_swap_has_only_the_new_version(rig: Rig) -> None:
     context = contexts_of(random.Random(9), 3 * BLOCK + 1)
     rig.run(context, max_tokens=1)
     for i in range(MAX_RUNNING + 4):
@@ -307,7 +307,7 @@ def test_a_turn_that_waits_through_a_swap_is_of_the_new_version_alone(rig: Rig) 
 
 
 @one_head
-def test_the_next_turn_finds_its_prefix_and_no_version_finds_anothers(rig: Rig) -> None:
+def test_next_turn_hits_its_prefix_and_only_of_its_version(rig: Rig) -> None:
     rng = random.Random(10)
     context = contexts_of(rng, 3 * BLOCK)
     first = rig.run(context, max_tokens=BLOCK + 1)
@@ -327,7 +327,7 @@ def overflows(turn: FinishedTurn) -> bool:
     return not bool(np.isfinite(sampled_logprobs(turn)).all())
 
 
-def test_what_a_version_computed_that_is_no_number_reaches_no_turn_of_the_next(tmp_path: Path) -> None:
+def test_nan_of_one_version_reaches_no_turn_of_the_next(tmp_path: Path) -> None:
     """A policy of finite weights whose products overflow; of a small cache each block holds what is no number then."""
     model = new_policy(0, tied=True)
     kv_bytes = 100 * BLOCK * 4 * 2 * 2 * 32 * 4
@@ -344,7 +344,7 @@ def test_what_a_version_computed_that_is_no_number_reaches_no_turn_of_the_next(t
         assert rig.check(1) < TOLERANCE
 
 
-def test_a_turn_that_overflows_spoils_no_other_turn_of_its_version(tmp_path: Path) -> None:
+def test_overflowing_turn_affects_no_other_turn(tmp_path: Path) -> None:
     """One token alone meets a vast weight of the first layer: whose context has it computes no number."""
     model = new_policy(0, tied=False)
     with torch.no_grad():
@@ -371,7 +371,7 @@ def test_a_turn_that_overflows_spoils_no_other_turn_of_its_version(tmp_path: Pat
                     assert not overflows(turn) and (not least or difference(model, contexts[key], sound) < TOLERANCE)
 
 
-def test_a_cache_that_is_too_small_for_all_changes_no_logprob(tmp_path: Path) -> None:
+def test_too_small_cache_changes_no_logprob(tmp_path: Path) -> None:
     model = new_policy(20, tied=True)
     kv_bytes = 20 * BLOCK * 4 * 2 * 2 * 32 * 4
     engine = Engine(folder_config(save_policy(tmp_path, model), kv_cache_bytes=kv_bytes))
@@ -403,7 +403,7 @@ def test_a_cache_that_is_too_small_for_all_changes_no_logprob(tmp_path: Path) ->
     engine.close()
 
 
-def test_settings_that_vllm_does_not_take_are_one_sentence(tmp_path: Path) -> None:
+def test_settings_refused_by_vllm_are_reported_in_one_sentence(tmp_path: Path) -> None:
     folder = save_policy(tmp_path / "good", new_policy(0, tied=True))
     with pytest.raises(EngineStartError, match=r"max seq len"):
         Engine(folder_config(folder, kv_cache_bytes=4 * BLOCK * 4 * 2 * 2 * 32 * 4))
@@ -419,13 +419,13 @@ def test_settings_that_vllm_does_not_take_are_one_sentence(tmp_path: Path) -> No
         Engine(folder_config(folder))
 
 
-def test_heads_that_a_cpu_has_no_kernel_for_are_refused_at_the_start(tmp_path: Path) -> None:
+def test_head_size_without_a_cpu_kernel_is_refused_at_the_start(tmp_path: Path) -> None:
     tiny_policy("qwen3", tmp_path, head_dim=48)
     with pytest.raises(EngineStartError, match=r"attention heads of 48 elements.*32, 64"):
         Engine(folder_config(tmp_path))
 
 
-def test_an_engine_that_has_proven_itself_has_a_turn_like_any_other(rig: Rig) -> None:
+def test_engine_after_its_self_test_runs_turns_unchanged(rig: Rig) -> None:
     rig.engine.self_test()
     assert len(rig.engine) == 0
     assert rig.check(19, turns=4) < TOLERANCE
@@ -440,7 +440,7 @@ Engine(EngineConfig(model_folder=Path(sys.argv[1]))).allocate_spare()
 """
 
 
-def test_a_policy_that_no_version_can_be_written_into_serves_no_run(tmp_path: Path) -> None:
+def test_policy_that_accepts_no_version_is_refused(tmp_path: Path) -> None:
     """vLLM lays experts out anew under their old names and shapes: a version would be read as what it is not.
 
     In a process of its own: where another engine was made before, vLLM has no group for experts.

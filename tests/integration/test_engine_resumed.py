@@ -71,9 +71,7 @@ def whole_of(rig: Rig, dispatch: TurnDispatch) -> Part:
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-def test_a_seeded_turn_that_is_broken_anywhere_draws_what_it_would_have_drawn(
-    rigs: list[Rig], temperature: float
-) -> None:
+def test_seeded_turn_interrupted_anywhere_samples_the_same_tokens(rigs: list[Rig], temperature: float) -> None:
     first, second = rigs
     rng = random.Random(temperature)
     for seed in (0, 7, 2**63 - 1):
@@ -90,7 +88,7 @@ def test_a_seeded_turn_that_is_broken_anywhere_draws_what_it_would_have_drawn(
             assert np.abs(unpack_logprobs(whole.logprobs) - unpack_logprobs(unbroken.logprobs)).max() < TOLERANCE
 
 
-def test_a_turn_that_is_broken_time_and_again_ends_as_it_would_have_ended(rigs: list[Rig]) -> None:
+def test_repeatedly_interrupted_turn_ends_as_an_uninterrupted_turn(rigs: list[Rig]) -> None:
     context = contexts_of(random.Random(1), 50)
     sampling = Sampling(temperature=1.3, top_p=0.9, max_tokens=MOST_TOKENS, seed=3)
     unbroken = unpack_tokens(whole_of(rigs[0], dispatch_of(context, sampling)).tokens)
@@ -104,14 +102,14 @@ def test_a_turn_that_is_broken_time_and_again_ends_as_it_would_have_ended(rigs: 
     assert unpack_tokens(dispatch.begun.tokens) == unbroken[: unbroken.index(stop) + 1]
 
 
-def test_a_turn_that_is_broken_before_its_first_token_begins_anew(rigs: list[Rig]) -> None:
+def test_turn_interrupted_before_its_first_token_starts_anew(rigs: list[Rig]) -> None:
     dispatch = dispatch_of(contexts_of(random.Random(2), 60), Sampling(max_tokens=20, seed=4))
     begun, _ = go_on(rigs[0], dispatch, 0)
     assert begun.begun is not None and begun.begun.validation_error
     assert whole_of(rigs[1], msgspec.structs.replace(begun, begun=None)) == whole_of(rigs[0], dispatch)
 
 
-def test_versions_of_all_parts_are_told_and_a_new_one_finds_no_prefix(rigs: list[Rig]) -> None:
+def test_versions_of_all_parts_are_recorded_and_a_new_version_hits_no_prefix(rigs: list[Rig]) -> None:
     dispatch = dispatch_of(contexts_of(random.Random(3), 70), Sampling(max_tokens=MOST_TOKENS, seed=5))
     begun, _ = go_on(rigs[0], dispatch, 12)
     version = rigs[0].engine.version
@@ -126,7 +124,7 @@ def test_versions_of_all_parts_are_told_and_a_new_one_finds_no_prefix(rigs: list
     assert (finished.cached_tokens, finished.context_tokens) == (0, 82)
 
 
-def test_where_it_ran_before_all_but_the_last_block_comes_from_cache(rigs: list[Rig]) -> None:
+def test_resumed_turn_hits_all_but_its_last_block_on_the_same_engine(rigs: list[Rig]) -> None:
     dispatch = dispatch_of(contexts_of(random.Random(4), 100), Sampling(max_tokens=100, seed=6))
     begun, _ = go_on(rigs[0], dispatch, 70)
     _, finished = go_on(rigs[0], begun)
@@ -134,13 +132,13 @@ def test_where_it_ran_before_all_but_the_last_block_comes_from_cache(rigs: list[
     assert len(tokens_of(finished)) == 30
 
 
-def test_a_turn_of_which_nothing_is_left_is_refused(rigs: list[Rig]) -> None:
+def test_resumed_turn_without_remaining_tokens_is_refused(rigs: list[Rig]) -> None:
     whole, _ = go_on(rigs[0], dispatch_of([1, 2, 3], Sampling(max_tokens=5)))
     with pytest.raises(EngineRefusal, match="max_tokens"):
         go_on(rigs[1], whole)
 
 
-def test_seeded_tokens_are_as_frequent_as_their_logprobs_say(rigs: list[Rig]) -> None:
+def test_seeded_token_frequencies_match_their_logprobs(rigs: list[Rig]) -> None:
     context, turns, rig = contexts_of(random.Random(5), 2 * BLOCK + 1), 3000, rigs[0]
     for seed in range(turns):
         rig.add(str(seed), context, max_tokens=1, temperature=1.5, seed=seed)
@@ -152,7 +150,7 @@ def test_seeded_tokens_are_as_frequent_as_their_logprobs_say(rigs: list[Rig]) ->
     assert chi_square(counts, expected) < 5
 
 
-def test_the_draws_of_one_seed_are_even_over_its_positions() -> None:
+def test_random_draws_of_one_seed_are_uniform_over_positions() -> None:
     generator, counts = torch.Generator(), torch.zeros(8, 8)
     before = 0
     for position in range(20_000):

@@ -40,7 +40,7 @@ def rig(started: Rig) -> Iterator[Rig]:
     started.clear()
 
 
-def test_logprobs_are_of_the_distribution_that_was_sampled(rig: Rig) -> None:
+def test_logprobs_match_the_sampled_distribution(rig: Rig) -> None:
     context = contexts_of(random.Random(11), 40)
     for temperature in (0.5, 1.7):
         turn = rig.run(context, max_tokens=30, temperature=temperature)
@@ -61,7 +61,7 @@ def test_logprobs_are_of_the_distribution_that_was_sampled(rig: Rig) -> None:
         assert abs(float(expected) - sampled_logprobs(nucleus)[row]) < TOLERANCE
 
 
-def test_tokens_are_as_frequent_as_their_logprobs_say(rig: Rig) -> None:
+def test_token_frequencies_match_their_logprobs(rig: Rig) -> None:
     context = contexts_of(random.Random(12), 2 * BLOCK + 1)
     turns = 4000
     for i in range(turns):
@@ -77,7 +77,7 @@ def test_tokens_are_as_frequent_as_their_logprobs_say(rig: Rig) -> None:
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5, "more than five standard deviations away"
 
 
-def test_a_seed_fixes_the_tokens_whatever_else_runs(rig: Rig) -> None:
+def test_seed_determines_the_tokens_under_any_load(rig: Rig) -> None:
     rng = random.Random(13)
     context = contexts_of(rng, 50)
     alone = rig.run(context, max_tokens=30, seed=5)
@@ -90,7 +90,7 @@ def test_a_seed_fixes_the_tokens_whatever_else_runs(rig: Rig) -> None:
     assert tokens_of(done["unseeded"]) != tokens_of(alone)
 
 
-def test_a_seeded_turn_whose_prefill_is_cut_samples_the_same_tokens(rig: Rig) -> None:
+def test_seeded_turn_with_chunked_prefill_samples_the_same_tokens(rig: Rig) -> None:
     rng = random.Random(18)
     context = contexts_of(rng, 200)
     whole = rig.run(context, max_tokens=20, seed=6)
@@ -104,7 +104,7 @@ def test_a_seeded_turn_whose_prefill_is_cut_samples_the_same_tokens(rig: Rig) ->
     assert difference(rig.model, context, cut) < TOLERANCE
 
 
-def test_a_turn_ends_at_a_stop_token_at_its_limit_or_when_the_model_is_full(rig: Rig) -> None:
+def test_turn_ends_at_a_stop_token_its_limit_or_a_full_context(rig: Rig) -> None:
     context = contexts_of(random.Random(14), 40)
     turn = rig.run(context, max_tokens=30, seed=3)
     assert (turn.finish_reason, len(tokens_of(turn)), turn.context_tokens) == ("length", 30, 40)
@@ -118,7 +118,7 @@ def test_a_turn_ends_at_a_stop_token_at_its_limit_or_when_the_model_is_full(rig:
     assert (full.finish_reason, len(tokens_of(full))) == ("length", 3)
 
 
-def test_an_aborted_turn_keeps_what_it_has_sampled(rig: Rig) -> None:
+def test_aborted_turn_keeps_what_it_has_sampled(rig: Rig) -> None:
     context = contexts_of(random.Random(16), 60)
     rig.add("gone", context, max_tokens=50)
     for _ in range(9):
@@ -138,7 +138,7 @@ def test_an_aborted_turn_keeps_what_it_has_sampled(rig: Rig) -> None:
     assert (tokens_of(unstarted), unstarted.sampled.spans, unstarted.times.scheduled_at) == ([], (), 0.0)
 
 
-def test_what_cannot_run_is_refused_with_the_reason(rig: Rig) -> None:
+def test_impossible_turn_is_refused_with_the_reason(rig: Rig) -> None:
     rig.add("held", [1], max_tokens=5)
     refused: list[tuple[str, list[int], dict[str, Any]]] = [
         ("already in the engine", [1], {"key": "held"}),
@@ -167,7 +167,7 @@ def test_what_cannot_run_is_refused_with_the_reason(rig: Rig) -> None:
         (RuntimeError("\nno kernel\nat line 7"), "no kernel$"),
     ],
 )
-def test_a_failed_step_is_one_sentence(
+def test_failed_step_is_reported_in_one_sentence(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
 ) -> None:
     def fail() -> None:

@@ -75,7 +75,7 @@ class Commits:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("joins", [False, True], ids=["alone", "another-joins"])
-def test_who_commits_for_long_stays_a_member_and_takes_in_once_what_it_reads_meanwhile(
+def test_worker_in_a_long_commit_stays_a_member_and_reads_each_record_once(
     executors: ScriptedExecutors,
     undisturbed: dict[str, Sample],
     model: str,

@@ -52,7 +52,7 @@ def are_shared(settings: BusSettings, workers: int) -> bool:
 
 @kafka_first
 @pytest.mark.slow
-def test_workers_that_join_one_after_another_with_full_windows_read_on(
+def test_workers_that_join_with_full_windows_keep_reading(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str
 ) -> None:
     executors.settles = False
@@ -69,7 +69,7 @@ def test_workers_that_join_one_after_another_with_full_windows_read_on(
 
 
 @pytest.mark.slow
-def test_a_worker_that_leaves_with_a_full_window_leaves_its_homes_to_the_others(
+def test_worker_that_leaves_with_a_full_window_hands_its_homes_over(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, broker_kind: str
 ) -> None:
     if broker_kind == EMBEDDED:
@@ -89,7 +89,7 @@ def test_a_worker_that_leaves_with_a_full_window_leaves_its_homes_to_the_others(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", [False, True], ids=["freezes", "dies"])
-def test_a_worker_that_freezes_or_dies_with_a_full_window_is_replaced_and_comes_back(
+def test_frozen_or_killed_worker_with_a_full_window_is_replaced_and_returns(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, broker_kind: str, dies: bool
 ) -> None:
     """The frozen one goes on as a new member: what it had under way is refused, and it does not end."""
@@ -120,7 +120,7 @@ def test_a_worker_that_freezes_or_dies_with_a_full_window_is_replaced_and_comes_
 
 @kafka_first
 @pytest.mark.slow
-def test_a_prompt_that_lies_in_another_home_is_sent_on_and_repeated_ones_open_nothing(
+def test_prompt_of_another_home_is_forwarded_and_duplicates_open_nothing(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str
 ) -> None:
     """Keyless, with another partitioner's key, twice: as honest strangers produce."""
@@ -159,7 +159,7 @@ POISON = {
 
 @kafka_first
 @pytest.mark.slow
-def test_what_is_poison_is_a_dead_letter_once_as_it_came_however_often_workers_start(
+def test_undecodable_message_is_dead_lettered_once_over_worker_restarts(
     executors: ScriptedExecutors, model: str, broker_kind: str
 ) -> None:
     """A worker that is started again, and one that comes after the group's offsets have expired."""
@@ -218,7 +218,7 @@ class Blocks(Calculator):
 @any_broker
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_an_environment_that_blocks_its_thread_fails_its_trajectories_and_no_others(
+def test_thread_blocking_environment_fails_only_its_trajectories(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, tmp_path: Path, isolation: str
 ) -> None:
     (tmp_path / "blocks.py").write_text(BLOCKS)
@@ -243,9 +243,7 @@ def test_an_environment_that_blocks_its_thread_fails_its_trajectories_and_no_oth
 
 @kafka_first
 @pytest.mark.slow
-def test_recovery_reads_what_is_live_and_nothing_is_deleted_that_it_needs(
-    executors: ScriptedExecutors, model: str
-) -> None:
+def test_recovery_reads_live_records_and_none_of_them_is_deleted(executors: ScriptedExecutors, model: str) -> None:
     """All but one group have ended; the last one's trajectories wait for a turn."""
     settings = executors.settings
     submit_all(executors)
@@ -287,7 +285,7 @@ def test_recovery_reads_what_is_live_and_nothing_is_deleted_that_it_needs(
 
 @kafka_first
 @pytest.mark.slow
-def test_trajectories_of_a_home_whose_unread_results_were_deleted_fail_with_the_reason(
+def test_trajectories_with_deleted_unread_results_fail_with_the_reason(
     executors: ScriptedExecutors, model: str
 ) -> None:
     settings, prompt = executors.settings, prompt_of(0)
@@ -344,7 +342,7 @@ def recovered(settings: BusSettings, home: int, meanwhile: Callable[[], None] = 
 
 
 @pytest.mark.slow
-def test_workers_with_processes_of_environments_freeze_die_and_join_and_each_trajectory_ends_once(
+def test_each_trajectory_ends_once_over_faults_of_workers_with_runner_processes(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, broker_kind: str
 ) -> None:
     if broker_kind == EMBEDDED:

@@ -83,7 +83,7 @@ class Moody(Calculator):
 @kafka_first
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_worker_that_is_killed_and_started_again_changes_no_trajectory(
+def test_kill_and_restart_of_a_worker_changes_no_trajectory(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, seed: int
 ) -> None:
     """Seeds say when the kills come; print them to see one again."""
@@ -100,7 +100,7 @@ def test_a_worker_that_is_killed_and_started_again_changes_no_trajectory(
 
 
 @pytest.mark.slow
-def test_two_workers_share_the_homes_and_one_goes_on_with_those_of_the_other(
+def test_two_workers_share_the_homes_and_one_takes_over_from_the_other(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, broker_kind: str
 ) -> None:
     if broker_kind == EMBEDDED:
@@ -116,7 +116,7 @@ def test_two_workers_share_the_homes_and_one_goes_on_with_those_of_the_other(
 
 
 @pytest.mark.slow
-def test_a_writer_that_is_fenced_is_made_anew_and_nothing_is_lost(
+def test_fenced_writer_is_recreated_without_loss(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str
 ) -> None:
     submit_all(executors)
@@ -130,7 +130,7 @@ def test_a_writer_that_is_fenced_is_made_anew_and_nothing_is_lost(
     assert once(executors) == undisturbed
 
 
-def test_what_is_aborted_and_decided_again_is_counted_once(executors: ScriptedExecutors) -> None:
+def test_redecided_prompt_of_an_aborted_transaction_is_counted_once(executors: ScriptedExecutors) -> None:
     settings, refused = executors.settings, "rose_environment_prompts_refused_total"
     with closing(Reader(settings, "w0", group=ENVIRONMENT_GROUP)) as reader:
         begun = metrics.ENVIRONMENT.get_sample_value(refused)
@@ -151,9 +151,7 @@ def test_what_is_aborted_and_decided_again_is_counted_once(executors: ScriptedEx
         assert metrics.ENVIRONMENT.get_sample_value(refused) == begun + 1
 
 
-def test_a_record_that_is_written_was_encoded_once(
-    executors: ScriptedExecutors, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_written_record_is_encoded_once(executors: ScriptedExecutors, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, encoded = executors.settings, Counter[type[Record]]()
 
     def count_encode(record: Record) -> bytes:
@@ -181,7 +179,7 @@ def test_a_record_that_is_written_was_encoded_once(
 
 @kafka_first
 @pytest.mark.slow
-def test_a_worker_whose_name_is_taken_ends_with_one_sentence(
+def test_worker_with_a_taken_name_ends_with_one_sentence(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, tmp_path: Path
 ) -> None:
     submit_all(executors)
@@ -203,7 +201,7 @@ def test_a_worker_whose_name_is_taken_ends_with_one_sentence(
     assert {name: samples[name] for name in undisturbed} == undisturbed
 
 
-def test_who_takes_over_waits_for_what_another_has_under_way(executors: ScriptedExecutors) -> None:
+def test_new_owner_waits_for_open_transactions_of_the_previous_owner(executors: ScriptedExecutors) -> None:
     place, other = (PROMPTS, 1), Writer(executors.settings, "other", transactional_id="other")
     other.begin()
     other.write(PROMPTS, prompt_of(1), key="g1", partition=1)
@@ -217,7 +215,7 @@ def test_who_takes_over_waits_for_what_another_has_under_way(executors: Scripted
 
 @kafka_first
 @pytest.mark.slow
-def test_a_worker_that_is_stopped_and_started_again_changes_no_trajectory(
+def test_stop_and_restart_of_a_worker_changes_no_trajectory(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str
 ) -> None:
     submit_all(executors)
@@ -230,7 +228,7 @@ def test_a_worker_that_is_stopped_and_started_again_changes_no_trajectory(
 
 
 @pytest.mark.slow
-def test_prompts_that_cannot_be_opened_are_dead_lettered_and_the_stream_goes_on(
+def test_unopenable_prompts_are_dead_lettered_and_the_worker_continues(
     executors: ScriptedExecutors, model: str
 ) -> None:
     settings = executors.settings
@@ -270,7 +268,7 @@ def test_prompts_that_cannot_be_opened_are_dead_lettered_and_the_stream_goes_on(
 
 @any_broker
 @pytest.mark.slow
-def test_an_environment_that_fails_fails_its_trajectories_without_a_reward(
+def test_failing_environment_fails_its_trajectories_without_a_reward(
     executors: ScriptedExecutors, model: str, tmp_path: Path
 ) -> None:
     (tmp_path / "moody.py").write_text(MOODY)
@@ -323,7 +321,7 @@ class Ending(Calculator):
 
 @any_broker
 @pytest.mark.slow
-def test_an_environment_that_ends_its_process_or_never_begins_takes_no_other_trajectory_with_it(
+def test_environment_that_exits_or_never_starts_fails_no_other_trajectory(
     executors: ScriptedExecutors, model: str, tmp_path: Path
 ) -> None:
     (tmp_path / "ending.py").write_text(ENDING)
@@ -350,9 +348,7 @@ def test_an_environment_that_ends_its_process_or_never_begins_takes_no_other_tra
 
 @any_broker
 @pytest.mark.slow
-def test_results_that_are_malformed_or_given_up_fail_their_trajectory(
-    broker: AnyBroker, namespace: str, model: str
-) -> None:
+def test_malformed_or_failed_results_fail_their_trajectory(broker: AnyBroker, namespace: str, model: str) -> None:
     def results(request: TurnRequest, context: bytes) -> list[TurnResult]:
         sound = results_of(request, context)[-1]
         if request.group_id == "g1":
@@ -376,7 +372,7 @@ def test_results_that_are_malformed_or_given_up_fail_their_trajectory(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True], ids=["lives", "is killed"])
-def test_a_turn_whose_context_is_torn_is_asked_for_again_whole(
+def test_turn_with_missing_context_is_requested_again_with_an_anchor(
     broker: AnyBroker, namespace: str, model: str, killed: bool
 ) -> None:
     """Each turn behind a chain is refused twice, as by two executors; whoever takes over does what was left undone."""
@@ -408,7 +404,7 @@ def test_a_turn_whose_context_is_torn_is_asked_for_again_whole(
 
 @any_broker
 @pytest.mark.slow
-def test_a_turn_that_a_stop_token_of_its_prompt_ended_is_read_without_it_and_ended_in_the_context(
+def test_prompt_stop_token_is_left_out_of_the_action_and_closed_in_the_context(
     broker: AnyBroker, namespace: str, model: str
 ) -> None:
     """Also by who takes over."""
@@ -439,7 +435,7 @@ def test_a_turn_that_a_stop_token_of_its_prompt_ended_is_read_without_it_and_end
 
 @kafka_first
 @pytest.mark.slow
-def test_no_more_groups_are_open_than_the_window_allows(executors: ScriptedExecutors, model: str) -> None:
+def test_open_groups_never_exceed_the_window(executors: ScriptedExecutors, model: str) -> None:
     executors.settles = False
     submit_all(executors)
     config = {"model_folder": model, "window_groups": 2}
@@ -458,7 +454,7 @@ def test_no_more_groups_are_open_than_the_window_allows(executors: ScriptedExecu
     once(executors)
 
 
-def test_a_broker_that_does_not_answer_and_a_broken_model_folder_are_one_sentence(tmp_path: Path, model: str) -> None:
+def test_silent_broker_and_broken_model_folder_are_reported_in_one_sentence(tmp_path: Path, model: str) -> None:
     settings = BusSettings("127.0.0.1:9")
     with pytest.raises(BrokerUnreachable, match=r"127\.0\.0\.1:9"):
         run_environment_worker(settings, EnvironmentConfig(model_folder=Path(model)), "w0", threading.Event())

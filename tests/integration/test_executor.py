@@ -83,7 +83,7 @@ def prove(result: TurnResult, model: Any, context: list[int], version: int) -> N
 
 
 @kafka_first
-def test_an_executor_from_start_to_its_second_version(
+def test_executor_runs_from_start_to_its_second_version(
     router: Router, metrics_port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def health() -> str:
@@ -138,7 +138,7 @@ def test_an_executor_from_start_to_its_second_version(
 
 
 @any_broker
-def test_more_than_it_offers_is_refused_and_all_else_is_answered_once(router: Router) -> None:
+def test_turns_beyond_the_offer_are_refused_and_others_answered_once(router: Router) -> None:
     router.publish(new_policy(0, tied=True), 0)
     router.until(lambda: router.serves(0))
     offered = router.beats[-1].max_turns
@@ -153,7 +153,7 @@ def test_more_than_it_offers_is_refused_and_all_else_is_answered_once(router: Ro
 
 
 @any_broker
-def test_a_context_that_is_not_kept_is_read_back_by_its_places(router: Router) -> None:
+def test_uncached_context_is_read_back_by_its_offsets(router: Router) -> None:
     model = new_policy(1, tied=True)
     router.until(lambda: bool(router.beats))
     router.publish(model, 1)
@@ -189,7 +189,7 @@ def test_a_context_that_is_not_kept_is_read_back_by_its_places(router: Router) -
 
 
 @kafka_first
-def test_what_it_holds_is_listed_and_what_an_older_claim_or_no_record_says_is_not_done(router: Router) -> None:
+def test_held_turns_are_listed_and_stale_or_invalid_dispatches_are_ignored(router: Router) -> None:
     router.publish(new_policy(0, tied=True), 0)
     router.until(lambda: router.serves(0))
     marks = [each for each in read_whole_topics(router.settings, [DISPATCHED]) if each.record is None]
@@ -213,7 +213,7 @@ def test_what_it_holds_is_listed_and_what_an_older_claim_or_no_record_says_is_no
 
 
 @kafka_first
-def test_it_goes_on_after_a_freeze_and_after_a_broker_that_was_away(
+def test_executor_continues_after_a_freeze_and_a_broker_outage(
     own_broker: Broker, broker_kind: str, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     settings = own_broker.settings()
@@ -265,7 +265,7 @@ def cut_off(executor: ForkedProcess, broker: Broker) -> None:
 
 
 @any_broker
-def test_an_executor_whose_engine_is_gone_ends(router: Router, executor: ForkedProcess) -> None:
+def test_executor_with_a_lost_engine_ends(router: Router, executor: ForkedProcess) -> None:
     router.until(lambda: bool(router.beats))
     os.kill(engine_of(executor), signal.SIGKILL)
     assert executor.wait(WAIT_SECONDS) == 1

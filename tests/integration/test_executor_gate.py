@@ -89,7 +89,7 @@ def grant(settings: BusSettings, *, lend: bool, worker: str = NAME, token_budget
     send_grant(common_of(settings), worker, lend=lend, kv_bytes=0, token_budget=token_budget, reason="night")
 
 
-def test_an_executor_is_alive_for_as_long_as_an_engine_may_take_to_load(settings: BusSettings) -> None:
+def test_executor_is_alive_during_a_long_engine_load(settings: BusSettings) -> None:
     """It has not passed for one that hangs, and been started again, time after time."""
     channel, stop, life = ChannelFds.create(), threading.Event(), os.pidfd_open(os.getpid())
     config = ExecutorConfig(model_folder=Path(), name=NAME, slot=SLOT)
@@ -105,9 +105,7 @@ def test_an_executor_is_alive_for_as_long_as_an_engine_may_take_to_load(settings
         os.close(life)
 
 
-def test_a_grant_parks_a_lender_and_wakes_it_and_what_it_held_goes_back(
-    settings: BusSettings, grants: GrantFollower
-) -> None:
+def test_grant_parks_and_wakes_a_lender_and_its_held_turns_return(settings: BusSettings, grants: GrantFollower) -> None:
     grant(settings, lend=False)
     grant(settings, lend=True, worker="another")
     until(lambda: bool(grants.permission().denied_reason))
@@ -150,7 +148,7 @@ def test_a_grant_parks_a_lender_and_wakes_it_and_what_it_held_goes_back(
     assert [exported(name) for name in FIGURES] == [None, None], "nobody looks any more"
 
 
-def test_a_guest_that_was_gone_and_is_back_before_anybody_looked_is_told_its_version_anew(
+def test_guest_that_returns_unnoticed_gets_its_version_again(
     settings: BusSettings,
 ) -> None:
     with running(settings, lambda: UNRESTRICTED) as (engine, router):
@@ -161,7 +159,7 @@ def test_a_guest_that_was_gone_and_is_back_before_anybody_looked_is_told_its_ver
         router.until(lambda: router.serves(3))
 
 
-def test_what_waits_for_its_context_while_the_guest_changes_is_never_run_without_a_version(
+def test_turn_that_waits_for_context_over_a_guest_change_needs_a_version(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the next guest does not take the version that served."""
@@ -190,7 +188,7 @@ def test_what_waits_for_its_context_while_the_guest_changes_is_never_run_without
             answers.set()
 
 
-def test_a_server_that_is_never_idle_gives_its_turns_back_until_it_was(settings: BusSettings) -> None:
+def test_never_idle_server_returns_its_turns_until_it_was_idle(settings: BusSettings) -> None:
     with running(settings, lambda: UNRESTRICTED) as (engine, router):
         engine.serve()
         router.until(lambda: router.serves(3))
@@ -234,7 +232,7 @@ def withheld(monkeypatch: pytest.MonkeyPatch) -> type[Withheld]:
     return Withheld
 
 
-def test_what_is_answered_is_listed_until_that_is_stored_and_takes_no_room(
+def test_answered_turn_is_listed_until_its_result_is_stored_without_room(
     settings: BusSettings, withheld: type[Withheld]
 ) -> None:
     with running(settings) as (engine, router):
@@ -256,7 +254,7 @@ def test_what_is_answered_is_listed_until_that_is_stored_and_takes_no_room(
         router.until(lambda: not router.beats[-1].holds)
 
 
-def test_who_goes_to_another_cell_is_here_until_its_answers_are_stored(
+def test_executor_stays_in_its_cell_until_its_results_are_stored(
     broker: AnyBroker, namespace: str, withheld: type[Withheld]
 ) -> None:
     settings, leave = broker.settings(namespace), [UNRESTRICTED]
@@ -282,7 +280,7 @@ def test_who_goes_to_another_cell_is_here_until_its_answers_are_stored(
         router.until(lambda: router.beats[-1].incarnation != here)
 
 
-def test_a_goodbye_lists_what_was_answered_just_before(settings: BusSettings) -> None:
+def test_last_heartbeat_lists_just_answered_turns(settings: BusSettings) -> None:
     with running(settings) as (engine, router):
         engine.serve()
         router.until(lambda: router.serves(3))
@@ -296,7 +294,7 @@ def test_a_goodbye_lists_what_was_answered_just_before(settings: BusSettings) ->
     assert router.beats[-1].holds == held_hash(keys[0]).to_bytes(8, "little")
 
 
-def test_who_is_drained_ends_what_runs_in_its_time_and_takes_nothing_until_that_is_taken_back(
+def test_drained_executor_finishes_turns_in_time_and_takes_none_until_undrained(
     settings: BusSettings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = common_of(settings)
@@ -342,9 +340,7 @@ def test_who_is_drained_ends_what_runs_in_its_time_and_takes_nothing_until_that_
         router.until(lambda: router.beats[-1].state is ExecutorState.READY)
 
 
-def test_a_lender_that_is_drained_parks_once_nothing_runs_and_goes_back_to_what_was_granted_before(
-    settings: BusSettings, grants: GrantFollower
-) -> None:
+def test_drained_lender_parks_when_idle_and_returns_to_its_grant(settings: BusSettings, grants: GrantFollower) -> None:
     grant(settings, lend=True, token_budget=500)
     until(lambda: grants.permission().token_budget == 500)
     with ThreadPoolExecutor(1) as operator, running(settings, grants.permission) as (engine, router):
@@ -365,18 +361,18 @@ def test_a_lender_that_is_drained_parks_once_nothing_runs_and_goes_back_to_what_
         assert router.beats[-1].token_budget == 500
 
 
-def test_who_is_not_there_cannot_be_drained_and_that_is_told(settings: BusSettings) -> None:
+def test_unknown_executor_cannot_be_drained(settings: BusSettings) -> None:
     with pytest.raises(DrainTimeout, match="no executor is heard by the name of executor-77"):
         drain(common_of(settings), "executor-77", within_seconds=0.0, reason="")
 
 
-def test_a_grant_that_cannot_be_is_one_sentence(settings: BusSettings) -> None:
+def test_impossible_grant_is_reported_in_one_sentence(settings: BusSettings) -> None:
     with pytest.raises(UsageError, match="no such grant"):
         grant(settings, lend=True, worker="no worker")
 
 
 @pytest.mark.parametrize("logprob", [float("nan"), float("-inf"), -9999.0, 0.5])
-def test_a_turn_whose_logprobs_cannot_be_is_refused_and_not_completed(settings: BusSettings, logprob: float) -> None:
+def test_turn_with_impossible_logprobs_is_refused(settings: BusSettings, logprob: float) -> None:
     """So it is tried elsewhere, and fails at last as infrastructure: nothing is learned from it."""
     with running(settings) as (engine, router):
         engine.serve()

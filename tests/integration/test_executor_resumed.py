@@ -101,7 +101,7 @@ class Log:
 
 @any_broker
 @pytest.mark.timeout(900)  # vLLM starts twice
-def test_turns_of_an_executor_that_stops_end_on_another_as_if_nobody_had_stopped(
+def test_turns_of_a_stopping_executor_end_identically_on_another(
     broker: AnyBroker, namespace: str, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     settings = broker.settings(namespace)

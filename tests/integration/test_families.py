@@ -100,7 +100,7 @@ def off(model: Any, turn: Turn) -> float:
 
 
 @pytest.mark.parametrize("kind", of_long(SERVED, QUICK))
-def test_a_family_is_trained_published_served_exported_and_begun_anew(kind: str, tmp_path: Path) -> None:
+def test_family_is_trained_published_served_exported_and_restarted(kind: str, tmp_path: Path) -> None:
     folder, exported = tmp_path / "model", tmp_path / "exported"
     tiny_policy(kind, folder)
     before, after = (load_policy(folder) for _ in range(2))
@@ -120,7 +120,7 @@ def test_a_family_is_trained_published_served_exported_and_begun_anew(kind: str,
 
 
 @pytest.mark.parametrize("kind", of_long(REFUSED, ("gpt_neo",)))
-def test_a_family_that_cannot_be_served_is_refused_in_a_sentence_at_the_start(kind: str, tmp_path: Path) -> None:
+def test_unservable_family_is_refused_in_one_sentence_at_the_start(kind: str, tmp_path: Path) -> None:
     tiny_policy(kind, tmp_path)
     with pytest.raises(UsageError, match=REFUSED[kind]) as caught:
         tensors = FolderTensors(load_policy(tmp_path), tmp_path)
@@ -137,7 +137,7 @@ def refused(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_an_engine_is_refused_a_folder_with_a_tensor_that_it_would_pass_over(tmp_path: Path) -> None:
+def test_folder_with_a_tensor_that_the_engine_ignores_is_refused(tmp_path: Path) -> None:
     tiny_policy("qwen2", tmp_path)
     more = {"model.layers.1.self_attn.o_proj.bias": torch.ones(64)}
     save_file(load_file(tmp_path / WHOLE) | more, tmp_path / WHOLE, metadata={"format": "pt"})
@@ -145,7 +145,7 @@ def test_an_engine_is_refused_a_folder_with_a_tensor_that_it_would_pass_over(tmp
 
 
 @pytest.mark.parametrize("lost", ["model.layers.1.mlp.down_proj.weight", "model.layers.1.self_attn.k_proj.weight"])
-def test_an_engine_is_refused_a_folder_that_lacks_a_tensor_or_a_part_of_one(lost: str, tmp_path: Path) -> None:
+def test_folder_with_a_missing_or_partial_tensor_is_refused(lost: str, tmp_path: Path) -> None:
     tiny_policy("qwen3", tmp_path)
     held = {name: tensor for name, tensor in load_file(tmp_path / WHOLE).items() if name != lost}
     save_file(held, tmp_path / WHOLE, metadata={"format": "pt"})
@@ -153,7 +153,7 @@ def test_an_engine_is_refused_a_folder_that_lacks_a_tensor_or_a_part_of_one(lost
 
 
 @pytest.mark.parametrize(("kind", "named", "same"), [("qwen2", "Llama", False), ("llama", "Mistral", True)])
-def test_an_engine_makes_of_a_folder_what_its_type_says(kind: str, named: str, same: bool, tmp_path: Path) -> None:
+def test_engine_loads_a_folder_by_its_model_type(kind: str, named: str, same: bool, tmp_path: Path) -> None:
     tiny_policy(kind, tmp_path)
     config = json.loads((tmp_path / "config.json").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [f"{named}ForCausalLM"]}))
@@ -164,13 +164,13 @@ def test_an_engine_makes_of_a_folder_what_its_type_says(kind: str, named: str, s
         assert "names the class LlamaForCausalLM and the type qwen2" in refused(tmp_path)
 
 
-def test_a_setting_that_vllm_refuses_without_a_word_is_named(tmp_path: Path) -> None:
+def test_setting_refused_by_vllm_without_a_message_is_named(tmp_path: Path) -> None:
     tiny_policy("gpt2", tmp_path, scale_attn_by_inverse_layer_idx=True)
     assert "scale_attn_by_inverse_layer_idx" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("kind", SEVERAL_PARTS)
-def test_a_model_of_several_parts_is_refused_by_its_configuration(kind: str, tmp_path: Path) -> None:
+def test_composite_model_is_refused_by_its_configuration(kind: str, tmp_path: Path) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     CONFIG_MAPPING[kind](architectures=["Some"]).save_pretrained(tmp_path)
@@ -179,7 +179,7 @@ def test_a_model_of_several_parts_is_refused_by_its_configuration(kind: str, tmp
             start(tmp_path)
 
 
-def test_every_architecture_that_both_know_is_in_a_table() -> None:
+def test_every_architecture_known_to_both_libraries_is_in_a_table() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from vllm.model_executor.models import ModelRegistry
 

@@ -89,7 +89,7 @@ def owner(settings: BusSettings) -> Writer:
     return Writer(settings, "test", transactional_id="test")
 
 
-def test_they_are_told_once_a_transaction_of_the_same_id_has_ended(
+def test_held_offsets_are_returned_after_a_transaction_of_the_same_id_ends(
     broker: Broker, settings: BusSettings, reader: Reader
 ) -> None:
     hang(broker, settings, "test")
@@ -102,7 +102,9 @@ def test_they_are_told_once_a_transaction_of_the_same_id_has_ended(
 
 
 @pytest.mark.long
-def test_of_one_of_another_id_it_is_told_what_ends_it(broker: Broker, settings: BusSettings, reader: Reader) -> None:
+def test_offsets_held_by_another_id_are_reported_with_the_command_that_ends_it(
+    broker: Broker, settings: BusSettings, reader: Reader
+) -> None:
     hang(broker, settings, "another")
     with closing(owner(settings)) as writer, pytest.raises(BusError, match=r"kafka-transactions\.sh"):
         committed_offsets(reader, writer, [PLACE])

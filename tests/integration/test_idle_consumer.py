@@ -65,7 +65,7 @@ def log(broker: AnyBroker, namespace: str) -> Iterator[Log]:
         yield log
 
 
-def test_nothing_is_lost_or_doubled_between_rests(log: Log) -> None:
+def test_no_record_is_lost_or_doubled_between_rests(log: Log) -> None:
     seed = random.getrandbits(32)
     print(f"seed {seed}")
     moments = random.Random(seed)
@@ -80,7 +80,7 @@ def test_nothing_is_lost_or_doubled_between_rests(log: Log) -> None:
     log.read_to_the_end()
 
 
-def test_it_hears_what_comes_after_it_began_at_the_end(log: Log) -> None:
+def test_consumer_at_the_end_gets_new_records(log: Log) -> None:
     ends = [log.reader.get_watermark_offsets(place)[1] for place in log.places()]
     log.reader.assign(log.places(*ends))
     assert not log.listen(LONG_ENOUGH_SECONDS)
@@ -89,7 +89,7 @@ def test_it_hears_what_comes_after_it_began_at_the_end(log: Log) -> None:
     log.read_to_the_end()
 
 
-def test_what_is_paused_stays_so_over_rests(log: Log) -> None:
+def test_paused_partition_stays_paused_over_rests(log: Log) -> None:
     log.reader.assign(log.places())
     assert not log.listen(LONG_ENOUGH_SECONDS)
     first, *others = log.places()
@@ -106,7 +106,7 @@ def test_what_is_paused_stays_so_over_rests(log: Log) -> None:
     log.read_to_the_end()
 
 
-def test_the_end_of_a_partition_is_told_to_who_asks_for_it(broker: AnyBroker, namespace: str) -> None:
+def test_partition_end_is_reported_if_requested(broker: AnyBroker, namespace: str) -> None:
     settings = broker.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1))
     config = {**settings.consumer("resting", "resting"), "enable.partition.eof": True}

@@ -200,7 +200,7 @@ def mislead(settings: BusSettings) -> None:
     writer.flush()
 
 
-def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(run: Run) -> None:
+def test_training_works_with_least_privilege_for_each_role(run: Run) -> None:
     users = run.users
     everything = users.node.settings(users.namespace)
     run.ask(ADMIN, "topics", "create", "--set", "run.executors=1", "--set", "topics.inbox_slots=1")
@@ -339,7 +339,7 @@ def begin(role: Role, settings: BusSettings) -> None:
 
 
 @pytest.mark.parametrize("role", ROLES.values(), ids=list(ROLES))
-def test_a_role_that_lacks_a_right_names_it(others: Users, role: Role) -> None:
+def test_role_without_a_right_names_the_right(others: Users, role: Role) -> None:
     settings = others.settings(role)
     connect_as(settings, role)
     for acl in acls(role, others.namespace):
@@ -356,7 +356,7 @@ def test_a_role_that_lacks_a_right_names_it(others: Users, role: Role) -> None:
 
 
 @pytest.mark.parametrize("role", [ROUTER, VIEW], ids=lambda role: role.name)
-def test_a_role_begins_without_the_right_to_tell_that_it_does(
+def test_role_starts_without_the_right_to_announce_its_start(
     others: Users, role: Role, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As after an upgrade from 0.2.0, which has no such topic."""
@@ -385,7 +385,7 @@ def named(acl: Acl) -> str:
     return f"{acl.operation.value} on {acl.resource.label} {acl.name}"
 
 
-def test_a_role_on_the_command_line_says_it_in_one_sentence_and_ends(others: Users, tmp_path: Path) -> None:
+def test_role_on_the_command_line_reports_a_missing_right_in_one_sentence(others: Users, tmp_path: Path) -> None:
     write = next(acl for acl in acls(ROUTER, others.namespace) if str(acl).startswith("Write on topic"))
     flags = others.flags(ROUTER)
     others.node.forbid(others.name(ROUTER), write)
@@ -397,7 +397,7 @@ def test_a_role_on_the_command_line_says_it_in_one_sentence_and_ends(others: Use
     )
 
 
-def test_a_server_that_lacks_a_right_to_lend_names_it_and_serves_on(node: SecuredNode, tmp_path: Path) -> None:
+def test_server_without_a_lending_right_names_it_and_keeps_serving(node: SecuredNode, tmp_path: Path) -> None:
     """Each is missing from the start, one after another; then those that it uses all the time are taken from it."""
     users = Users(node, "lent.", tmp_path)
     everything, user, flags = node.settings(users.namespace), users.name(EXECUTOR), users.flags(EXECUTOR)
@@ -447,7 +447,7 @@ def lends(router: Router, turn: str, after: int = 0) -> int:
 
 
 @pytest.mark.parametrize(("role", "field"), [(TRAINER, "signing_key"), (EXECUTOR, "trusted_key")])
-def test_versions_that_nobody_signed_are_neither_published_nor_taken(
+def test_unsigned_versions_are_neither_published_nor_accepted(
     others: Users, tmp_path: Path, role: Role, field: str
 ) -> None:
     done = rose(tmp_path, role.name, *others.flags(role))
@@ -455,7 +455,7 @@ def test_versions_that_nobody_signed_are_neither_published_nor_taken(
     assert f"set weights.{field}; `rose keys FILE` makes both keys" in done.stderr.splitlines()[-1]
 
 
-def test_who_is_not_known_is_told_so(others: Users) -> None:
+def test_unknown_user_is_reported(others: Users) -> None:
     settings = others.node.settings()
     for changed in ({"sasl.password": "guessed"}, {"ssl.ca.location": ""}):
         with pytest.raises(AuthenticationFailed, match=r"do not trust each other .* correct sasl\.\* and ssl\.\*"):

@@ -117,7 +117,7 @@ def lending(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: o
 
 
 @best_broker
-def test_a_server_runs_turns_of_the_bus_and_serves_through_a_kill_beside_it_until_its_guest_hangs(
+def test_server_runs_turns_and_serves_over_a_sidecar_kill_until_its_guest_hangs(
     settings: BusSettings, tmp_path: Path
 ) -> None:
     hanging = ("--scheduler-cls", "tests.support.hanging_guest.Hanging")
@@ -159,7 +159,7 @@ def test_a_server_runs_turns_of_the_bus_and_serves_through_a_kill_beside_it_unti
 
 
 @best_broker
-def test_a_rank_that_hangs_is_ended_with_the_engine_core(settings: BusSettings, tmp_path: Path) -> None:
+def test_hung_rank_is_ended_with_the_engine_core(settings: BusSettings, tmp_path: Path) -> None:
     with lending(tmp_path, *flags(settings), vllm=ON_RANKS) as server:
         router = Router(settings, server.process)
         router.publish_tensors(load_file(MODEL / "model.safetensors"), 0)
@@ -216,7 +216,7 @@ def grant(router: Router, *, lend: bool) -> None:
 
 
 @best_broker
-def test_a_file_stops_lending_while_the_broker_is_away(own_broker: Broker, tmp_path: Path) -> None:
+def test_stop_file_stops_lending_during_a_broker_outage(own_broker: Broker, tmp_path: Path) -> None:
     settings = with_topics(own_broker.settings())
     (tmp_path / "stop").touch()
     with lending(tmp_path, *flags(settings)) as server:
@@ -236,7 +236,7 @@ def test_a_file_stops_lending_while_the_broker_is_away(own_broker: Broker, tmp_p
         assert server.complete(CONTEXT).text
 
 
-def test_a_server_that_is_observed_lends_nothing_and_tells_what_it_could(tmp_path: Path) -> None:
+def test_observed_server_lends_nothing_and_reports_its_potential(tmp_path: Path) -> None:
     [port] = free_ports(1)
     with lending(tmp_path, "--observe", metrics__executor=port - SLOT) as server:
         until(lambda: metric(port, "rose_lender_observed_seconds_total") > 0)

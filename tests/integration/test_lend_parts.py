@@ -58,7 +58,7 @@ def halted(process: psutil.Process, seconds: float) -> Iterator[None]:
 
 
 @best_broker
-def test_a_server_serves_on_whatever_is_done_to_the_processes_beside_it(
+def test_server_keeps_serving_over_any_fault_of_sidecar_and_watchdog(
     settings: BusSettings, folders: Path, tmp_path: Path
 ) -> None:
     seed = random.SystemRandom().randrange(2**32)
@@ -104,7 +104,7 @@ def test_a_server_serves_on_whatever_is_done_to_the_processes_beside_it(
 
 
 @best_broker
-def test_a_server_whose_engine_core_is_killed_leaves_with_a_status_and_without_a_trace(
+def test_server_with_a_killed_engine_core_exits_with_a_status_and_cleans_up(
     settings: BusSettings, folders: Path, tmp_path: Path
 ) -> None:
     left = folders / f"{PREFIX}left"
@@ -122,7 +122,7 @@ def test_a_server_whose_engine_core_is_killed_leaves_with_a_status_and_without_a
         assert not list(folders.glob(f"{PREFIX}*"))
 
 
-def test_of_a_server_that_is_killed_nothing_is_left(folders: Path, tmp_path: Path) -> None:
+def test_killed_server_leaves_nothing_behind(folders: Path, tmp_path: Path) -> None:
     with lending(tmp_path, "--observe") as server:
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert server.core.pid in [child.pid for child in children]
@@ -131,7 +131,7 @@ def test_of_a_server_that_is_killed_nothing_is_left(folders: Path, tmp_path: Pat
         assert not list(folders.glob(f"{PREFIX}*"))
 
 
-def test_of_a_server_that_is_killed_as_it_loads_nothing_is_left(folders: Path, tmp_path: Path) -> None:
+def test_server_killed_during_loading_leaves_nothing_behind(folders: Path, tmp_path: Path) -> None:
     server = started(tmp_path, "--observe")
     process = psutil.Process(server.process.pid)
     children: list[psutil.Process] = []

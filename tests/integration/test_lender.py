@@ -71,7 +71,7 @@ def standalone(server: Server) -> Iterator[Engine]:
     engine.close()
 
 
-def test_serving_answers_the_same_while_a_guest_is_built_and_runs(
+def test_serving_output_is_unchanged_while_a_guest_is_built_and_runs(
     server: Server, alone: list[Answer], beside: PlayedSidecar
 ) -> None:
     with traffic(server) as answers:
@@ -91,7 +91,7 @@ def replace_tokens(sampling: Sampling, tokens: int) -> Sampling:
     return Sampling(max_tokens=tokens, temperature=sampling.temperature, seed=sampling.seed)
 
 
-def test_the_process_looked_the_same_to_every_step_of_serving(server: Server, alone: list[Answer]) -> None:
+def test_process_globals_are_unchanged_in_every_serving_step(server: Server, alone: list[Answer]) -> None:
     start, *steps = server.noted()
     states = [note["state"] for note in steps if "state" in note]
     differences = [
@@ -111,7 +111,7 @@ def test_the_process_looked_the_same_to_every_step_of_serving(server: Server, al
     assert names <= {"VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME"}, "vLLM names it, after the scheduler is made"
 
 
-def test_the_guest_computes_what_an_engine_of_its_own_does(
+def test_guest_computes_the_same_as_a_dedicated_engine(
     server: Server, beside: PlayedSidecar, standalone: Engine
 ) -> None:
     with traffic(server):
@@ -119,13 +119,13 @@ def test_the_guest_computes_what_an_engine_of_its_own_does(
     assert made == run_standalone(standalone)
 
 
-def test_a_turn_that_the_engine_cannot_run_is_refused(beside: PlayedSidecar) -> None:
+def test_turn_impossible_for_the_engine_is_refused(beside: PlayedSidecar) -> None:
     beside.forget()
     beside.take("unknown token", [VOCABULARY + 1], Sampling(max_tokens=2))
     assert "vocabulary" in beside.hear(TurnRejected)[0].reason
 
 
-def test_a_version_is_prepared_in_pieces_and_served_from_one_step_on(
+def test_version_is_staged_in_pieces_and_activated_between_two_steps(
     server: Server, alone: list[Answer], beside: PlayedSidecar, standalone: Engine
 ) -> None:
     torch.manual_seed(5)
@@ -149,7 +149,7 @@ def test_a_version_is_prepared_in_pieces_and_served_from_one_step_on(
     assert same(answers, alone)
 
 
-def test_an_idle_guest_is_heard_and_takes_no_time(server: Server, beside: PlayedSidecar) -> None:
+def test_idle_guest_sends_heartbeats_and_takes_no_time(server: Server, beside: PlayedSidecar) -> None:
     assert beside.silent_for() < 1.0
     core, began = server.core, time.monotonic()
     before = core.cpu_times()
@@ -161,7 +161,7 @@ def test_an_idle_guest_is_heard_and_takes_no_time(server: Server, beside: Played
     assert beside.silent_for() < 1.0
 
 
-def test_the_process_beside_comes_back_to_the_guest_that_it_left(server: Server, beside: PlayedSidecar) -> None:
+def test_restarted_sidecar_reconnects_to_its_guest(server: Server, beside: PlayedSidecar) -> None:
     for number in range(20):
         beside.take(f"left {number}", PROMPTS[0], Sampling(max_tokens=200), 1)
     beside.end.close()
@@ -174,7 +174,7 @@ def test_the_process_beside_comes_back_to_the_guest_that_it_left(server: Server,
     assert server.log.read_text().count("guest_built") == 1
 
 
-def test_a_guest_that_fails_is_dropped_told_and_built_again(
+def test_failed_guest_is_dropped_reported_and_rebuilt(
     server: Server, alone: list[Answer], beside: PlayedSidecar
 ) -> None:
     threads = server.core.num_threads()
@@ -191,7 +191,7 @@ def test_a_guest_that_fails_is_dropped_told_and_built_again(
     assert server.log.read_text().count("guest_dropped") == 3
 
 
-def test_ten_wakes_and_parks_leave_no_thread_and_no_memory_behind(server: Server, beside: PlayedSidecar) -> None:
+def test_ten_wakes_and_parks_leak_no_thread_and_no_memory(server: Server, beside: PlayedSidecar) -> None:
     core = server.core
     for _ in range(2):
         wake_and_park(beside)
@@ -204,9 +204,7 @@ def test_ten_wakes_and_parks_leave_no_thread_and_no_memory_behind(server: Server
     assert grown < server.config.kv_cache_bytes, "less than one guest's cache"
 
 
-def test_a_turn_that_a_park_interrupts_comes_back_with_what_was_sampled(
-    beside: PlayedSidecar, standalone: Engine
-) -> None:
+def test_turn_interrupted_by_a_park_returns_its_sampled_tokens(beside: PlayedSidecar, standalone: Engine) -> None:
     """A guest that was built anew has the version of the folder."""
     standalone.swap(2, load_file(MODEL / "model.safetensors").items())
     sampling = Sampling(max_tokens=230, temperature=0.0)
@@ -231,7 +229,7 @@ def run_alone(engine: Engine, context: list[int], sampling: Sampling) -> list[in
     return unpack_tokens(finished[0].sampled.tokens)
 
 
-def test_a_server_that_is_never_idle_says_so_and_hands_back_what_it_is_told_to(
+def test_never_idle_server_reports_that_and_returns_aborted_turns(
     server: Server, alone: list[Answer], beside: PlayedSidecar
 ) -> None:
     beside.order(Resume())
@@ -255,12 +253,12 @@ def test_a_server_that_is_never_idle_says_so_and_hands_back_what_it_is_told_to(
     beside.awake()
 
 
-def test_the_servers_log_holds_no_error_of_its_own(server: Server, beside: PlayedSidecar) -> None:
+def test_server_log_has_no_error_of_the_server(server: Server, beside: PlayedSidecar) -> None:
     errors = [line for line in server.log.read_text().splitlines() if "ERROR" in line or "Traceback" in line]
     assert all("guest_dropped" in line for line in errors), errors
 
 
-def test_a_guest_with_turns_in_it_holds_up_no_server_that_ends(server: Server, beside: PlayedSidecar) -> None:
+def test_guest_with_turns_does_not_delay_a_server_exit(server: Server, beside: PlayedSidecar) -> None:
     """The last test. How vLLM ends, with what lines in its log, is chance with and without a guest."""
     for number in range(8):
         beside.take(f"last {number}", PROMPTS[0], Sampling(max_tokens=200))

@@ -150,14 +150,14 @@ def rss(server: Server) -> float:
     return float(server.core.memory_info().rss / 2**20)
 
 
-def test_the_guest_grows_into_what_serving_leaves(server: Server, beside: PlayedSidecar) -> None:
+def test_guest_grows_into_memory_left_by_serving(server: Server, beside: PlayedSidecar) -> None:
     budget = grown(beside)
     assert 0.9 * GUEST_BYTES < budget < GUEST_BYTES
     tick = beside.hear(EngineStatus)[-1]
     assert tick.kv_bytes_total == budget == tick.kv_bytes_free and not lent(beside)[-1].frozen
 
 
-def test_what_is_cut_comes_back_whole_and_goes_on_from_its_prefix(
+def test_cut_turns_return_completely_and_continue_from_their_prefix(
     server: Server, alone: list[Answer], beside: PlayedSidecar
 ) -> None:
     budget = grown(beside)
@@ -190,14 +190,14 @@ def test_what_is_cut_comes_back_whole_and_goes_on_from_its_prefix(
     tell(f"{len(given_up)} of {TURNS} turns were cut; resumed, they found {found} of {reusable} tokens", cuts)
 
 
-def test_a_freeze_ends_with_the_next_version(server: Server, beside: PlayedSidecar) -> None:
+def test_freeze_ends_with_the_next_version(server: Server, beside: PlayedSidecar) -> None:
     assert lent(beside)[-1].frozen
     next_version(beside, 1)
     until(lambda: not lent(beside)[-1].frozen)
     assert grown(beside) > GUEST_BYTES // 2
 
 
-def test_lent_bytes_go_back_to_the_system_when_nobody_is_there_to_lend_to(
+def test_lent_memory_returns_to_the_system_without_a_borrower(
     server: Server, alone: list[Answer], beside: PlayedSidecar
 ) -> None:
     fill(beside, 1, "left")
@@ -211,7 +211,7 @@ def test_lent_bytes_go_back_to_the_system_when_nobody_is_there_to_lend_to(
     assert grown(beside) > GUEST_BYTES // 2
 
 
-def test_serving_gets_all_of_it_at_once(server: Server, beside: PlayedSidecar) -> None:
+def test_serving_gets_all_lent_memory_at_once(server: Server, beside: PlayedSidecar) -> None:
     fill(beside, 1, "all")
     filled = rss(server)
     answers: list[Answer] = []
@@ -229,13 +229,13 @@ def test_serving_gets_all_of_it_at_once(server: Server, beside: PlayedSidecar) -
     tell(f"resident: {filled:.0f} MiB before the burst, {rss(server):.0f} after it", lent(beside))
 
 
-def test_what_could_never_fit_goes_back_at_once(beside: PlayedSidecar) -> None:
+def test_turn_that_can_never_fit_returns_at_once(beside: PlayedSidecar) -> None:
     begin(beside, [Turn("too late", prompt(7, 40), 10)], 1)
     done = beside.done(1)["too late"]
     assert (done.turn.finish_reason, done.reason, done.turn.sampled.tokens) == (ABORTED, "cut", b"")
 
 
-def test_the_servers_log_holds_no_error(server: Server, beside: PlayedSidecar) -> None:
+def test_server_log_has_no_error(server: Server, beside: PlayedSidecar) -> None:
     errors = [line for line in server.log.read_text().splitlines() if "ERROR" in line or "Traceback" in line]
     assert not errors
 

@@ -13,7 +13,7 @@ from tests.support.lender_server_fixtures import PlayedSidecar, lending_server
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_a_guest_that_was_parked_wakes_again_as_often_as_it_is_told_to(tmp_path: Path) -> None:
+def test_parked_guest_wakes_on_every_command(tmp_path: Path) -> None:
     with lending_server(tmp_path, "--distributed-executor-backend", "mp") as server:
         answer = server.complete(PROMPTS[0]).text
         beside = PlayedSidecar(server.config)

@@ -111,7 +111,7 @@ print(json.dumps({
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_server_on_cuda_keeps_every_name_it_had(mode: str, tmp_path: Path) -> None:
+def test_cuda_server_keeps_every_module_attribute(mode: str, tmp_path: Path) -> None:
     configuration = tmp_path / "lend.json"
     settings: dict[str, object] = {"model_folder": "/nowhere", "socket": str(tmp_path / "socket"), **MODES[mode]}
     configuration.write_text(json.dumps(settings))

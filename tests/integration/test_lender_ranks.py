@@ -95,7 +95,7 @@ def fault(server: Server, kind: str) -> Path:
     return file
 
 
-def test_serving_answers_the_same_while_a_guest_is_built_on_its_ranks_and_runs(
+def test_serving_output_is_unchanged_while_a_guest_is_built_and_runs_on_its_ranks(
     server: Server, alone: list[Answer], beside: PlayedSidecar, one_rank: Engine
 ) -> None:
     with traffic(server) as answers:
@@ -106,7 +106,7 @@ def test_serving_answers_the_same_while_a_guest_is_built_on_its_ranks_and_runs(
     assert_close(made, run_standalone(one_rank))
 
 
-def test_each_rank_holds_its_share_of_the_guest(server: Server, beside: PlayedSidecar, one_rank: Engine) -> None:
+def test_each_rank_holds_its_shard_of_the_guest(server: Server, beside: PlayedSidecar, one_rank: Engine) -> None:
     said = re.findall(r"guest_parameters_loaded rank_parameters=([\d,]+)", server.log.read_text())
     held = [int(count) for count in said[-1].split(",")]
     config = json.loads((MODEL / "config.json").read_text())
@@ -126,7 +126,7 @@ def test_each_rank_holds_its_share_of_the_guest(server: Server, beside: PlayedSi
     assert tick.kv_bytes_per_token == one_rank.load().kv_bytes_per_token, "of all ranks together"
 
 
-def test_a_version_is_served_by_no_rank_before_all_have_prepared_it(
+def test_version_is_activated_on_no_rank_before_all_have_staged_it(
     server: Server, alone: list[Answer], beside: PlayedSidecar, one_rank: Engine, version: dict[str, torch.Tensor]
 ) -> None:
     layout = write_tensors(beside.end.channel.weight_buffers[1], version)
@@ -154,7 +154,7 @@ def test_a_version_is_served_by_no_rank_before_all_have_prepared_it(
     assert same(answers, alone)
 
 
-def test_a_turn_that_a_swap_overtakes_goes_on_under_the_new_version_on_every_rank(
+def test_turn_over_a_swap_continues_under_the_new_version_on_every_rank(
     beside: PlayedSidecar, one_rank: Engine, version: dict[str, torch.Tensor]
 ) -> None:
     layout = write_tensors(beside.end.channel.weight_buffers[0], load_file(MODEL / "model.safetensors"))
@@ -170,7 +170,7 @@ def test_a_turn_that_a_swap_overtakes_goes_on_under_the_new_version_on_every_ran
     assert np.isfinite(unpack_logprobs(done.turn.sampled.logprobs)).all()
 
 
-def test_a_rank_that_fails_amid_a_step_is_told_and_the_guest_dropped_on_all(
+def test_rank_failure_within_a_step_is_reported_and_the_guest_dropped_on_all(
     server: Server, alone: list[Answer], beside: PlayedSidecar, one_rank: Engine
 ) -> None:
     beside.awake()  # the thread that builds a guest is none that is left behind
@@ -199,9 +199,7 @@ def held_bytes(process: int) -> int:
     return 1024 * sum(int(said[name].split()[0]) for name in ("RssAnon", "VmSwap"))
 
 
-def test_ten_wakes_and_parks_leave_no_thread_and_no_memory_behind_in_a_rank(
-    server: Server, beside: PlayedSidecar
-) -> None:
+def test_ten_wakes_and_parks_leak_no_thread_and_no_memory_in_a_rank(server: Server, beside: PlayedSidecar) -> None:
     workers = server.workers
     for _ in range(2):
         wake_and_park(beside)
@@ -216,7 +214,7 @@ def test_ten_wakes_and_parks_leave_no_thread_and_no_memory_behind_in_a_rank(
     beside.awake()
 
 
-def test_serving_sees_nothing_of_the_guest_in_its_workers(server: Server, beside: PlayedSidecar) -> None:
+def test_guest_is_invisible_to_serving_in_its_workers(server: Server, beside: PlayedSidecar) -> None:
     """From the first of its steps to the last, with builds, steps, swaps and faults of the guest between them."""
     for number in range(RANKS):
         lines = Path(f"{server.notes}.{number}").read_text().splitlines()
@@ -226,7 +224,7 @@ def test_serving_sees_nothing_of_the_guest_in_its_workers(server: Server, beside
         assert [note["changed"] for note in notes if note["changed"]] == []
 
 
-def test_no_guest_binds_the_memory_of_a_rank_again(server: Server, beside: PlayedSidecar) -> None:
+def test_guest_does_not_rebind_the_memory_of_a_rank(server: Server, beside: PlayedSidecar) -> None:
     """Linux waits there for a thread on each CPU: a guest was built for up to two minutes, beside ranks that spin."""
     bound = server.log.read_text().count("NUMA binding")
     if not bound:
@@ -234,6 +232,6 @@ def test_no_guest_binds_the_memory_of_a_rank_again(server: Server, beside: Playe
     assert bound == RANKS
 
 
-def test_the_servers_log_holds_no_error_of_its_own(server: Server, beside: PlayedSidecar) -> None:
+def test_server_log_has_no_error_of_the_server(server: Server, beside: PlayedSidecar) -> None:
     errors = [line for line in server.log.read_text().splitlines() if "ERROR" in line or "Traceback" in line]
     assert all("guest_dropped" in line for line in errors), errors

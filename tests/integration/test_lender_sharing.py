@@ -116,7 +116,7 @@ def resident() -> float:
     return float(psutil.Process().memory_info().rss / MIB)
 
 
-def test_the_guest_grows_in_pieces_and_serving_gives_its_pages_to_the_system(both: Both) -> None:
+def test_guest_grows_in_pieces_and_serving_returns_its_pages_to_the_system(both: Both) -> None:
     before = resident()
     assert both.memory.transferable
     budgets = []
@@ -129,7 +129,7 @@ def test_the_guest_grows_in_pieces_and_serving_gives_its_pages_to_the_system(bot
     assert resident() < before - 20
 
 
-def test_a_cut_preempts_whole_turns_and_they_find_their_prefixes_again(both: Both) -> None:
+def test_cut_preempts_whole_turns_which_hit_their_prefixes_again(both: Both) -> None:
     turns = [(f"turn {number}", prompt(1000 + number, CONTEXT)) for number in range(TURNS)]
     for name, context in turns:
         both.guest.add(name, context, Sampling(max_tokens=SAMPLED, temperature=0.0), policy_version=-1)
@@ -157,7 +157,7 @@ def test_a_cut_preempts_whole_turns_and_they_find_their_prefixes_again(both: Bot
     assert all(len(tokens_of(finished)) + len(tokens_of(rest[finished.name])) <= SAMPLED for finished in resumed)
 
 
-def test_a_freeze_ends_with_a_version(both: Both) -> None:
+def test_freeze_ends_with_a_version(both: Both) -> None:
     both.passes(3)
     assert both.frozen
     both.guest.version = 7
@@ -165,13 +165,13 @@ def test_a_freeze_ends_with_a_version(both: Both) -> None:
     assert not both.frozen and both.budget > 12 * MIB
 
 
-def test_serving_can_reset_its_cache_and_its_usage_is_its_own(both: Both) -> None:
+def test_serving_can_reset_its_cache_and_reports_only_its_own_usage(both: Both) -> None:
     assert both.budget > 0 and both.serving._scheduler.get_kv_cache_usage() == 0.0
     assert both.serving._core.reset_prefix_cache()
     both.passes(20)
 
 
-def test_what_was_lent_comes_back_while_nobody_is_there_to_lend_to(both: Both) -> None:
+def test_lent_memory_returns_without_a_borrower(both: Both) -> None:
     both.sharing.rebalance(None)
     assert both.memory.pool.available == both.memory.pool.blocks and both.budget == 0
     while both.sharing.busy:
@@ -180,7 +180,7 @@ def test_what_was_lent_comes_back_while_nobody_is_there_to_lend_to(both: Both) -
     assert both.budget > 12 * MIB
 
 
-def test_a_burst_is_taken_in_whole_in_the_pass_in_which_it_comes_and_cuts_go_down_to_nothing(both: Both) -> None:
+def test_burst_is_accepted_in_one_scheduler_pass_and_may_cut_the_guest_to_zero(both: Both) -> None:
     for number in range(TURNS):
         sampling = Sampling(max_tokens=SAMPLED, temperature=0.0)
         both.guest.add(f"late {number}", prompt(2000 + number, CONTEXT), sampling, policy_version=7)
@@ -198,7 +198,7 @@ def test_a_burst_is_taken_in_whole_in_the_pass_in_which_it_comes_and_cuts_go_dow
     assert both.memory.pool.available == both.memory.pool.blocks
 
 
-def test_where_serving_s_cache_lies_elsewhere_the_guest_has_a_pool_of_its_own_and_is_not_cut(both: Both) -> None:
+def test_guest_has_an_own_uncut_pool_if_the_serving_cache_is_elsewhere(both: Both) -> None:
     both.memory.transferable = False
     config = LendConfig(model_folder=str(MODEL), socket="", max_model_len=512)
     sharing = KvSharing(both.memory, both.guest, both.sharing._guest, config)

@@ -43,7 +43,7 @@ def answers(server: Server) -> list[Answer]:
     return [found[number] for number in range(len(PROMPTS))]
 
 
-def test_a_server_that_is_never_idle_wakes_its_guest_only_where_the_dial_lets_it(server: Server) -> None:
+def test_never_idle_server_wakes_its_guest_only_if_the_dial_allows(server: Server) -> None:
     """From nothing: it is built, its first steps are made and its first turn is computed between serving's steps."""
     ended = threading.Event()
 
@@ -72,7 +72,7 @@ def test_a_server_that_is_never_idle_wakes_its_guest_only_where_the_dial_lets_it
     beside.end.close()
 
 
-def test_a_guest_computes_while_serving_does_only_where_the_dial_lets_it(server: Server) -> None:
+def test_guest_computes_beside_serving_only_if_the_dial_allows(server: Server) -> None:
     """And serving's answers are the same, token for token."""
     alone = answers(server)
     beside = PlayedSidecar(server.config)

@@ -119,7 +119,7 @@ def attempts(settings: BusSettings) -> dict[str, list[TurnDispatch]]:
 
 
 @kafka_first
-def test_of_three_on_one_inbox_only_a_leavers_turns_move_whoever_joins_dies_freezes_or_starts_again(
+def test_only_turns_of_leaving_executors_move_in_a_shared_inbox(
     settings: BusSettings, asker: Asker, start: Callable[[str], Played]
 ) -> None:
     left: list[Start] = []
@@ -164,7 +164,7 @@ def lost(settings: BusSettings) -> list[list[TurnDispatch]]:
     return [sent for sent in attempts(settings).values() if len(sent) > 1]
 
 
-def test_one_that_begins_under_the_name_of_another_takes_its_place_and_that_one_ends_and_says_so(
+def test_executor_with_a_taken_name_replaces_the_other_which_ends_with_a_message(
     settings: BusSettings, asker: Asker, start: Callable[[str], Played]
 ) -> None:
     with router_process(settings):
@@ -183,7 +183,7 @@ def test_one_that_begins_under_the_name_of_another_takes_its_place_and_that_one_
 
 
 @kafka_first
-def test_one_that_is_drained_leaves_no_turn_behind_and_comes_back_drained_until_that_is_taken_back(
+def test_drained_executor_leaves_no_turn_and_restarts_drained_until_undrained(
     settings: BusSettings, asker: Asker, start: Callable[[str], Played]
 ) -> None:
     with router_process(settings), ThreadPoolExecutor(1) as operator:

@@ -67,7 +67,7 @@ def moved(model: Any, model_folder: Path) -> float:
     )
 
 
-def test_plain_torch_trains_and_settles(settings: BusSettings, model_folder: Path) -> None:
+def test_plain_torch_trainer_trains_and_settles(settings: BusSettings, model_folder: Path) -> None:
     model = plain_trainer.train(settings, model_folder, run="plain", total_groups=GROUPS, groups_per_step=3)
     assert_settled(settings, steps=4)
     assert moved(model, model_folder) > 0 and all(tensor.isfinite().all() for tensor in model.parameters())
@@ -78,7 +78,7 @@ def test_plain_torch_trains_and_settles(settings: BusSettings, model_folder: Pat
 
 
 @any_broker
-def test_trl_trains_and_settles(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
+def test_trl_trainer_trains_and_settles(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
     from docs.examples import trl_trainer
 
     torch.manual_seed(0)
@@ -96,7 +96,7 @@ def test_trl_trains_and_settles(settings: BusSettings, model_folder: Path, tmp_p
 
 
 @any_broker
-def test_trl_leaves_groups_of_another_size_or_that_were_drawn_at_another_temperature(
+def test_trl_trainer_leaves_groups_of_another_size_or_temperature(
     broker: AnyBroker, namespace: str, model_folder: Path, tmp_path: Path
 ) -> None:
     from docs.examples import trl_trainer

@@ -55,7 +55,7 @@ def submit(settings: BusSettings, folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_prompts_of_kcat_and_of_java_are_prompts_and_lie_at_home(
+def test_prompts_of_kcat_and_java_are_valid_and_in_their_home(
     brokers: Callable[[str], AnyBroker], namespace: str, tmp_path: Path
 ) -> None:
     kinds.home_of(kinds.KAFKA)
@@ -73,7 +73,7 @@ def test_prompts_of_kcat_and_of_java_are_prompts_and_lie_at_home(
 
 
 @pytest.mark.long
-def test_they_are_run_and_a_bad_one_is_told_and_what_became_of_them_can_be_read(
+def test_external_prompts_are_run_refused_and_reported_by_outcome(
     brokers: Callable[[str], AnyBroker], namespace: str, model: str, tmp_path: Path
 ) -> None:
     kinds.home_of(kinds.KAFKA)

@@ -114,7 +114,7 @@ def forget(settings: BusSettings) -> None:
 
 
 @pytest.mark.long
-def test_a_run_goes_on_after_a_quiet_week(tmp_path: Path, namespace: str) -> None:
+def test_run_continues_after_a_quiet_week(tmp_path: Path, namespace: str) -> None:
     prompts = [
         Prompt(group_id=f"g{number}", group_size=GROUP_SIZE, environment="calculator", seed=number)
         for number in range(GROUPS)

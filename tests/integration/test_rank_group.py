@@ -52,7 +52,7 @@ def live(number: int, port: int, told: Connection) -> None:
 
 
 @pytest.mark.long
-def test_no_rank_waits_in_a_long_call_for_one_that_has_failed() -> None:
+def test_no_rank_waits_in_a_collective_for_a_failed_rank() -> None:
     spawn, [port] = multiprocessing.get_context("spawn"), free_ports(1)
     pipes = [spawn.Pipe() for _ in range(RANKS)]
     ranks = [spawn.Process(target=live, args=(number, port, its)) for number, (_, its) in enumerate(pipes)]

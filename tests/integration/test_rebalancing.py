@@ -121,7 +121,7 @@ def nothing_lost(asker: Asker, settings: BusSettings) -> None:
 
 
 @kafka_first
-def test_of_two_in_one_cell_one_goes_where_turns_wait_and_comes_back_there_after_a_restart(
+def test_executor_moves_to_the_loaded_cell_and_restarts_there(
     settings: BusSettings, asker: Asker, start: Callable[[str, int], Played], tmp_path: Path
 ) -> None:
     with router_process(settings), control_process(settings, tmp_path / "control.log", dwell_seconds=5.0):

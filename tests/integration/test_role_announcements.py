@@ -33,7 +33,7 @@ def begun(settings: BusSettings) -> list[RoleBegun]:
     return [each.record for each in read_whole_topics(settings, [ROLE_STARTS]) if isinstance(each.record, RoleBegun)]
 
 
-def test_each_beginning_is_on_the_log_once(broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_start_is_on_the_log_once(broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tells, "MIN_PAUSE_SECONDS", 0.01)
     settings, health = broker.settings(namespace), Health()
     create_topics(settings, PARTITIONS)
@@ -45,7 +45,7 @@ def test_each_beginning_is_on_the_log_once(broker: AnyBroker, namespace: str, mo
     assert {(each.role, each.reason) for each in begun(settings)[1:]} == {("router-0", "the topic refuses it")}
 
 
-def test_namesakes_that_run_at_once_have_places_apart_and_who_is_started_again_has_the_same(
+def test_concurrent_namesakes_have_own_partitions_and_a_restart_keeps_its_partition(
     broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tells, "MIN_PAUSE_SECONDS", 0.01)
@@ -68,7 +68,7 @@ def test_namesakes_that_run_at_once_have_places_apart_and_who_is_started_again_h
     assert other == first, "another name is counted apart"
 
 
-def test_a_broker_without_the_topic_keeps_nobody_from_beginning_or_ending(
+def test_missing_topic_of_starts_prevents_no_start_and_no_stop(
     broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tells, "STOP_SECONDS", 0.01)
@@ -79,7 +79,7 @@ def test_a_broker_without_the_topic_keeps_nobody_from_beginning_or_ending(
         begun(settings)
 
 
-def test_a_log_without_the_topic_is_looked_at_like_any_other(broker: AnyBroker, namespace: str) -> None:
+def test_log_without_the_topic_of_starts_can_be_observed(broker: AnyBroker, namespace: str) -> None:
     """As 0.2.0 made it: neither the topic is there nor its dead letters."""
     settings = broker.settings(namespace)
     create_topics(settings, PARTITIONS)
@@ -114,7 +114,7 @@ def refusing(broker: AnyBroker, namespace: str) -> Iterator[BusSettings]:
     yield settings
 
 
-def test_a_role_that_cannot_do_its_work_is_unwell_for_whoever_looks(refusing: BusSettings) -> None:
+def test_role_that_cannot_work_is_unhealthy_in_status(refusing: BusSettings) -> None:
     bus = RouterHarness(refusing)
     bus.beat(1)
     bus.ask("g:0")

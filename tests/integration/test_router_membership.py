@@ -33,7 +33,7 @@ def bus(broker: AnyBroker, namespace: str) -> Iterator[RouterHarness]:
 
 
 @kafka_first
-def test_a_router_that_was_frozen_does_no_harm_when_it_goes_on(bus: RouterHarness, broker_kind: str) -> None:
+def test_router_resumed_after_a_freeze_does_no_harm(bus: RouterHarness, broker_kind: str) -> None:
     with router_process(bus.settings, 0) as first:
         bus.beat(0, max_turns=3)
         bus.ask("warm:0")
@@ -57,7 +57,7 @@ def repeated(zombies: list[TurnDispatch]) -> list[TurnDispatch]:
     return zombies[1:]
 
 
-def test_a_freeze_shorter_than_the_session_is_over_when_it_is_over(bus: RouterHarness) -> None:
+def test_freeze_shorter_than_the_session_has_no_lasting_effect(bus: RouterHarness) -> None:
     with router_process(bus.settings, 0) as router:
         bus.beat(0, max_turns=3)
         bus.ask("warm:0")
@@ -71,7 +71,7 @@ def test_a_freeze_shorter_than_the_session_is_over_when_it_is_over(bus: RouterHa
 
 
 @kafka_first
-def test_a_router_that_is_killed_is_replaced_within_its_session(bus: RouterHarness, broker_kind: str) -> None:
+def test_killed_router_is_replaced_within_its_session(bus: RouterHarness, broker_kind: str) -> None:
     with ExitStack() as processes:
 
         def begin(number: int) -> ForkedProcess:
@@ -102,7 +102,7 @@ def test_a_router_that_is_killed_is_replaced_within_its_session(bus: RouterHarne
         "for longer than a group may take to decide",
     ],
 )
-def test_a_router_goes_on_when_its_broker_is_back(broker_kind: str, tmp_path: Path, namespace: str, away: str) -> None:
+def test_router_continues_when_its_broker_is_back(broker_kind: str, tmp_path: Path, namespace: str, away: str) -> None:
     if broker_kind != KAFKA:
         pytest.skip("the embedded broker loses its last half second when it is killed, and idempotent producers fail")
     log = tmp_path / "router.log"
@@ -125,7 +125,7 @@ def test_a_router_goes_on_when_its_broker_is_back(broker_kind: str, tmp_path: Pa
         bus.close()
 
 
-def test_who_has_left_has_no_seat_whatever_its_former_membership_is_told(
+def test_departed_router_owns_no_cell_despite_late_assignments(
     bus: RouterHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An assignment that lies unread is still told as its member leaves."""

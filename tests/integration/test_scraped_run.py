@@ -122,7 +122,7 @@ def server_port(users_log: Path) -> int | None:
 
 
 @pytest.mark.parametrize("broker_kind", [EMBEDDED], indirect=True)
-def test_every_panel_shows_a_run_and_every_role_exports_what_the_table_says(rose: Rose, tmp_path: Path) -> None:
+def test_every_panel_shows_a_run_and_every_role_exports_the_metrics_of_the_table(rose: Rose, tmp_path: Path) -> None:
     router, trainer, environment, control = free_ports(4)
     executor = neighbours()
     ports = {"router": router, "trainer": trainer, "environment worker": environment}

@@ -33,7 +33,7 @@ def settle(settings: BusSettings, name: str, reason: str = "it ends its worker")
 
 @kafka_first
 @pytest.mark.parametrize("lives", [True, False], ids=["its worker lives", "no worker is there"])
-def test_a_trajectory_that_is_settled_by_hand_ends_before_its_next_result_is_applied(
+def test_manually_settled_trajectory_ends_before_its_next_result(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, lives: bool
 ) -> None:
     name, settings = "g0:1", executors.settings
@@ -71,7 +71,7 @@ def test_a_trajectory_that_is_settled_by_hand_ends_before_its_next_result_is_app
 
 
 @any_broker
-def test_a_group_that_is_settled_before_it_is_opened_begins_nothing(
+def test_group_settled_before_its_opening_starts_no_trajectory(
     executors: ScriptedExecutors, model: str, tmp_path: Path
 ) -> None:
     (tmp_path / "never.py").write_text(NEVER)
@@ -84,7 +84,7 @@ def test_a_group_that_is_settled_before_it_is_opened_begins_nothing(
 
 
 @any_broker
-def test_a_name_of_a_trajectory_and_of_a_group_settles_the_trajectory(executors: ScriptedExecutors, model: str) -> None:
+def test_name_shared_by_trajectory_and_group_settles_the_trajectory(executors: ScriptedExecutors, model: str) -> None:
     executors.answers = lambda _request: False
     executors.submit(prompt_of(0, group_id="g"))
     executors.submit(prompt_of(1, group_id="g:1"))
@@ -107,7 +107,7 @@ def test_a_name_of_a_trajectory_and_of_a_group_settles_the_trajectory(executors:
         ("g0", "x" * 5_000, "that cannot be asked for"),
     ],
 )
-def test_what_cannot_be_settled_is_refused_in_a_sentence(
+def test_impossible_settlement_is_refused_in_one_sentence(
     executors: ScriptedExecutors, name: str, reason: str, words: str
 ) -> None:
     executors.submit(prompt_of(0))

@@ -14,7 +14,7 @@ from tests.support.brokers import AnyBroker
 WAIT_SECONDS = 30.0
 
 
-def test_what_was_overtaken_before_it_began_is_told_to_nobody(broker: AnyBroker, namespace: str) -> None:
+def test_record_superseded_before_the_start_is_not_delivered(broker: AnyBroker, namespace: str) -> None:
     settings = broker.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1))
     writer = Writer(settings, "test")

@@ -59,7 +59,7 @@ def test_run_with_another_algorithm_trains_and_settles_everything(
         ('import_paths=["nowhere"]', "rose: trainer.import_paths: nowhere is not there"),
     ],
 )
-def test_trainer_that_is_told_of_no_algorithm_ends_with_status_2_and_one_sentence(
+def test_trainer_with_an_unknown_algorithm_exits_with_2_and_one_sentence(
     settings: BusSettings, policy_folder: Path, tmp_path: Path, said: str, says: str
 ) -> None:
     common = ("--set", f"run.folder={tmp_path}", "--set", f"model.folder={policy_folder}", *flags(settings))

@@ -56,7 +56,7 @@ class SlowCoordinator:
 
 @any_broker
 @pytest.mark.slow
-def test_a_slow_coordinator_does_not_end_a_trainer(settings: BusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_coordinator_does_not_end_a_trainer(settings: BusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     write_samples(settings, make_samples(groups=[0]))
     with SampleStream(settings, "policy", total_groups=1) as stream:
         first = stream._committer.writer
@@ -88,7 +88,7 @@ def give_up(
 @any_broker
 @pytest.mark.parametrize("committed", [False, True])
 @pytest.mark.parametrize("publishes_alone", [False, True])
-def test_of_a_settlement_that_was_given_up_the_log_tells_whether_it_is_made_again(
+def test_abandoned_settlement_is_repeated_only_if_absent_from_the_log(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch, committed: bool, publishes_alone: bool
 ) -> None:
     """Also of one that settles nothing, as where a version alone is published: no offset moves then."""
@@ -112,7 +112,7 @@ def test_of_a_settlement_that_was_given_up_the_log_tells_whether_it_is_made_agai
 
 @pytest.mark.parametrize("committed", [False, True])
 @pytest.mark.parametrize(("settles", "after_reading"), [([0, 1, 2], True), ([1], True), ([2], True), ([1], False)])
-def test_what_was_given_up_is_not_made_again_once_another_trainer_has_settled(
+def test_abandoned_settlement_is_not_repeated_after_another_trainer_settled(
     settings: BusSettings,
     monkeypatch: pytest.MonkeyPatch,
     settles: list[int],
@@ -137,7 +137,7 @@ def test_what_was_given_up_is_not_made_again_once_another_trainer_has_settled(
     assert on_log(settings) == everyone({*settles, 1, 2} if committed else settles)
 
 
-def test_a_settlement_is_not_taken_for_there_that_another_trainer_has_made_of_the_same_group(
+def test_settlement_of_the_same_group_by_another_trainer_is_not_the_own_settlement(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_samples(settings, make_samples(groups=range(2)))
@@ -154,7 +154,7 @@ def test_a_settlement_is_not_taken_for_there_that_another_trainer_has_made_of_th
     assert on_log(settings) == everyone([0])
 
 
-def test_who_gives_a_settlement_up_leaves_a_newer_stream_its_place_though_that_has_settled_nothing(
+def test_abandoned_settlement_keeps_the_position_of_a_newer_stream(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_samples(settings, make_samples(groups=range(2)))
@@ -175,7 +175,7 @@ def test_who_gives_a_settlement_up_leaves_a_newer_stream_its_place_though_that_h
     assert on_log(settings) == everyone(range(2))
 
 
-def test_a_stream_that_hangs_as_it_begins_leaves_a_newer_one_its_place(
+def test_stream_that_hangs_at_its_start_keeps_the_position_of_a_newer_stream(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would hand out again what the newer one has settled, which came when it knew already where it stands."""
@@ -203,7 +203,7 @@ def test_a_stream_that_hangs_as_it_begins_leaves_a_newer_one_its_place(
     assert on_log(settings) == everyone(range(3))
 
 
-def test_a_trainer_that_has_settled_nothing_leaves_the_log_fresh(settings: BusSettings) -> None:
+def test_trainer_without_settlements_leaves_the_log_unused(settings: BusSettings) -> None:
     write_samples(settings, make_samples(groups=range(1)))
     for _ in range(2):
         with SampleStream(settings, "policy") as stream:
@@ -214,7 +214,7 @@ def test_a_trainer_that_has_settled_nothing_leaves_the_log_fresh(settings: BusSe
         assert not stream.fresh
 
 
-def test_a_stream_is_closed_once_what_another_thread_settles_is_on_the_log(
+def test_closing_a_stream_waits_for_settlements_of_other_threads(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_samples(settings, make_samples(groups=range(2)))

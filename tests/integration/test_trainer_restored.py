@@ -78,7 +78,7 @@ def goes_on_as_if_nothing_was_lost(settings: BusSettings, left: int, undisturbed
     assert audit.clean and audit.requested == audit.settled == left * GROUP_SIZE
 
 
-def test_on_a_new_broker_a_run_goes_on_from_its_own_checkpoint(
+def test_run_on_a_new_broker_resumes_from_its_own_checkpoint(
     lost: Path, namespace: str, policy_folder: Path, undisturbed: Result, tmp_path: Path
 ) -> None:
     with start(EMBEDDED, tmp_path / "broker") as another:
@@ -88,7 +88,7 @@ def test_on_a_new_broker_a_run_goes_on_from_its_own_checkpoint(
         goes_on_as_if_nothing_was_lost(settings, left, undisturbed)
 
 
-def test_in_another_namespace_a_run_begins_with_the_checkpoint_that_it_is_told_of(
+def test_run_in_another_namespace_starts_from_the_given_checkpoint(
     broker: AnyBroker, lost: Path, namespace: str, policy_folder: Path, undisturbed: Result, tmp_path: Path
 ) -> None:
     settings = broker.settings(f"{namespace}again.")
@@ -100,7 +100,7 @@ def test_in_another_namespace_a_run_begins_with_the_checkpoint_that_it_is_told_o
     assert newest_of(settings).order == (1, STEPS + 1)
 
 
-def test_a_run_does_not_begin_with_checkpoints_that_are_not_there(
+def test_missing_checkpoint_folder_is_refused(
     broker: AnyBroker, namespace: str, policy_folder: Path, tmp_path: Path
 ) -> None:
     settings = log_with_samples(broker, namespace)

@@ -80,7 +80,7 @@ def begins(settings: BusSettings) -> Iterator[int]:
         reader.close()
 
 
-def test_a_forged_manifest_of_any_number_keeps_no_honest_one_from_being_taken(settings: BusSettings) -> None:
+def test_forged_manifest_of_any_number_blocks_no_honest_version(settings: BusSettings) -> None:
     """Nor does it move the trainer's own numbers."""
     with receiving(settings, KEY) as receiver, WeightPublisher(settings, MODEL, key=KEY, anchor_every=0) as publisher:
         first = publish(publisher, 0)
@@ -109,7 +109,7 @@ def test_forged_anchors_delete_no_honest_chunk(settings: BusSettings) -> None:
         assert_equal(staged(joiner), tensors_of(1))
 
 
-def test_chunks_whose_manifest_is_still_to_come_stay_while_another_run_deletes(settings: BusSettings) -> None:
+def test_chunks_before_their_manifest_survive_deletion_by_another_run(settings: BusSettings) -> None:
     with (
         WeightPublisher(settings, MODEL, run="slow") as slow,
         WeightPublisher(settings, MODEL, run="quick", anchor_every=0) as quick,
@@ -123,7 +123,7 @@ def test_chunks_whose_manifest_is_still_to_come_stay_while_another_run_deletes(s
         assert_equal(staged(joiner), tensors_of(7))
 
 
-def test_a_broken_version_of_any_number_gives_way_to_the_next_best(settings: BusSettings) -> None:
+def test_broken_version_of_any_number_falls_back_to_the_next_best(settings: BusSettings) -> None:
     """Signed by the trainer, whole in its words, and its chunks are not there."""
     with receiving(settings, KEY) as receiver, WeightPublisher(settings, MODEL, key=KEY) as publisher:
         honest = publish(publisher, 0)
@@ -144,7 +144,7 @@ def test_a_broken_version_of_any_number_gives_way_to_the_next_best(settings: Bus
 
 
 @kafka_first
-def test_a_trainer_that_goes_back_is_followed_and_the_one_before_it_is_not(settings: BusSettings) -> None:
+def test_receivers_follow_a_rolled_back_trainer_and_not_its_predecessor(settings: BusSettings) -> None:
     with receiving(settings, KEY) as receiver:
         before = WeightPublisher(settings, MODEL, key=KEY)
         for version in range(3):
@@ -168,7 +168,7 @@ def test_a_trainer_that_goes_back_is_followed_and_the_one_before_it_is_not(setti
 
 
 @kafka_first
-def test_a_version_is_stored_whole_again_at_a_start_and_nobody_swaps(settings: BusSettings) -> None:
+def test_version_republished_at_a_start_causes_no_swap(settings: BusSettings) -> None:
     with receiving(settings) as receiver:
         with WeightPublisher(settings, MODEL) as publisher:
             for version in range(3):
@@ -185,13 +185,13 @@ def test_a_version_is_stored_whole_again_at_a_start_and_nobody_swaps(settings: B
                 publish(publisher, 3, seed=4)
 
 
-def test_an_old_anchor_is_followed_by_another(settings: BusSettings) -> None:
+def test_old_anchor_is_followed_by_another(settings: BusSettings) -> None:
     with WeightPublisher(settings, MODEL, anchor_max_age_seconds=0.0) as publisher:
         assert [publish(publisher, version).base_version for version in range(3)] == [None] * 3
 
 
 @pytest.mark.parametrize("how", ["another namespace", "another run"])
-def test_a_strangers_versions_are_not_taken_though_the_same_key_signed_them(settings: BusSettings, how: str) -> None:
+def test_versions_of_another_run_are_refused_despite_the_same_key(settings: BusSettings, how: str) -> None:
     """Its manifest is copied here byte for byte; its chunks are here."""
     with receiving(settings, KEY) as receiver:
         stranger = WeightPublisher(settings, MODEL, key=KEY, run="other")
@@ -212,7 +212,7 @@ def test_a_strangers_versions_are_not_taken_though_the_same_key_signed_them(sett
 
 @pytest.mark.slow
 @pytest.mark.parametrize("harm", ["its chunks are gone", "it builds on other bytes"])
-def test_a_break_in_a_chain_costs_one_anchor_and_not_one_a_version(settings: BusSettings, harm: str) -> None:
+def test_broken_chain_costs_one_anchor_in_total(settings: BusSettings, harm: str) -> None:
     """Versions of fine steps, so that a delta is a small part of an anchor."""
     generator = torch.Generator().manual_seed(5)
     master = tensors_of(0)
@@ -254,7 +254,7 @@ def test_a_break_in_a_chain_costs_one_anchor_and_not_one_a_version(settings: Bus
         assert fetched <= allowed, "an anchor was fetched again for the same break"
 
 
-def test_two_runs_that_share_a_store_leave_each_other_alone(settings: BusSettings, tmp_path: Path) -> None:
+def test_two_runs_in_one_store_do_not_interfere(settings: BusSettings, tmp_path: Path) -> None:
     """Also where both have the same name on different brokers, and know nothing of each other."""
     other = BusSettings(settings.bootstrap, f"{settings.namespace}other.", settings.properties, settings.embedded)
     create_topics(other, Partitions(home=1, slots=1, samples=1, chunks=2))
@@ -281,7 +281,7 @@ class NoDeleting(LocalFileSystem):  # type: ignore[misc]
         raise RuntimeError(f"AccessDenied: {path}")
 
 
-def test_a_store_that_cannot_be_cleaned_ends_nothing(settings: BusSettings, tmp_path: Path) -> None:
+def test_failed_store_cleanup_ends_no_trainer(settings: BusSettings, tmp_path: Path) -> None:
     fsspec.register_implementation("nodeleting", NoDeleting, clobber=True)
     with WeightPublisher(settings, MODEL, anchor_every=0, store=AnchorStore(f"nodeleting://{tmp_path}")) as publisher:
         for version in range(4):
@@ -295,7 +295,7 @@ def test_a_store_that_cannot_be_cleaned_ends_nothing(settings: BusSettings, tmp_
     assert named == {file.name for file in tmp_path.iterdir()}, "what still lies there is still named"
 
 
-def test_chunks_that_cannot_be_deleted_end_nothing(settings: BusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_chunk_deletion_ends_no_trainer(settings: BusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = BusSettings(settings.bootstrap, "nowhere.", settings.properties, settings.embedded)
     release = retention.delete_before  # type: ignore[attr-defined]
     monkeypatch.setattr(retention, "delete_before", lambda _, *needed, **options: release(nowhere, *needed, **options))
@@ -307,7 +307,7 @@ def test_chunks_that_cannot_be_deleted_end_nothing(settings: BusSettings, monkey
 
 
 @kafka_first
-def test_a_version_at_which_anything_at_all_is_raised_gives_way_to_the_next_best(
+def test_version_with_any_exception_falls_back_to_the_next_best(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check = receive.check_manifest  # type: ignore[attr-defined]
@@ -326,7 +326,7 @@ def test_a_version_at_which_anything_at_all_is_raised_gives_way_to_the_next_best
         wait_until_refused(receiver, 3)
 
 
-def test_what_an_engine_cannot_hold_is_refused_unfetched_with_the_reason(settings: BusSettings) -> None:
+def test_version_unfit_for_the_engine_is_refused_unfetched_with_the_reason(settings: BusSettings) -> None:
     with receiving(settings, engine_dtype="bfloat16") as receiver:
         with WeightPublisher(settings, MODEL) as publisher:
             publish(publisher, 0)
