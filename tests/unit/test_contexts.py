@@ -48,7 +48,7 @@ def links_of(requests: list[TurnRequest]) -> dict[int, TurnRequest]:
 
 
 @given(APPENDED, st.frozensets(st.integers(1, 7)))
-def test_a_chain_leads_to_the_whole(parts: list[list[int]], anchors: frozenset[int]) -> None:
+def test_chain_resolves_to_the_whole_context(parts: list[list[int]], anchors: frozenset[int]) -> None:
     requests = [decode(TurnRequest, encode(each)) for each in asked(parts, anchors | {0})]
     assert [each.is_anchor for each in requests] == [turn in anchors | {0} for turn in range(len(parts))]
     for turn, each in enumerate(requests):
@@ -56,7 +56,7 @@ def test_a_chain_leads_to_the_whole(parts: list[list[int]], anchors: frozenset[i
 
 
 @given(APPENDED.filter(lambda parts: len(parts) > 1), st.data())
-def test_a_chain_that_is_not_what_was_written_is_torn(parts: list[list[int]], data: st.DataObject) -> None:
+def test_altered_chain_is_reported_as_missing_context(parts: list[list[int]], data: st.DataObject) -> None:
     requests = asked(parts)
     links = links_of(requests)
     last = requests[-1]
@@ -73,7 +73,7 @@ def test_a_chain_that_is_not_what_was_written_is_torn(parts: list[list[int]], da
 
 
 @given(APPENDED, st.data())
-def test_an_executor_has_the_whole_or_reads_it_back(parts: list[list[int]], data: st.DataObject) -> None:
+def test_executor_holds_the_context_or_reads_it_back(parts: list[list[int]], data: st.DataObject) -> None:
     """Turns of it are served here or elsewhere, dispatched whole or cut, once or again."""
     kept, requests = ContextCache(), asked(parts)
     links = links_of(requests)
@@ -97,7 +97,7 @@ def test_an_executor_has_the_whole_or_reads_it_back(parts: list[list[int]], data
             assert context == whole(parts[: turn + 1])
 
 
-def test_what_was_served_is_kept_and_the_longest_unused_goes_first() -> None:
+def test_served_contexts_are_cached_and_evicted_least_recently_used_first() -> None:
     kept = ContextCache(most_bytes=2 * (ENTRY_BYTES + 16) + 8)
     for number in (0, 1, 0, 2):
         carried = msgspec.structs.replace(request(f"g{number}:0"), **context_fields(pack_tokens([number] * 4)))
@@ -108,7 +108,7 @@ def test_what_was_served_is_kept_and_the_longest_unused_goes_first() -> None:
     assert kept.lookup(dispatched(msgspec.structs.replace(later, trajectory_id="g1:0"))) is None
 
 
-def test_contexts_of_no_tokens_are_as_few_as_room_allows() -> None:
+def test_empty_contexts_are_limited_by_cache_capacity() -> None:
     kept = ContextCache(most_bytes=10 * ENTRY_BYTES)
     for number in range(100):
         nothing = msgspec.structs.replace(request(f"g{number}:0"), **context_fields(b""))
@@ -116,7 +116,7 @@ def test_contexts_of_no_tokens_are_as_few_as_room_allows() -> None:
     assert len(kept) <= 10
 
 
-def test_a_digest_that_is_wrong_is_never_served() -> None:
+def test_context_with_a_wrong_digest_is_never_served() -> None:
     (first, second) = asked([[1, 2], [3]])
     kept = ContextCache()
     assert kept.lookup(dispatched(first)) == pack_tokens([1, 2])
@@ -132,7 +132,7 @@ def cut_of(asked: TurnRequest, offset: int) -> TurnDispatch:
     return msgspec.structs.replace(dispatched(asked), asked=msgspec.Raw(carried), offset=offset, cut=True)
 
 
-def test_of_what_a_dispatch_names_no_more_is_held_than_its_context_has_tokens() -> None:
+def test_dispatch_holds_no_more_tokens_than_its_context_has() -> None:
     """A forged chain of 64 anchors of 65,536 tokens took 16 MB for each turn that was read back, however short."""
     long, own = pack_tokens([7] * 1000), asked([[1], [2]])[-1]
     forged = msgspec.structs.replace(own, chain=tuple(range(MAX_CHAIN)))
@@ -146,7 +146,7 @@ def test_of_what_a_dispatch_names_no_more_is_held_than_its_context_has_tokens() 
     assert isinstance(torn := back.context(), ContextMissing) and "more than its 2 tokens" in str(torn)
 
 
-def test_a_cut_dispatch_is_of_the_context_that_it_says_whatever_lies_at_its_place() -> None:
+def test_dispatch_by_reference_is_served_only_with_its_own_context() -> None:
     """There the executor took the length and digest that it found: of a context for which it had kept no room."""
     (first,) = asked([[1, 2]])
     (longer,) = asked([[1, 2, 3]])
@@ -170,19 +170,19 @@ FLAWS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("fields", FLAWS.values(), ids=FLAWS)
-def test_a_request_that_contradicts_itself_is_told_from_a_sound_one(fields: dict[str, object]) -> None:
+def test_inconsistent_request_is_distinguished_from_a_valid_request(fields: dict[str, object]) -> None:
     sound = asked([[1, 2], [3]])[-1]
     wrong = type(sound)(**{**msgspec.structs.asdict(sound), **fields})
     assert not sound.validation_error and decode(TurnRequest, encode(wrong)).validation_error
 
 
-def test_a_dispatch_without_its_tokens_is_read() -> None:
+def test_dispatch_without_tokens_is_decoded() -> None:
     (sound,) = asked([[1, 2]])
     read = decode(TurnDispatch, encode(cut_of(sound, 10)))
     assert (read.request.context_tokens, ContextReadBack(read).offsets) == (2, (10,))
 
 
-def test_a_home_that_cannot_be_read_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_home_does_not_block_other_homes(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is left of it is read once its leader is back."""
     away = {0}
 

@@ -33,11 +33,11 @@ def authority(folder: Path) -> Path:
     return file
 
 
-def test_without_settings_of_security_nobody_signs_in() -> None:
+def test_control_app_does_not_authenticate_without_security_settings() -> None:
     assert credentials({"socket.keepalive.enable": "true", "security.protocol": "PLAINTEXT"}) is None
 
 
-def test_librdkafkas_words_are_fausts(tmp_path: Path) -> None:
+def test_librdkafka_security_settings_map_to_faust_settings(tmp_path: Path) -> None:
     file = str(authority(tmp_path))
     found = credentials(
         {
@@ -70,12 +70,12 @@ def test_librdkafkas_words_are_fausts(tmp_path: Path) -> None:
         ({"security.protocol": "ssl", "ssl.ca.location": "/there/is/none"}, "cannot be used"),
     ],
 )
-def test_what_faust_has_no_word_for_is_refused_by_its_name(properties: dict[str, str], words: str) -> None:
+def test_setting_without_a_faust_equivalent_is_refused_by_name(properties: dict[str, str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         credentials(properties)
 
 
-def test_the_page_says_what_was_decided_and_why_and_runs_nothing_of_others() -> None:
+def test_control_page_shows_decisions_with_reasons_and_escapes_input() -> None:
     world = fleet("a", "b")
     world.seconds(20, waiting=500)
     by_hand = CapacityGrant(
@@ -91,7 +91,7 @@ def test_the_page_says_what_was_decided_and_why_and_runs_nothing_of_others() -> 
     assert page_of(state_of(ElasticityCore(CONFIG, JOB), (), 0.0)).count("None.") == 4
 
 
-def test_the_exported_figures_are_the_cores_and_of_silence_nothing_is_said() -> None:
+def test_exported_metrics_equal_the_core_counts_and_omit_silent_cells() -> None:
     control, now = ElasticityCore(CONFIG, JOB), 0.0
 
     def of(name: str, **labels: str) -> float | None:

@@ -30,7 +30,7 @@ from tests.support.control_fixtures import (
 )
 
 
-def test_work_that_waits_wakes_the_least_loaded_and_says_why_and_its_end_parks_them() -> None:
+def test_waiting_work_wakes_the_least_loaded_lenders_and_its_end_parks_them() -> None:
     world = fleet("a", "b", "c")
     world.lenders["a"].busy = 5
     written = world.seconds(10, waiting=200)
@@ -46,14 +46,14 @@ def test_work_that_waits_wakes_the_least_loaded_and_says_why_and_its_end_parks_t
     assert (world.control.woken, world.control.parked) == (2, 2)
 
 
-def test_nobody_is_woken_for_what_is_done_before_it_comes() -> None:
+def test_no_lender_is_woken_for_work_that_ends_before_its_start() -> None:
     world = fleet("a")
     world.control.estimates.wake.fleet.value = 60.0
     assert not any(grant.lend for grant in world.seconds(20, waiting=30))
     assert any(grant.lend for grant in world.seconds(20, waiting=3000))
 
 
-def test_where_nobody_else_does_it_one_is_woken_for_a_single_turn() -> None:
+def test_one_lender_is_woken_for_a_single_turn_that_no_other_executor_runs() -> None:
     control = ElasticityCore(CONFIG, JOB)
     for now in range(8):
         control.on_summary(summary(line("a"), line("b"), waiting=1), now)
@@ -61,7 +61,7 @@ def test_where_nobody_else_does_it_one_is_woken_for_a_single_turn() -> None:
     assert control.woken == 1
 
 
-def test_of_a_large_fleet_as_many_are_woken_as_have_something_to_do_though_each_alone_adds_little() -> None:
+def test_large_fleet_wakes_as_many_lenders_as_have_work() -> None:
     control = ElasticityCore(changed(most_lenders=0), JOB)
     dedicated = [
         at_work(f"d{number}", serving=False, by_grant=False, free_turns=0, load_seconds=60.0) for number in range(100)
@@ -73,14 +73,14 @@ def test_of_a_large_fleet_as_many_are_woken_as_have_something_to_do_though_each_
     assert 30 < control.woken < 70, "each has two seconds of work, of some three turns"
 
 
-def test_a_wake_and_the_catching_up_are_learned() -> None:
+def test_wake_time_and_catch_up_time_are_learned() -> None:
     world = fleet("a", wakes_in=7.0)
     world.seconds(20, waiting=500)
     assert world.control.estimates.wake.expected("a") == pytest.approx(7.0)
     assert world.control.estimates.wake.expected("another") == pytest.approx(7.0)
 
 
-def test_leases_are_renewed_while_summaries_come_and_never_after() -> None:
+def test_leases_are_renewed_only_while_summaries_arrive() -> None:
     world = fleet("a")
     world.seconds(60, waiting=500)
     assert world.lending == {"a"}, "longer than any lease"
@@ -90,7 +90,7 @@ def test_leases_are_renewed_while_summaries_come_and_never_after() -> None:
     assert world.lending == {"a"}
 
 
-def test_what_is_renewed_says_what_is_so_now() -> None:
+def test_renewed_grant_has_the_current_reason() -> None:
     world = fleet("a")
     waits = world.seconds(30, waiting=500)
     assert "with it, in" in waits[0].reason, "what it was woken for"
@@ -102,7 +102,7 @@ def test_what_is_renewed_says_what_is_so_now() -> None:
     assert lender.lends and lender.reason == "of no use for 1 s, and not for long enough"
 
 
-def test_who_was_told_by_hand_is_left_alone_until_that_is_taken_back() -> None:
+def test_lender_with_a_manual_grant_is_left_alone_until_its_release() -> None:
     world = fleet("a", "b")
     world.seconds(10, waiting=500)
     by_hand = CapacityGrant(worker="a", lend=False, kv_bytes=0, token_budget=0, granted_at=0.0)
@@ -115,7 +115,7 @@ def test_who_was_told_by_hand_is_left_alone_until_that_is_taken_back() -> None:
     assert world.lending == {"a", "b"}
 
 
-def test_who_is_drained_is_left_alone_lends_nothing_and_goes_on_as_it_was_told_by_hand() -> None:
+def test_drained_lender_is_left_alone_and_keeps_its_manual_grant() -> None:
     world = ControlSimulation(changed(most_lenders=1), lenders={"a": SimulatedLender(), "b": SimulatedLender(busy=1)})
     for voice, lend in ((GrantSource.BY_HAND, True), (GrantSource.DRAIN, False)):
         told = CapacityGrant(worker="a", lend=lend, kv_bytes=0, token_budget=0, granted_at=0.0)
@@ -127,7 +127,7 @@ def test_who_is_drained_is_left_alone_lends_nothing_and_goes_on_as_it_was_told_b
     assert "a" in world.control.lending_workers(world.now)
 
 
-def test_who_lends_by_hand_counts_for_the_cap() -> None:
+def test_manually_granted_lender_counts_toward_the_cap() -> None:
     world = fleet("a", "b", "c")
     by_hand = CapacityGrant(worker="c", lend=True, kv_bytes=0, token_budget=0, granted_at=0.0)
     world.control.on_grant("c", by_hand, world.now, source=GrantSource.BY_HAND)
@@ -136,7 +136,7 @@ def test_who_lends_by_hand_counts_for_the_cap() -> None:
     assert len(world.lending) == 2
 
 
-def test_a_worker_that_does_not_come_is_given_up_and_another_has_its_place() -> None:
+def test_woken_lender_that_does_not_start_is_replaced() -> None:
     world = ControlSimulation(
         changed(most_lenders=1), lenders={"a": SimulatedLender(wakes_in=1e9), "b": SimulatedLender(busy=1)}
     )
@@ -147,7 +147,7 @@ def test_a_worker_that_does_not_come_is_given_up_and_another_has_its_place() -> 
     assert any("it did not come" in grant.reason for grant in world.log)
 
 
-def test_a_worker_that_came_and_closes_for_long_is_given_up_as_one_that_did_not_come() -> None:
+def test_lender_closed_for_long_is_replaced() -> None:
     world = ControlSimulation(changed(most_lenders=1), lenders={"a": SimulatedLender(), "b": SimulatedLender(busy=1)})
     world.seconds(20, waiting=500)
     assert world.lending == {"a"}
@@ -160,7 +160,7 @@ def test_a_worker_that_came_and_closes_for_long_is_given_up_as_one_that_did_not_
     assert world.control.lenders["a"].backoff.failures == 1
 
 
-def test_who_closes_for_a_moment_or_runs_turns_or_is_not_heard_meanwhile_keeps_its_place() -> None:
+def test_briefly_closed_busy_or_silent_lender_is_not_replaced() -> None:
     control, now = ElasticityCore(changed(most_lenders=1), JOB), 0.0
     control.estimates.wake.fleet.value = 5.0
 
@@ -185,7 +185,7 @@ def test_who_closes_for_a_moment_or_runs_turns_or_is_not_heard_meanwhile_keeps_i
     assert given_up(15, swaps)
 
 
-def test_a_start_goes_on_from_the_log() -> None:
+def test_restarted_control_app_resumes_from_the_log() -> None:
     world = fleet("a", "b")
     world.seconds(20, waiting=500)
     before = world.lending
@@ -198,7 +198,7 @@ def test_a_start_goes_on_from_the_log() -> None:
     assert world.control.woken == world.control.parked == 0
 
 
-def test_a_lease_that_may_hold_takes_up_its_place_after_a_start_though_its_worker_is_not_heard() -> None:
+def test_unexpired_lease_of_a_silent_lender_counts_after_a_restart() -> None:
     for drained in (False, True):
         control, since = ElasticityCore(changed(most_lenders=1), JOB), None
         control.on_grant("a", granted("a", job=JOB, lend=True, lease_seconds=30.0), 0.0)
@@ -211,7 +211,7 @@ def test_a_lease_that_may_hold_takes_up_its_place_after_a_start_though_its_worke
         assert since == (SETTLE_SECONDS if drained else 30.0 + GRACE_SECONDS)
 
 
-def test_a_lease_of_who_is_not_heard_since_a_start_parks_nobody() -> None:
+def test_lease_of_a_lender_silent_since_the_restart_parks_no_lender() -> None:
     """Whoever granted it kept the cap; it may be of a pod that is gone."""
     control = ElasticityCore(changed(most_lenders=1), JOB)
     for name in ("a", "b"):
@@ -221,7 +221,7 @@ def test_a_lease_of_who_is_not_heard_since_a_start_parks_nobody() -> None:
         assert all(grant.lend for grant in control.tick(now))
 
 
-def test_a_fleet_that_lends_without_grants_is_taken_over_within_the_cap() -> None:
+def test_fleet_lending_without_grants_is_brought_within_the_cap() -> None:
     control = ElasticityCore(CONFIG, JOB)
     lines = [at_work(name, serving_running=busy) for name, busy in (("a", 3), ("b", 0), ("c", 1))]
     for now in range(10):
@@ -233,7 +233,7 @@ def test_a_fleet_that_lends_without_grants_is_taken_over_within_the_cap() -> Non
     assert "more than 2" in written["a"].reason
 
 
-def test_endpoints_that_follow_no_grants_are_given_none_and_their_help_counts() -> None:
+def test_endpoints_get_no_grants_and_their_capacity_counts() -> None:
     control = ElasticityCore(CONFIG, JOB)
     helper = at_work("e", by_grant=False, lanes=800)
     for now in range(20):
@@ -241,7 +241,7 @@ def test_endpoints_that_follow_no_grants_are_given_none_and_their_help_counts() 
         assert not any(grant.worker == "e" or grant.lend for grant in control.tick(now))
 
 
-def test_a_worker_that_is_gone_is_forgotten() -> None:
+def test_gone_lender_is_forgotten() -> None:
     world = fleet("a", "b")
     world.seconds(10, waiting=500)
     del world.lenders["b"]
@@ -251,7 +251,7 @@ def test_a_worker_that_is_gone_is_forgotten() -> None:
     assert world.deleted == [("b", GrantSource.LEASED)] and set(world.control.leases) == {"a"}
 
 
-def test_of_who_is_gone_what_was_said_whichever_job_it_was_for_is_deleted_once() -> None:
+def test_grants_of_a_gone_lender_are_deleted_once_for_every_job() -> None:
     control, now = ElasticityCore(CONFIG, JOB), 0.0
     for name, job in (("gone", JOB), ("others", OTHER), ("back", JOB)):
         control.on_grant(name, granted(name, job=job), now)
@@ -278,7 +278,7 @@ def test_of_who_is_gone_what_was_said_whichever_job_it_was_for_is_deleted_once()
     assert set(control.leases) == {"alive", "back"} and set(control.manual_grants) == {"gone"}
 
 
-def test_after_a_long_silence_of_its_cell_nobody_is_gone_before_all_cells_were_heard_for_long() -> None:
+def test_no_lender_is_gone_until_all_cells_were_heard_after_a_silence() -> None:
     """The first summary of a router that has just begun names nobody: it has heard nobody yet."""
     control, now = ElasticityCore(CONFIG, JOB), 0.0
     control.on_grant("a", granted("a", job=JOB), now)
@@ -308,7 +308,7 @@ def granted(name: str, **other: object) -> CapacityGrant:
     return CapacityGrant(worker=name, granted_at=0.0, **fields)  # type: ignore[arg-type]
 
 
-def test_of_workers_that_come_and_go_under_new_names_nothing_is_kept() -> None:
+def test_no_state_is_kept_of_lenders_with_ever_new_names() -> None:
     control, sizes = ElasticityCore(CONFIG, JOB), []
     for number in range(240):
         now = 10.0 * number
@@ -330,9 +330,7 @@ STEP = st.tuples(
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.lists(STEP, max_size=60))
-def test_never_over_the_cap_never_two_jobs_and_every_grant_has_a_reason(
-    cap: int, steps: list[tuple[int, bool, str, int]]
-) -> None:
+def test_grants_keep_the_cap_name_one_job_and_have_a_reason(cap: int, steps: list[tuple[int, bool, str, int]]) -> None:
     names = [f"w{number}" for number in range(5)]
     world = ControlSimulation(changed(most_lenders=cap), lenders={name: SimulatedLender() for name in names})
     others: dict[str, float] = {}
@@ -375,7 +373,7 @@ def test_never_over_the_cap_never_two_jobs_and_every_grant_has_a_reason(
     st.integers(0, 3000),
     st.none() | st.integers(0, 3),
 )
-def test_under_a_constant_load_it_settles(
+def test_number_of_lenders_settles_under_constant_load(
     workers: list[tuple[int, float, float]], waiting: int, held: int | None
 ) -> None:
     """Whatever the workers are: unequal, loaded, beside a dedicated one that holds so many turns, or without one."""
@@ -401,5 +399,5 @@ def test_under_a_constant_load_it_settles(
         assert times[-1] < 300, f"still changing: {times}"
 
 
-def test_the_grace_is_longer_than_a_grant_is_on_its_way() -> None:
+def test_grace_time_exceeds_the_delivery_time_of_a_grant() -> None:
     assert 0 < GRACE_SECONDS < CONFIG.lease_seconds

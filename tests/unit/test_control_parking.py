@@ -32,14 +32,14 @@ RUNS = at_work("a", serving_running=4, held_turns=2, held_tokens=200, load_secon
 ROOM = at_work("d", serving=False, by_grant=False, free_turns=4, free_tokens=400)
 
 
-def test_who_runs_nothing_is_parked_before_whose_users_ask_more_but_who_runs_turns() -> None:
+def test_idle_lender_is_parked_before_a_busier_server_that_runs_turns() -> None:
     dedicated = at_work("d", serving=False, by_grant=False, free_turns=1, free_tokens=100)
     idle = at_work("b", free_turns=1, free_tokens=100)
     assert parked_of([[dedicated, RUNS, idle]] * 9 + [[dedicated, RUNS, line("b")]] * 20) == ["b"], "a is needed then"
     assert parked_of([[RUNS, at_work("b"), at_work("c")]] * 5, changed(most_lenders=1)) == ["b", "c"], "over the cap"
 
 
-def test_who_runs_turns_stays_while_one_that_runs_none_is_of_no_use_only_lately() -> None:
+def test_lender_with_turns_stays_while_an_idle_lender_is_only_lately_useless() -> None:
     def lines(now: int) -> list[ExecutorLine]:
         works = at_work("b", held_turns=3, held_tokens=4000, load_seconds=9.0)
         return [ROOM, RUNS, works if now < 7 else at_work("b")]
@@ -48,7 +48,7 @@ def test_who_runs_turns_stays_while_one_that_runs_none_is_of_no_use_only_lately(
     assert parked_of(lines(now) for now in range(30)) == ["a", "b"]
 
 
-def test_who_is_sent_no_turns_but_runs_some_is_parked_only_where_others_would_do_them() -> None:
+def test_lender_that_finishes_its_turns_is_parked_only_if_others_can_run_them() -> None:
     closed = at_work("a", open=False, free_turns=0, free_tokens=0, held_turns=2, held_tokens=200, load_seconds=5.0)
     full = at_work("d", serving=False, by_grant=False, free_turns=0, free_tokens=0)
     fast = msgspec.structs.replace(ROOM, decode_tokens_per_second=400.0, prefill_tokens_per_second=1e5)
@@ -58,7 +58,7 @@ def test_who_is_sent_no_turns_but_runs_some_is_parked_only_where_others_would_do
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(10.0, 100.0), min_size=1, max_size=5))
-def test_where_nothing_waits_nor_runs_all_are_parked_at_once_however_fast_they_are(rates: list[float]) -> None:
+def test_all_lenders_are_parked_at_once_if_no_turn_waits_or_runs(rates: list[float]) -> None:
     lines = [at_work(f"w{number}", decode_tokens_per_second=rate) for number, rate in enumerate(rates)]
     granted = [
         [each.worker for each in said if not each.lend] for _, said in told([lines] * 30, changed(most_lenders=0))
@@ -72,7 +72,7 @@ LENDER = st.tuples(st.integers(0, 3), st.integers(0, 5), st.booleans())
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.tuples(LENDER, LENDER, LENDER)), max_size=8))
-def test_nobody_who_runs_turns_is_parked_while_one_that_runs_none_is_of_no_use(
+def test_no_lender_with_turns_is_parked_before_an_idle_useless_lender(
     history: list[tuple[int, tuple[tuple[int, int, bool], ...]]],
 ) -> None:
     lines = [

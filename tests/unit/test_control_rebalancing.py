@@ -125,7 +125,7 @@ def world(*cells: tuple[int, int]) -> World:
     )
 
 
-def test_a_cell_with_work_and_nobody_gets_one_soon_and_then_no_more_than_it_is_worth() -> None:
+def test_cell_with_work_and_no_executor_soon_gets_a_fair_share() -> None:
     told = world((3, 2), (5, 0)).seconds(SETTLE_SECONDS + UNSERVED_SECONDS + 2)
     assert [(each.worker, each.cell) for each in told] == [("w01", 1)], "who holds least"
     assert "nobody is at work there" in told[0].reason
@@ -133,14 +133,14 @@ def test_a_cell_with_work_and_nobody_gets_one_soon_and_then_no_more_than_it_is_w
     assert len(settled.seconds(200)) == 1 and len(settled.at(0)) == len(settled.at(1)) == 1
 
 
-def test_the_last_one_of_a_cell_that_has_work_stays_until_that_is_done() -> None:
+def test_last_executor_of_a_cell_stays_until_its_work_is_done() -> None:
     both = world((3, 1), (5, 0))
     assert not both.seconds(60)
     both.work[0] = 0
     assert [each.worker for each in both.seconds(UNSERVED_SECONDS + 2)] == ["w00"]
 
 
-def test_from_the_cell_that_needs_it_least_to_the_one_that_needs_it_most_one_at_a_time() -> None:
+def test_executors_move_singly_from_the_least_to_the_most_loaded_cell() -> None:
     uneven = world((40, 4), (90, 2), (400, 1), (10, 3))
     first = uneven.seconds(60)[0]
     assert (first.cell, uneven.executors[first.worker].cell) == (2, 2) and first.worker.startswith("w3")
@@ -149,12 +149,12 @@ def test_from_the_cell_that_needs_it_least_to_the_one_that_needs_it_most_one_at_
     assert all(later - at >= CONFIG.dwell_seconds for at, later in pairwise(times)), "each has to be worth it anew"
 
 
-def test_cells_that_differ_by_less_than_the_factor_are_left_as_they_are() -> None:
+def test_cells_within_the_factor_are_not_rebalanced() -> None:
     assert not world((40, 4), (55, 3)).seconds(200)
     assert not world((7, 4), (8, 1)).seconds(200), "where nothing waits nobody is needed"
 
 
-def test_one_that_is_on_its_way_counts_where_it_goes_and_is_told_to_stay_where_it_would_be_missed() -> None:
+def test_moving_executor_counts_in_its_target_and_may_be_called_back() -> None:
     slow = world((3, 2), (500, 0))
     slow.executors["w01"].goes_in = 1e9
     assert [each.worker for each in slow.seconds(300)] == ["w01"], "a second one is not sent after it"
@@ -165,7 +165,7 @@ def test_one_that_is_on_its_way_counts_where_it_goes_and_is_told_to_stay_where_i
     assert not slow.seconds(100)
 
 
-def test_one_that_does_not_go_or_is_gone_is_waited_for_no_more() -> None:
+def test_executor_that_does_not_move_or_is_gone_is_no_longer_awaited() -> None:
     stuck = world((3, 3), (500, 0))
     stuck.executors["w00"].goes_in = 1e9
     told = stuck.seconds(MAX_MOVE_SECONDS + 20)
@@ -178,7 +178,7 @@ def test_one_that_does_not_go_or_is_gone_is_waited_for_no_more() -> None:
     assert [each.worker for each in dies.seconds(UNNAMED_SECONDS + CONFIG.dwell_seconds + 2)] == ["w01"]
 
 
-def test_a_word_that_was_never_stored_is_said_again_soon() -> None:
+def test_cell_grant_that_was_never_stored_is_repeated_soon() -> None:
     away = world((3, 2), (5, 0))
     away.lost = 2
     told = away.seconds(SETTLE_SECONDS + UNSERVED_SECONDS + 2 + 2 * REPEAT_SECONDS)
@@ -194,7 +194,7 @@ def test_a_word_that_was_never_stored_is_said_again_soon() -> None:
     assert slow.at(0) == {"w01"}, "it was to go, and was told to stay"
 
 
-def test_a_word_is_said_again_only_where_it_might_be_decided_now() -> None:
+def test_cell_grant_is_repeated_only_if_it_would_be_decided_now() -> None:
     for event in ("silent", "drained"):
         away = world((3, 2), (5, 0))
         away.lost = 1
@@ -211,7 +211,7 @@ def test_a_word_is_said_again_only_where_it_might_be_decided_now() -> None:
 
 
 @pytest.mark.parametrize("late_seconds", [2.0, REPEAT_SECONDS - 1, 25.0, 60.0])
-def test_words_that_are_read_back_late_are_the_same_words(late_seconds: float) -> None:
+def test_late_read_back_grants_change_nothing(late_seconds: float) -> None:
     at_once, late = (world((40, 4), (90, 2), (400, 1), (10, 3)) for _ in range(2))
     late.late_seconds = late_seconds
     for each in (at_once, late):
@@ -223,7 +223,7 @@ def test_words_that_are_read_back_late_are_the_same_words(late_seconds: float) -
     assert late_seconds > REPEAT_SECONDS or len(said) == len(set(said))
 
 
-def test_of_a_cell_that_is_not_heard_nothing_is_decided() -> None:
+def test_silent_cell_is_not_rebalanced() -> None:
     for cell in (0, 1):
         silent = world((3, 2), (5, 0))
         silent.seconds(2)
@@ -232,7 +232,7 @@ def test_of_a_cell_that_is_not_heard_nothing_is_decided() -> None:
         assert not silent.seconds(60)
 
 
-def test_who_is_drained_or_told_by_hand_or_heard_in_two_cells_is_left_alone() -> None:
+def test_drained_manual_or_ambiguous_executor_is_not_moved() -> None:
     for voice in (GrantSource.DRAIN, GrantSource.BY_HAND):
         left = world((3, 2), (5, 0))
         said = CapacityGrant(worker="w01", lend=False, kv_bytes=0, token_budget=0, granted_at=0.0)
@@ -246,7 +246,7 @@ def test_who_is_drained_or_told_by_hand_or_heard_in_two_cells_is_left_alone() ->
         assert not control.tick(now)
 
 
-def test_who_is_heard_in_two_cells_is_told_nothing_though_it_was_told_of_one_long_ago() -> None:
+def test_executor_heard_in_two_cells_gets_no_grant_despite_an_old_grant() -> None:
     control = ElasticityCore(CONFIG, JOB)
     said = CapacityGrant(worker="w", lend=True, kv_bytes=0, token_budget=0, granted_at=0.0, cell=0)
     control.on_grant("w", said, 0.0, source=GrantSource.CELL)
@@ -256,7 +256,7 @@ def test_who_is_heard_in_two_cells_is_told_nothing_though_it_was_told_of_one_lon
         assert not control.tick(now)
 
 
-def test_a_parked_lender_goes_where_nobody_is_and_is_woken_there() -> None:
+def test_parked_lender_moves_to_an_empty_cell_and_is_woken_there() -> None:
     lenders = world((0, 0), (40, 0))
     lenders.executors = {name: Executor(0, parked=True) for name in ("a", "b")}
     assert [each.worker for each in lenders.seconds(20)] == ["a"], "one is enough to begin with"
@@ -270,7 +270,7 @@ def test_a_parked_lender_goes_where_nobody_is_and_is_woken_there() -> None:
     assert not none.seconds(4), "it might not be woken there"
 
 
-def test_a_control_app_that_starts_again_goes_on_from_the_log() -> None:
+def test_restarted_rebalancing_resumes_from_the_log() -> None:
     slow = world((0, 3), (500, 0))
     slow.executors["w00"].goes_in = 60.0
     slow.seconds(20)
@@ -282,7 +282,7 @@ def test_a_control_app_that_starts_again_goes_on_from_the_log() -> None:
     assert not slow.seconds(30)
 
 
-def test_a_word_that_is_deleted_says_nothing_any_more() -> None:
+def test_deleted_cell_grant_has_no_effect() -> None:
     slow = world((0, 3), (500, 0))
     slow.executors["w00"].goes_in = 1e9
     slow.seconds(20)
@@ -311,7 +311,7 @@ def of(cells: list[tuple[int, list[tuple[float, float]]]]) -> World:
 @pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(CELLS)
-def test_under_a_constant_load_moves_end(cells: list[tuple[int, list[tuple[float, float]]]]) -> None:
+def test_moves_end_under_constant_load(cells: list[tuple[int, list[tuple[float, float]]]]) -> None:
     """Whatever the cells are: crowded, empty, with executors of all kinds."""
     steady = of(cells)
     steady.seconds(1000)
@@ -336,7 +336,7 @@ STEP = st.tuples(
 
 @settings(max_examples=60, deadline=None)
 @given(CELLS, st.lists(STEP, max_size=30))
-def test_whatever_happens_nobody_is_sent_who_is_missed_and_nothing_is_decided_of_who_is_silent(
+def test_no_needed_executor_is_moved_and_no_silent_executor_is_decided_on(
     cells: list[tuple[int, list[tuple[float, float]]]], steps: list[tuple[int, int, str, int]]
 ) -> None:
     changing, drained, newest = of(cells), set[str](), dict[str, float]()

@@ -118,7 +118,7 @@ EVENTS = st.lists(
 
 @given(EVENTS, st.booleans())
 @example([("time", 1.0), ("turn", 0), ("time", 0.6875), ("time", 0.125)], False)
-def test_every_turn_is_answered_once_and_nothing_is_held_while_the_gate_is_closed(
+def test_every_turn_is_answered_once_and_none_is_held_behind_a_closed_gate(
     events: list[tuple[str, float]], lends: bool
 ) -> None:
     played = Played(lender() if lends else dedicated())
@@ -151,7 +151,7 @@ def test_every_turn_is_answered_once_and_nothing_is_held_while_the_gate_is_close
 
 
 @given(st.lists(st.floats(0.05, 2.0), max_size=6))
-def test_a_turn_in_parts_is_what_it_is_in_one(times: list[float]) -> None:
+def test_turn_in_parts_equals_an_uninterrupted_turn(times: list[float]) -> None:
     whole, _ = sampled_of("g:0", 0, SAMPLING, LENGTHS)
     begun: Part | None = None
     for attempt, seconds in enumerate([*times, 60.0]):
@@ -170,7 +170,7 @@ def test_a_turn_in_parts_is_what_it_is_in_one(times: list[float]) -> None:
     raise AssertionError("it never ended")
 
 
-def test_a_turn_takes_the_time_that_rates_give_and_a_cached_prefix_saves_its_part() -> None:
+def test_turn_time_follows_the_rates_and_a_cached_prefix_shortens_the_turn() -> None:
     engine = Engine(RATES)
     asked = request("g:0", context=100, sampling=SAMPLING)
     engine.take("first", asked, 100, bytes(4 * 8), "stop", 0.0)
@@ -187,7 +187,7 @@ def test_a_turn_takes_the_time_that_rates_give_and_a_cached_prefix_saves_its_par
     assert done.turn.cached_tokens == 108
 
 
-def test_a_lender_lends_from_its_grant_on_until_its_lease_runs_out() -> None:
+def test_lender_lends_from_its_grant_until_its_lease_expires() -> None:
     played = Played(lender())
     played.go_on(1.0)
     assert played.beat is not None and played.beat.state is ExecutorState.PAUSED and played.beat.by_grant
@@ -208,7 +208,7 @@ def test_a_lender_lends_from_its_grant_on_until_its_lease_runs_out() -> None:
     assert played.what() == [What.GRANTED, What.FREE, What.FIRST, What.SHUT]
 
 
-def test_users_who_want_its_memory_have_turns_off_at_once_and_those_who_stay_have_the_rest_off() -> None:
+def test_user_memory_demand_preempts_turns_at_once_and_the_rest_if_it_lasts() -> None:
     played = Played(lender(wake_seconds=0.0))
     played.grant()
     played.go_on(0.2)
@@ -231,7 +231,7 @@ def test_users_who_want_its_memory_have_turns_off_at_once_and_those_who_stay_hav
     assert played.executor.holds == 0 and played.answers[-1].reason.startswith("serving left it no moment")
 
 
-def test_room_goes_and_comes_back_with_users_and_not_with_the_turns_that_are_held() -> None:
+def test_room_depends_on_users_and_not_on_held_turns() -> None:
     played = Played(lender(wake_seconds=0.0))
     played.grant()
     played.go_on(0.2)
@@ -264,7 +264,7 @@ def test_room_goes_and_comes_back_with_users_and_not_with_the_turns_that_are_hel
     ]
 
 
-def test_who_is_sent_more_than_it_ever_offered_refuses_and_tells() -> None:
+def test_executor_refuses_and_counts_turns_beyond_every_past_offer() -> None:
     played = Played(dedicated())
     played.go_on(0.1)
     for number in range(RATES.max_turns + 1):
@@ -273,7 +273,7 @@ def test_who_is_sent_more_than_it_ever_offered_refuses_and_tells() -> None:
     assert played.what() == [What.OVERFILLED]
 
 
-def test_what_an_offer_of_a_moment_ago_allowed_is_nobodys_fault() -> None:
+def test_turn_within_a_recent_offer_is_not_a_fault() -> None:
     played = Played(lender(wake_seconds=0.0))
     played.grant()
     played.go_on(0.2)
@@ -285,7 +285,7 @@ def test_what_an_offer_of_a_moment_ago_allowed_is_nobodys_fault() -> None:
     assert What.OVERFILLED not in played.what()
 
 
-def test_a_dispatch_is_answered_by_the_start_that_it_is_for_alone() -> None:
+def test_dispatch_is_answered_only_by_its_own_incarnation() -> None:
     played = Played(dedicated())
     played.go_on(0.1)
     played.dispatch(msgspec.structs.replace(turn(), incarnation=INCARNATION - 1))

@@ -88,7 +88,7 @@ def sampled(answer: TurnFinished | TurnRejected) -> int:
     return len(unpack_tokens(answer.turn.sampled.tokens))
 
 
-def test_of_tokens_that_came_together_nothing_is_learned_of_decoding() -> None:
+def test_tokens_of_one_chunk_give_no_decode_rate() -> None:
     """vLLM merges what its client has not read yet, and `--stream-interval` has it send several at a time."""
 
     def unmoved(player: HttpEngine) -> None:
@@ -98,7 +98,7 @@ def test_of_tokens_that_came_together_nothing_is_learned_of_decoding() -> None:
     assert isinstance(answer, TurnFinished) and answer.turn.finish_reason == "length"
 
 
-def test_what_came_with_the_first_token_is_no_time_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_in_the_first_chunk_count_in_no_decode_time(monkeypatch: pytest.MonkeyPatch) -> None:
     learned: list[float] = []
     monkeypatch.setattr(TokenRates, "on_decoded", lambda _, seconds, __: learned.append(seconds))
     clock = iter(range(100))
@@ -107,7 +107,7 @@ def test_what_came_with_the_first_token_is_no_time_of_decoding(monkeypatch: pyte
     assert learned == [1 / 4], "one second for the four that followed"
 
 
-def test_what_came_of_a_turn_goes_back_and_one_of_which_nothing_came_is_refused_unless_there_was_no_room() -> None:
+def test_partial_turn_is_returned_and_an_empty_turn_refused_unless_no_room() -> None:
     failed, no_room = TurnLost("error", failed=True), TurnLost("full", failed=False)
     [begun] = played(Scripted(failed))
     assert isinstance(begun, TurnFinished) and (begun.turn.finish_reason, begun.reason, sampled(begun)) == (
@@ -128,7 +128,7 @@ def test_what_came_of_a_turn_goes_back_and_one_of_which_nothing_came_is_refused_
 
 
 @pytest.mark.parametrize("logprob", [-9999.0, -100.0, 0.5, float("-inf"), float("nan")])
-def test_a_turn_whose_logprobs_cannot_be_is_refused_and_the_others_are_not(logprob: float) -> None:
+def test_only_the_turn_with_impossible_logprobs_is_refused(logprob: float) -> None:
     api = Scripted("length", "length")
     api.logprobs = [-1.0, logprob]
     one, other = played(api)
@@ -136,7 +136,7 @@ def test_a_turn_whose_logprobs_cannot_be_is_refused_and_the_others_are_not(logpr
     assert isinstance(other, TurnFinished) and sampled(other) == 2
 
 
-def test_a_turn_that_breaks_off_ends_the_endpoint_only_where_it_is_another_by_then() -> None:
+def test_broken_turn_ends_the_endpoint_only_if_the_server_was_replaced() -> None:
     def goes_on(player: HttpEngine) -> None:
         assert not player._broken.done()
 
@@ -161,7 +161,7 @@ def test_a_turn_that_breaks_off_ends_the_endpoint_only_where_it_is_another_by_th
         (["refused", "refused"], 0),
     ],
 )
-def test_no_room_is_late_and_so_is_an_endpoint_that_fails_at_every_turn(ends: list[str], late: int) -> None:
+def test_missing_room_and_constant_failure_count_as_late(ends: list[str], late: int) -> None:
     """Else it would draw turns the faster the faster it fails."""
     troubles = {
         "failed": TurnLost("error", failed=True),
@@ -177,7 +177,7 @@ def test_no_room_is_late_and_so_is_an_endpoint_that_fails_at_every_turn(ends: li
 
 
 @pytest.mark.parametrize("status", [200, 204, 302, *FATAL_STATUSES, 400, 409, 413, 422, *BUSY_STATUSES, 500, 501, 502])
-def test_a_status_is_a_turns_own_trouble_unless_every_turn_would_meet_it(status: int) -> None:
+def test_http_error_blames_the_turn_unless_every_turn_would_fail(status: int) -> None:
     error = error_for_status("http://endpoint", status, "why")
     if status < 400 or status in FATAL_STATUSES:
         assert isinstance(error, EngineBroken)
@@ -189,9 +189,7 @@ def test_a_status_is_a_turns_own_trouble_unless_every_turn_would_meet_it(status:
 
 
 @pytest.mark.parametrize(("error", "failed"), [(aiohttp.SocketTimeoutError(), False), (aiohttp.ClientError(), True)])
-def test_a_turn_that_stays_silent_has_no_room_and_one_whose_connection_ends_has_failed(
-    error: Exception, failed: bool
-) -> None:
+def test_silent_turn_has_no_room_and_a_disconnected_turn_has_failed(error: Exception, failed: bool) -> None:
     async def ask() -> None:
         api = VllmEndpoint("http://endpoint", "policy")
         await api.aclose()
@@ -209,7 +207,7 @@ def test_a_turn_that_stays_silent_has_no_room_and_one_whose_connection_ends_has_
 
 
 @pytest.mark.parametrize(("processes", "another"), [(1, True), (2, False)])
-def test_of_several_api_processes_each_has_an_id_of_its_own(processes: int, another: bool) -> None:
+def test_each_of_several_api_processes_has_its_own_id(processes: int, another: bool) -> None:
     def config(instance: str) -> VllmConfig:
         said = {
             "model_config": {"model": "m", "dtype": "torch.float32", "max_model_len": 8, "max_logprobs": 20},

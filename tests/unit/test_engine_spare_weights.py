@@ -35,7 +35,7 @@ def write(model: nn.Module, value: float) -> None:
     model.pack()
 
 
-def test_what_is_written_to_the_spare_is_served_after_the_exchange_and_given_back_by_the_next() -> None:
+def test_spare_weights_are_served_after_the_swap_and_returned_by_the_next() -> None:
     torch.manual_seed(0)
     model, tokens = Tied(), torch.arange(5)
     before = model(tokens)
@@ -51,7 +51,7 @@ def test_what_is_written_to_the_spare_is_served_after_the_exchange_and_given_bac
     assert torch.equal(model(tokens), torch.full((5, 5), 72.0)), "a fresh spare holds what the model does"
 
 
-def test_a_tensor_that_the_model_shares_is_shared_in_the_spare() -> None:
+def test_tied_tensor_is_tied_in_the_spare_weights() -> None:
     model = Tied()
     spare = make_spare(model)
     assert isinstance(spare, Tied)

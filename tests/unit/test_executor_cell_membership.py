@@ -55,7 +55,7 @@ class Bus:
         return CellMembership(cast(Reader, self), cast(Writer, self), config(slot=2), told)
 
 
-def test_it_goes_at_once_while_it_holds_nothing_and_is_here_until_its_mark_is_stored() -> None:
+def test_idle_executor_leaves_at_once_and_stays_listed_until_its_mark_is_stored() -> None:
     bus = Bus()
     stay = bus.stay()
     assert (stay.inbox, stay.cell, bus.reads) == ((DISPATCHED, 2), 0, {(DISPATCHED, 2): 11})
@@ -71,7 +71,7 @@ def test_it_goes_at_once_while_it_holds_nothing_and_is_here_until_its_mark_is_st
     assert stay.incarnation >> INCARNATION_RANDOM_BITS == 11 and not stay.advance(1, held_turns=0)
 
 
-def test_what_it_holds_it_keeps_until_the_next_version_and_who_is_told_to_stay_stays() -> None:
+def test_busy_executor_leaves_at_the_next_version_unless_called_back() -> None:
     bus = Bus()
     stay = bus.stay()
     assert not stay.advance(1, held_turns=2) and not stay.leaving_for
@@ -88,7 +88,7 @@ def test_what_it_holds_it_keeps_until_the_next_version_and_who_is_told_to_stay_s
     assert stay.advance(0, held_turns=0) and stay.inbox == (DISPATCHED, 2), "back where it was told to be"
 
 
-def test_it_is_here_until_the_answers_to_what_came_while_it_began_elsewhere_are_stored() -> None:
+def test_executor_stays_listed_until_results_of_late_dispatches_are_stored() -> None:
     bus = Bus()
     stay = bus.stay()
     stay.advance(1, held_turns=0)
@@ -97,7 +97,7 @@ def test_it_is_here_until_the_answers_to_what_came_while_it_began_elsewhere_are_
     assert stay.advance(1, held_turns=0) and stay.cell == 1
 
 
-def test_a_cell_that_there_is_not_changes_nothing() -> None:
+def test_nonexistent_cell_changes_nothing() -> None:
     bus = Bus()
     stay = bus.stay(told=2)
     stay.on_version_change(7)
@@ -105,7 +105,7 @@ def test_a_cell_that_there_is_not_changes_nothing() -> None:
 
 
 @given(NAMES, st.none() | st.integers(0, 9), st.integers(1, 40), st.integers(1, 9))
-def test_a_start_is_in_the_cell_that_it_is_told_of_and_each_start_in_the_same_inbox(
+def test_executor_starts_in_its_granted_cell_and_always_in_the_same_inbox(
     name: str, told: int | None, slots: int, cells: int
 ) -> None:
     topic, slot = inbox_of(config(name), told, slots=slots, cells=cells)
@@ -117,12 +117,12 @@ def test_a_start_is_in_the_cell_that_it_is_told_of_and_each_start_in_the_same_in
         assert inbox_of(config(name, slot), told, slots=slots, cells=cells) == (DISPATCHED, slot)
 
 
-def test_those_who_come_to_a_cell_are_spread_over_its_inboxes() -> None:
+def test_executors_that_join_a_cell_are_spread_over_its_inboxes() -> None:
     slots = {inbox_of(config(f"pod-{n}"), 1, slots=8, cells=2)[1] for n in range(40)}
     assert slots == {1, 3, 5, 7}
 
 
-def test_an_executor_without_an_inbox_says_what_to_do() -> None:
+def test_executor_without_an_inbox_reports_the_fix() -> None:
     assert inbox_of(config(slot=0), None, slots=1, cells=1) == (DISPATCHED, 0)
     with pytest.raises(UsageError, match=r"slot is 1 and the last inbox 0: .* `rose topics create` adds"):
         inbox_of(config(slot=1), None, slots=1, cells=1)

@@ -98,7 +98,7 @@ def dispatch(channel: ChannelFds, turns: int) -> None:
         orders.send(SubmitTurn(f"turn {number}", pack_tokens([1, 2]), Sampling(max_tokens=4), 0))
 
 
-def test_turns_that_come_at_once_are_taken_in_over_several_ticks_of_a_guest(
+def test_burst_of_turns_is_accepted_over_several_guest_ticks(
     host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
 ) -> None:
     dispatch(channel, 12)
@@ -112,7 +112,7 @@ def test_turns_that_come_at_once_are_taken_in_over_several_ticks_of_a_guest(
     assert engine.steps == [12]
 
 
-def test_a_turn_that_was_meant_for_the_guest_before_goes_back_untouched_and_nobody_is_to_blame(
+def test_turn_for_an_earlier_guest_goes_back_untouched_without_a_failure(
     host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
 ) -> None:
     """Who gave it was stopped while that one was parked and another was built, which serves nothing yet."""
@@ -125,7 +125,7 @@ def test_a_turn_that_was_meant_for_the_guest_before_goes_back_untouched_and_nobo
     assert done.reason == "version -1 serves, not 0" and engine.turns == []
 
 
-def test_an_executor_of_its_own_takes_them_in_at_once(
+def test_burst_of_turns_is_accepted_at_once_by_a_dedicated_executor(
     host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
 ) -> None:
     dispatch(channel, 4)
@@ -133,7 +133,7 @@ def test_an_executor_of_its_own_takes_them_in_at_once(
     assert engine.steps == [4]
 
 
-def test_turns_are_charged_the_time_of_every_device_that_their_steps_ran_on(
+def test_turns_are_charged_for_every_device_of_their_steps(
     host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
 ) -> None:
     engine.devices = 2
@@ -151,7 +151,7 @@ def test_turns_are_charged_the_time_of_every_device_that_their_steps_ran_on(
     assert charged == [pytest.approx(steps * 2 * 0.001 / 2)] * 2
 
 
-def test_what_comes_with_orders_waits_for_its_own_turn(
+def test_next_work_is_interruptible_with_a_pending_command_and_then_atomic(
     host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
 ) -> None:
     """Orders are let in without a price: neither a piece of preparing nor a step is beside them, where none was let."""
@@ -167,7 +167,7 @@ def test_what_comes_with_orders_waits_for_its_own_turn(
     assert engine.steps == [1]
 
 
-def test_a_slow_piece_of_preparing_does_not_price_all_that_come_after_it(
+def test_slow_staging_piece_does_not_raise_the_price_of_later_pieces(
     host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
 ) -> None:
     engine.pieces = [*[0.0] * 20, SLOW_SECONDS, *[0.0] * 60]
@@ -180,7 +180,7 @@ def test_a_slow_piece_of_preparing_does_not_price_all_that_come_after_it(
     assert priced[-2] < 0.1 * SLOW_SECONDS
 
 
-def test_turns_go_back_although_nobody_reads_and_are_told_in_the_end(
+def test_aborted_turns_are_reported_once_the_reader_returns(
     host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
 ) -> None:
     dispatch(channel, 2)
@@ -206,7 +206,7 @@ def test_turns_go_back_although_nobody_reads_and_are_told_in_the_end(
     assert {report.turn.name for report in said if isinstance(report, TurnFinished)} == {"turn 0", "turn 1"}
 
 
-def test_a_step_that_stands_still_beats_and_ends_for_a_turn_that_is_to_go_back(
+def test_paused_step_sends_heartbeats_and_finishes_for_an_aborted_turn(
     host: EngineLoop, engine: PlayedEngine, channel: ChannelFds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A turn that comes meanwhile waits for the step's end, and ends nothing."""
@@ -241,7 +241,7 @@ def test_a_step_that_stands_still_beats_and_ends_for_a_turn_that_is_to_go_back(
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_a_step_that_stands_still_is_held_from_when_it_might_last_go_on(
+def test_hold_time_of_a_paused_step_counts_from_its_last_chance_to_resume(
     host: EngineLoop, engine: PlayedEngine, channel: ChannelFds, monkeypatch: pytest.MonkeyPatch, goes_on: bool
 ) -> None:
     """Else who is let compute now and then would lose its turns, and one who never is would be given others."""

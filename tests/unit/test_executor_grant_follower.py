@@ -11,7 +11,7 @@ from rose.workers.executor.grants import GrantFollower, Lease
 from tests.support.waiting import until
 
 
-def test_who_waits_for_its_grants_turns_over_and_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_executor_that_waits_for_grants_is_alive_and_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     now, stop = 0.0, Event()
     monkeypatch.setattr(grants, "HEALTH", of_process := health.Health(lambda: now))
     monkeypatch.setattr(reader, "WATERMARKS_SECONDS", 0.1)  # who stops waits for an answer as long as one is asked for

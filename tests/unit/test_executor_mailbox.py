@@ -65,7 +65,7 @@ MOVES = st.one_of(
 
 
 @given(st.lists(MOVES, max_size=60))
-def test_what_is_valid_is_taken_once_by_whom_it_is_for_and_passes_everybody_else(
+def test_valid_dispatch_is_taken_once_by_its_addressee_only(
     history: list[tuple[object, ...]],
 ) -> None:
     mail = Mailbox()
@@ -92,7 +92,7 @@ def test_what_is_valid_is_taken_once_by_whom_it_is_for_and_passes_everybody_else
 
 
 @given(st.lists(MOVES, max_size=60), st.integers(0, WORKERS - 1))
-def test_what_others_do_in_it_changes_nothing_for_whoever_knows_the_claims(
+def test_other_executors_in_an_inbox_change_nothing_given_the_fencing_tokens(
     history: list[tuple[object, ...]], worker: int
 ) -> None:
     mail, alone = Mailbox(), Inbox(f"w{worker}", 0, max_turns=MUCH, token_budget=MUCH)

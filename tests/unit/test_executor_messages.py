@@ -24,7 +24,7 @@ from rose.workers.executor.ipc.shared_memory import RingBuffer, create_ring_memo
 from tests.support.scripted_engine import turn_finished
 
 
-def test_every_word_is_read_as_it_was_said() -> None:
+def test_every_message_round_trips() -> None:
     orders = [
         SubmitTurn("g:0/0/0", b"\x01\x00\x00\x00", Sampling(max_tokens=3, seed=7, stop_token_ids=(1, 2)), 4),
         StageWeights(5, 1, (TensorLayout("w", "bfloat16", (2, 3), 64),)),
@@ -45,7 +45,7 @@ def test_every_word_is_read_as_it_was_said() -> None:
 
 
 @given(st.lists(st.booleans(), max_size=200))
-def test_what_finds_no_room_is_sent_later_and_in_order(deeds: list[bool]) -> None:
+def test_messages_beyond_the_buffer_are_sent_later_in_order(deeds: list[bool]) -> None:
     """True: a word is said; False: the reader reads."""
     descriptor = create_ring_memory(40, "test")
     outbox, line = MessageSender(RingBuffer(descriptor)), RingBuffer(descriptor)
@@ -76,7 +76,7 @@ def tick(number: int, *, lends: bool) -> EngineStatus:
 
 
 @given(st.lists(st.sampled_from(["tick", "parked", "word", "read"]), max_size=200))
-def test_of_ticks_the_newest_is_kept_and_nothing_that_was_counted_is_lost(deeds: list[str]) -> None:
+def test_newest_tick_is_kept_and_no_count_is_lost(deeds: list[str]) -> None:
     """A tick is of a guest that lends, or of one that is parked."""
     descriptor = create_ring_memory(400, "test")
     outbox, line = MessageSender(RingBuffer(descriptor)), RingBuffer(descriptor)
@@ -107,7 +107,7 @@ def test_of_ticks_the_newest_is_kept_and_nothing_that_was_counted_is_lost(deeds:
     os.close(descriptor)
 
 
-def test_a_guest_that_is_gone_meanwhile_tells_its_cuts_and_refusals_and_sees_nothing_of_serving() -> None:
+def test_lost_guest_still_reports_its_cuts_and_refusals() -> None:
     descriptor = create_ring_memory(300, "test")
     outbox, line = MessageSender(RingBuffer(descriptor)), RingBuffer(descriptor)
     words = 0

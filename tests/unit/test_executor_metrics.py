@@ -16,7 +16,7 @@ def told(name: str) -> float | None:
     return REGISTRY.get_sample_value(name)
 
 
-def test_an_executor_that_begins_anew_says_nothing_meanwhile_and_counts_on() -> None:
+def test_restarted_executor_metrics_pause_and_keep_counting() -> None:
     with metrics.exported():
         metrics.show_held(TICK, turns=1, version=7)
         metrics.show_lending(TICK)

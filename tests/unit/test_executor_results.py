@@ -39,7 +39,7 @@ def in_order(tokens: list[Token]) -> list[Token]:
 
 
 @given(TOKENS.map(in_order), st.lists(st.integers(0, 40), max_size=6))
-def test_however_it_was_cut_the_whole_is_the_same(tokens: list[Token], cuts: list[int]) -> None:
+def test_partial_turns_concatenate_to_the_same_result_at_any_cut(tokens: list[Token], cuts: list[int]) -> None:
     places = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
     so_far: Part | None = None
     for start, end in pairwise(places):
@@ -50,15 +50,13 @@ def test_however_it_was_cut_the_whole_is_the_same(tokens: list[Token], cuts: lis
 
 
 @given(TOKENS.map(in_order), TOKENS.map(in_order), TOKENS.map(in_order))
-def test_it_does_not_matter_who_joins_first(one: list[Token], two: list[Token], three: list[Token]) -> None:
+def test_concatenation_of_partial_turns_is_associative(one: list[Token], two: list[Token], three: list[Token]) -> None:
     a, b, c = part_of(one), part_of(two), part_of(three)
     assert concatenate_parts(concatenate_parts(a, b), c) == concatenate_parts(a, concatenate_parts(b, c))
 
 
 @given(TOKENS.map(in_order), st.integers(1, 30), st.integers(1, 60))
-def test_the_engine_begins_behind_what_was_sampled_and_samples_the_rest(
-    tokens: list[Token], context: int, most: int
-) -> None:
+def test_engine_resumes_behind_the_sampled_tokens(tokens: list[Token], context: int, most: int) -> None:
     asked = dispatched(request("g0:0", context=context, max_tokens=most))
     whole = asked.request.appended
     assert (resumed_context(asked, whole), remaining_sampling(asked)) == (whole, asked.request.sampling)
@@ -76,12 +74,12 @@ def test_device_seconds_add_up_by_class() -> None:
 
 
 @pytest.mark.parametrize("end", [0, 2])
-def test_a_part_whose_spans_do_not_cover_it_is_told(end: int) -> None:
+def test_partial_turn_with_incomplete_spans_is_reported(end: int) -> None:
     part = part_of([(1, -1.0, 3)])
     assert msgspec.structs.replace(part, spans=(VersionSpan(0, end, 3),)).validation_error
 
 
-def test_what_could_not_be_answered_is_told_before_it_is_taken_on() -> None:
+def test_unanswerable_turn_is_refused_before_acceptance() -> None:
     asked = dispatched(request("g0:0", max_tokens=MAX_SPANS + 1))
     assert not dispatch_error(asked, homes=1)
     assert "home 7" in str(dispatch_error(dispatched(request("g0:0", home=7)), homes=7))

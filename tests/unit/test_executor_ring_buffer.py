@@ -27,7 +27,7 @@ def ends() -> tuple[RingBuffer, RingBuffer]:
 
 
 @given(st.lists(st.one_of(st.binary(max_size=CAPACITY), st.just(None)), max_size=60))
-def test_what_fits_is_read_as_it_was_written_and_what_does_not_is_refused_whole(deeds: list[bytes | None]) -> None:
+def test_fitting_message_round_trips_and_a_too_large_message_is_refused(deeds: list[bytes | None]) -> None:
     """None: the reader reads."""
     writer, reader = ends()
     expected: list[bytes] = []
@@ -71,7 +71,7 @@ def test_another_process_reads_while_this_one_writes() -> None:
     assert list(RingBuffer(back).read()) == [b"%d" % count]
 
 
-def test_memory_that_could_be_taken_away_is_no_line() -> None:
+def test_memory_that_may_shrink_is_refused_as_a_ring_buffer() -> None:
     descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, HEADER_BYTES + CAPACITY)
     with pytest.raises(SharedMemoryInvalid):
@@ -84,7 +84,7 @@ def test_memory_that_could_be_taken_away_is_no_line() -> None:
 
 
 @given(st.binary(min_size=HEADER_BYTES + CAPACITY, max_size=HEADER_BYTES + CAPACITY))
-def test_whatever_lies_on_a_line_reading_it_ends(content: bytes) -> None:
+def test_reading_a_ring_buffer_of_any_bytes_terminates(content: bytes) -> None:
     descriptor = create_ring_memory(CAPACITY, "test")
     os.pwrite(descriptor, content, 0)
     line = RingBuffer(descriptor)

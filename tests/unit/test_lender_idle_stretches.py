@@ -15,7 +15,7 @@ from rose.workers.lender.observe import ObservationCollector, log_fields, observ
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 500.0)), max_size=60))
-def test_all_time_is_idle_or_busy_and_each_stretch_is_counted(history: list[tuple[bool, float]]) -> None:
+def test_all_time_is_idle_or_busy_and_each_idle_stretch_is_counted(history: list[tuple[bool, float]]) -> None:
     """What serving comes to be, idle or not, and how long after what came before."""
     idleness, now, idle, stretches, since = IdleStretches(0.0), 0.0, 0.0, list[float](), 0.0
     is_idle = True
@@ -36,7 +36,7 @@ def test_all_time_is_idle_or_busy_and_each_stretch_is_counted(history: list[tupl
     assert sum(idleness.stretches) == len(stretches)
 
 
-def test_what_was_seen_is_exported_and_told_in_words() -> None:
+def test_idle_stretches_are_exported_and_logged() -> None:
     observed = ObservationCollector()
     assert list(observed.collect()) == []
     counts = tuple(1 if place in (2, 6) else 0 for place in range(len(STRETCH_BOUNDS) + 1))
@@ -63,7 +63,7 @@ class Link:
         assert REGISTRY.get_sample_value("rose_lender_serving_requests", {"state": "running"}) == 1
 
 
-def test_of_a_server_that_is_gone_nothing_is_exported_until_there_is_another() -> None:
+def test_gone_server_exports_nothing_until_a_new_server() -> None:
     counts = (0,) * (len(STRETCH_BOUNDS) + 1)
     for reports in ((), (ObservationReport(10.0, 4.0, counts, 1.009, 1, 0, 1000, 100, 250),), ()):
         link: Any = Link(*reports)

@@ -124,7 +124,7 @@ def turns(core: Any) -> StepInterleaver:
     return turns
 
 
-def test_the_loop_of_a_server_that_is_paused_sleeps_whatever_the_guest_wants(core: Any, turns: StepInterleaver) -> None:
+def test_loop_of_a_paused_server_sleeps_despite_guest_work(core: Any, turns: StepInterleaver) -> None:
     guest: Any = turns._guest
     core.scheduler.waiting.append(
         SimpleNamespace(request_id="a", arrival_time=0.0, num_tokens=4, num_computed_tokens=0)
@@ -139,7 +139,7 @@ def test_the_loop_of_a_server_that_is_paused_sleeps_whatever_the_guest_wants(cor
     assert turns.guest_ready and guest.pieces == 1
 
 
-def test_what_was_not_foreseen_of_serving_ends_lending_and_not_serving(core: Any, turns: StepInterleaver) -> None:
+def test_unexpected_serving_state_ends_lending_and_not_serving(core: Any, turns: StepInterleaver) -> None:
     guest: Any = turns._guest
     new = SimpleNamespace(prompt_token_ids=None, num_computed_tokens=0)
     strange = SimpleNamespace(total_num_scheduled_tokens=4, scheduled_new_reqs=[new], num_scheduled_tokens={"a": 4})
@@ -150,7 +150,7 @@ def test_what_was_not_foreseen_of_serving_ends_lending_and_not_serving(core: Any
     assert (guest.pieces, guest.held, len(guest.dropped)) == (0, 0, 1)
 
 
-def test_an_error_of_serving_s_own_step_is_serving_s(turns: StepInterleaver) -> None:
+def test_error_of_a_serving_step_is_raised_to_serving(turns: StepInterleaver) -> None:
     def fails() -> bool:
         raise RuntimeError("its own")
 
@@ -159,7 +159,7 @@ def test_an_error_of_serving_s_own_step_is_serving_s(turns: StepInterleaver) -> 
     assert turns.guest_ready
 
 
-def test_how_wrong_predictions_are_is_told_and_exported(turns: StepInterleaver) -> None:
+def test_prediction_error_is_logged_and_exported(turns: StepInterleaver) -> None:
     learned = turns._admission
     for number in range(40):
         learned.guest.observe(1 + number % 8, 0.001)
@@ -175,7 +175,7 @@ def test_how_wrong_predictions_are_is_told_and_exported(turns: StepInterleaver) 
         assert exported == cost.error and 0.0 < cost.error < 1.0
 
 
-def test_a_broken_promise_is_told_as_long_as_somebody_looks_and_no_report_without_work_hides_a_long_piece(
+def test_broken_promise_is_reported_until_read_and_idle_reports_hide_no_long_piece(
     core: Any, turns: StepInterleaver
 ) -> None:
     guest: Any = turns._guest
@@ -239,20 +239,22 @@ def layered(
     return guest
 
 
-def test_who_comes_between_two_layers_is_served_before_the_next(core: Any, turns: StepInterleaver) -> None:
+def test_request_that_arrives_between_two_layers_is_served_before_the_next_layer(
+    core: Any, turns: StepInterleaver
+) -> None:
     done: list[str] = []
     guest = layered(turns, core, done, comes={1: "a", 2: "b"})
     assert done == ["layer 0", "layer 1", "a", "a", "layer 2", "b", "b", "layer 3"]
     assert guest.failed is None and not guest.is_aside and guest.pieces == 1
 
 
-def test_a_step_that_no_memory_can_be_taken_from_goes_on_to_its_end(core: Any, turns: StepInterleaver) -> None:
+def test_step_without_reclaimable_memory_runs_to_its_end(core: Any, turns: StepInterleaver) -> None:
     done: list[str] = []
     layered(turns, core, done, comes={1: "a"}, has_room=False)
     assert done == ["layer 0", "layer 1", "layer 2", "layer 3"] and core.scheduler.running, "its room is made first"
 
 
-def test_a_step_stands_still_for_as_long_as_serving_is_busy(
+def test_step_is_paused_while_serving_is_busy(
     core: Any, turns: StepInterleaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None of it is computed amid serving's work, whatever time that takes; and why it waits is told meanwhile."""
@@ -264,7 +266,7 @@ def test_a_step_stands_still_for_as_long_as_serving_is_busy(
     assert guest.stood == 50 and guest.held == sum(turns._serving_stats().held_back.values()) == 49
 
 
-def test_a_step_whose_end_something_waits_for_goes_on_to_it(core: Any, turns: StepInterleaver) -> None:
+def test_awaited_step_runs_to_its_end(core: Any, turns: StepInterleaver) -> None:
     """What it computes then is one piece to whoever waits."""
     done: list[str] = []
     guest = layered(turns, core, done, comes={0: "a", 1: "b", 2: "c"}, steps=3, stands_for=5)
@@ -272,14 +274,14 @@ def test_a_step_whose_end_something_waits_for_goes_on_to_it(core: Any, turns: St
     assert guest.stood == 5 and core.scheduler.running
 
 
-def test_a_paused_server_does_not_keep_a_step_standing(core: Any, turns: StepInterleaver) -> None:
+def test_paused_server_does_not_keep_a_step_paused(core: Any, turns: StepInterleaver) -> None:
     done: list[str] = []
     core.has_work = lambda: False
     layered(turns, core, done, comes={1: "a"}, steps=9)
     assert done == ["layer 0", "layer 1", "a", "layer 2", "layer 3"]
 
 
-def test_what_fails_of_serving_within_a_step_is_serving_s(core: Any, turns: StepInterleaver) -> None:
+def test_serving_error_within_a_guest_step_is_raised_to_serving(core: Any, turns: StepInterleaver) -> None:
     def fails() -> bool:
         if core.scheduler.running:
             raise RuntimeError("its own")
@@ -292,7 +294,7 @@ def test_what_fails_of_serving_within_a_step_is_serving_s(core: Any, turns: Step
     assert guest.failed is None and not guest.dropped
 
 
-def test_what_was_not_foreseen_of_serving_within_a_step_ends_lending_alone(core: Any, turns: StepInterleaver) -> None:
+def test_unexpected_serving_state_within_a_step_ends_only_lending(core: Any, turns: StepInterleaver) -> None:
     done: list[str] = []
     core.scheduler.get_request_counts = lambda: (0, 0)
     guest = Layered(
@@ -305,7 +307,7 @@ def test_what_was_not_foreseen_of_serving_within_a_step_ends_lending_alone(core:
     )
 
 
-def test_an_error_of_serving_s_keeps_its_cause(core: Any, turns: StepInterleaver) -> None:
+def test_serving_error_keeps_its_cause(core: Any, turns: StepInterleaver) -> None:
     def fails() -> bool:
         if core.scheduler.running:
             raise RuntimeError("its own") from OSError("why")
@@ -319,7 +321,7 @@ def test_an_error_of_serving_s_keeps_its_cause(core: Any, turns: StepInterleaver
 
 
 @pytest.mark.parametrize(("slack", "goes_on"), [(60.0, True), (1e-9, False)])
-def test_the_rest_of_a_step_goes_on_beside_a_request_only_where_there_is_slack_for_it(
+def test_paused_step_continues_beside_a_request_only_within_the_slack(
     core: Any, turns: StepInterleaver, slack: float, goes_on: bool
 ) -> None:
     """It is not chopped up any more; and it is charged beside those whom serving holds by then."""
@@ -341,7 +343,7 @@ def test_the_rest_of_a_step_goes_on_beside_a_request_only_where_there_is_slack_f
     assert told == ([0, 1] if goes_on else [0, 0])
 
 
-def test_a_step_planned_while_serving_was_idle_goes_on_amid_it_though_there_is_never_slack_for_all_of_it(
+def test_step_planned_in_idle_time_continues_piecewise_beside_serving(
     core: Any, turns: StepInterleaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a guest beside a server that is not idle again stands for ever, and nothing says why."""
@@ -380,7 +382,7 @@ def test_a_step_planned_while_serving_was_idle_goes_on_amid_it_though_there_is_n
     assert guest.stood < 5 and guest.held < guest.stood
 
 
-def test_what_serving_takes_within_a_step_is_not_the_guest_s(core: Any, turns: StepInterleaver) -> None:
+def test_serving_time_within_a_step_is_not_charged_to_the_guest(core: Any, turns: StepInterleaver) -> None:
     told: list[float] = []
     turns._admission.on_guest_run = lambda *, held, seconds: told.append(seconds)  # type: ignore[method-assign]
     now = iter(range(10**6))

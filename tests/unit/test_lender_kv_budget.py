@@ -172,7 +172,7 @@ Tenants.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestTenants = Tenants.TestCase
 
 
-def test_the_worked_example() -> None:
+def test_worked_example_of_the_documentation_holds() -> None:
     memory = KvBudget(bounds())
     assert decide(memory, 10, now=0).budget_bytes == 70
     cut = decide(memory, 21, now=1, guest_bytes=60)
@@ -183,9 +183,7 @@ def test_the_worked_example() -> None:
 
 
 @given(st.integers(20, 70), st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=60))
-def test_what_serving_needed_within_the_quiet_time_cuts_nobody_when_it_comes_again(
-    peak: int, history: list[tuple[float, float]]
-) -> None:
+def test_recent_serving_demand_that_returns_cuts_no_guest_turn(peak: int, history: list[tuple[float, float]]) -> None:
     """Whatever versions land meanwhile: growth remembers the peak."""
     memory, now = KvBudget(bounds()), 0.0
     assert decide(memory, peak, now=now).budget_bytes == 80 - peak
@@ -196,7 +194,7 @@ def test_what_serving_needed_within_the_quiet_time_cuts_nobody_when_it_comes_aga
 
 
 @given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 100))
-def test_serving_gets_what_it_wants_from_one_decision(serving: int, wanted: int, guest: int) -> None:
+def test_serving_gets_its_demand_within_one_decision(serving: int, wanted: int, guest: int) -> None:
     """From the one in which the guest would grow, and from a later one."""
     memory = KvBudget(bounds(headroom=0))
     growing = decide(KvBudget(bounds(headroom=0)), serving, now=0, serving_wanted_bytes=wanted)
@@ -207,7 +205,7 @@ def test_serving_gets_what_it_wants_from_one_decision(serving: int, wanted: int,
 
 
 @given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 100))
-def test_what_is_preempted_keeps_its_prefixes_until_serving_takes_the_room(first: int, use: int, later: int) -> None:
+def test_preempted_turn_keeps_its_prefixes_until_serving_takes_the_memory(first: int, use: int, later: int) -> None:
     memory = KvBudget(bounds())
     budget = decide(memory, 0, now=0).budget_bytes
     cut = decide(memory, first, now=1, guest_bytes=budget)
@@ -218,7 +216,7 @@ def test_what_is_preempted_keeps_its_prefixes_until_serving_takes_the_room(first
     assert after.kept_bytes == max(after.budget_bytes, min(held, 100 - later - free))
 
 
-def test_a_guest_grows_over_cached_prefixes_only_once_they_are_no_longer_hit() -> None:
+def test_guest_grows_over_cached_prefixes_only_without_recent_hits() -> None:
     memory = KvBudget(bounds())
     assert decide(memory, 10, now=0, serving_cached_bytes=50, serving_hit_bytes=3).budget_bytes == 20
     assert decide(memory, 10, now=QUIET - 1, serving_cached_bytes=50).budget_bytes == 20
@@ -226,7 +224,7 @@ def test_a_guest_grows_over_cached_prefixes_only_once_they_are_no_longer_hit() -
     assert decide(memory, 10, now=3 * QUIET, serving_cached_bytes=50).budget_bytes == 70
 
 
-def test_where_pools_are_fixed_the_pool_is_the_guests() -> None:
+def test_fixed_pool_belongs_entirely_to_the_guest() -> None:
     memory = KvBudget(bounds(pool=40, moves=False))
     for serving in (0, 60):
         shares = decide(memory, serving, now=0, serving_wanted_bytes=30)
@@ -236,6 +234,6 @@ def test_where_pools_are_fixed_the_pool_is_the_guests() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"pool": 0}, {"pool": 101}, {"block": 0}, {"headroom": 101}, {"headroom": -1}])
-def test_bounds_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+def test_impossible_bounds_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         bounds(**wrong)

@@ -74,7 +74,7 @@ class World:
         self.turns[name] = [*found, *self.guest._pool.get_new_blocks(new)]
 
 
-def test_what_a_turn_found_among_the_kept_counts_before_it_is_decided_who_is_cut() -> None:
+def test_prefix_hits_count_before_the_choice_of_cut_turns() -> None:
     world = World()
     world.look(grow=True)
     world.begin("first", [], 30)
@@ -92,7 +92,7 @@ def test_what_a_turn_found_among_the_kept_counts_before_it_is_decided_who_is_cut
     world.look()
 
 
-def test_the_guest_s_pool_grows_to_what_is_granted_and_no_further() -> None:
+def test_guest_pool_grows_to_its_grant_and_no_further() -> None:
     world = World()
     for _ in range(3):
         world.look(grow=True, most_bytes=20 * GUEST_BYTES)
@@ -104,7 +104,7 @@ def test_the_guest_s_pool_grows_to_what_is_granted_and_no_further() -> None:
     assert world.guest.available == 40
 
 
-def test_within_a_step_that_stands_still_the_guest_gives_what_no_turn_holds_and_no_more() -> None:
+def test_paused_step_gives_only_memory_that_no_turn_holds() -> None:
     """Also where serving's cache was reset meanwhile, which takes back what it lends until the next look."""
     world = World()
     world.look(grow=True)
@@ -120,7 +120,7 @@ def test_within_a_step_that_stands_still_the_guest_gives_what_no_turn_holds_and_
     assert not world.turns
 
 
-def test_a_step_does_not_stand_still_over_a_grant_that_its_turns_do_not_fit_in() -> None:
+def test_step_is_not_paused_by_a_grant_below_its_turns() -> None:
     world = World()
     world.look(grow=True)
     world.begin("first", [], 15)
@@ -128,7 +128,7 @@ def test_a_step_does_not_stand_still_over_a_grant_that_its_turns_do_not_fit_in()
     assert not world.look_within(most_bytes=14 * GUEST_BYTES)
 
 
-def test_what_was_decided_within_a_step_is_told_and_counted_once_it_is_done() -> None:
+def test_decision_within_a_step_is_reported_and_counted_after_the_step() -> None:
     world = World()
     world.look(grow=True)
     world.begin("first", [], 30)
@@ -141,7 +141,7 @@ def test_what_was_decided_within_a_step_is_told_and_counted_once_it_is_done() ->
     assert not world.sharing.take_changed()
 
 
-def test_what_serving_wanted_while_a_step_stood_still_is_not_grown_over() -> None:
+def test_guest_does_not_grow_over_serving_demand_of_a_paused_step() -> None:
     seen, unseen = World(), World()
     seen.wanted_blocks = 12
     assert seen.look_within()

@@ -21,7 +21,7 @@ def apart() -> GlobalsSwap:
     return globals_for_build()
 
 
-def test_guests_have_a_group_apart_from_serving_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guest_has_a_tensor_parallel_group_separate_from_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_state, "_TP", "serving's")
     apart = globals_for_build()
     with apart.as_guest_build():
@@ -32,7 +32,7 @@ def test_guests_have_a_group_apart_from_serving_s(monkeypatch: pytest.MonkeyPatc
         assert parallel_state._TP == "the guest's"
 
 
-def test_where_serving_s_worker_is_elsewhere_the_next_guest_has_the_group_of_the_first(
+def test_later_guest_reuses_the_group_of_the_first_without_a_local_serving_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM makes all of its groups or none: a second guest that found no more than the others could not be built."""
@@ -44,7 +44,7 @@ def test_where_serving_s_worker_is_elsewhere_the_next_guest_has_the_group_of_the
         assert parallel_state._TP == "of guests"
 
 
-def test_a_guest_whose_building_stands_still_keeps_nothing_back_that_its_host_prints(apart: GlobalsSwap) -> None:
+def test_paused_guest_build_does_not_hold_back_host_output(apart: GlobalsSwap) -> None:
     """vLLM turns the process's standard output away while it makes a group."""
     with apart.as_guest_build():
         quiet = parallel_state.suppress_stdout()
@@ -54,7 +54,7 @@ def test_a_guest_whose_building_stands_still_keeps_nothing_back_that_its_host_pr
 
 
 @pytest.mark.parametrize("phase", ["as_guest_build", "as_guest"])
-def test_nothing_is_compiled_for_a_guest_and_its_host_compiles_as_ever(apart: GlobalsSwap, phase: str) -> None:
+def test_guest_is_not_compiled_and_host_compilation_is_unchanged(apart: GlobalsSwap, phase: str) -> None:
     """Serving would stand still for as long as that takes."""
     compiled: list[Any] = []
 
@@ -73,7 +73,7 @@ def test_nothing_is_compiled_for_a_guest_and_its_host_compiles_as_ever(apart: Gl
         assert twice(torch.ones(4)).tolist() == [2.0, 2.0, 2.0, 2.0] and len(compiled) == 1
 
 
-def test_what_the_host_makes_while_a_step_stands_still_is_as_the_host_makes_it(apart: GlobalsSwap) -> None:
+def test_tensors_made_by_the_host_during_a_paused_step_have_host_defaults(apart: GlobalsSwap) -> None:
     """A tensor that was made in inference mode could not be written to in a step of serving's that is in none."""
     outside = torch.get_rng_state()
     with apart.as_guest(), torch.inference_mode(), override_forward_context(SimpleNamespace()):
@@ -89,7 +89,7 @@ def test_what_the_host_makes_while_a_step_stands_still_is_as_the_host_makes_it(a
     assert torch.equal(torch.get_rng_state(), outside)
 
 
-def test_a_guest_does_not_bind_the_memory_of_its_hosts_process_again(
+def test_guest_does_not_rebind_the_memory_of_its_host_process(
     apart: GlobalsSwap, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with apart.as_guest_build():

@@ -53,7 +53,7 @@ class Server:
         return self.told[-1]
 
 
-def test_chunks_are_prompt_until_the_first_token_and_what_was_preempted_is_prompt_again() -> None:
+def test_chunks_count_as_prefill_until_the_first_token_and_after_preemption() -> None:
     server = Server()
     one, other = server.take("one", time.time()), server.take("other", time.time())
     other.num_output_tokens = 1
@@ -68,7 +68,7 @@ def test_chunks_are_prompt_until_the_first_token_and_what_was_preempted_is_promp
     assert (told["prompt_tokens"], told["decoding"]) == (103, 1)
 
 
-def test_no_request_has_arrived_later_than_now_whatever_the_hosts_clock_does() -> None:
+def test_arrival_time_is_never_in_the_future_at_any_host_clock() -> None:
     server = Server()
     server.take("early", time.time() - 0.5)
     server.take("set back", time.time() + 3600.0)
@@ -77,7 +77,7 @@ def test_no_request_has_arrived_later_than_now_whatever_the_hosts_clock_does() -
     assert early == pytest.approx(now - 0.5, abs=0.1) and late <= now
 
 
-def test_requests_that_were_aborted_between_two_steps_are_forgotten_though_serving_never_rests() -> None:
+def test_aborted_requests_are_forgotten_although_serving_is_never_idle() -> None:
     server = Server()
     server.take("stays", time.time()).num_output_tokens = 1
     for number in range(50):

@@ -26,7 +26,7 @@ def seen(world: LenderSimulation, dial: float | None, seed: int) -> Seen:
 
 
 @SEEDS
-def test_slack_alone_lets_serving_hold_five_times_as_much_though_no_token_is_late(seed: int) -> None:
+def test_slack_without_the_guard_raises_occupancy_fivefold_without_late_tokens(seed: int) -> None:
     alone, slack = seen(LIGHT, None, seed), seen(LIGHT, 1.0, seed)
     assert slack.served == alone.served
     assert slack.longest_gap < 0.03
@@ -36,9 +36,7 @@ def test_slack_alone_lets_serving_hold_five_times_as_much_though_no_token_is_lat
 @SEEDS
 @WORLDS
 @pytest.mark.parametrize("dial", [0.2, 0.5])
-def test_the_guard_holds_what_serving_holds_to_what_the_dial_says(
-    world: LenderSimulation, dial: float, seed: int
-) -> None:
+def test_guard_keeps_occupancy_within_the_dial(world: LenderSimulation, dial: float, seed: int) -> None:
     """Against strict: what a request waits for a step that began before it came is the yield bound's."""
     strict, slo = seen(world, STRICT, seed), seen(world, dial, seed)
     assert slo.served == strict.served
@@ -48,7 +46,7 @@ def test_the_guard_holds_what_serving_holds_to_what_the_dial_says(
 
 @SEEDS
 @WORLDS
-def test_strict_leaves_serving_what_it_holds_alone(world: LenderSimulation, seed: int) -> None:
+def test_strict_dial_leaves_occupancy_as_without_guest(world: LenderSimulation, seed: int) -> None:
     alone, strict = seen(world, None, seed), seen(world, STRICT, seed)
     assert strict.occupancy < alone.occupancy + world.rate * 0.02
     assert strict.guest_tokens > 0

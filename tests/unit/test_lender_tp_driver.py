@@ -48,7 +48,7 @@ def ranks_of(workers: Workers) -> TpDriver:
     return TpDriver(executor, SIZE)
 
 
-def test_what_fails_on_one_rank_has_failed_and_is_told_with_its_number() -> None:
+def test_failure_on_one_rank_is_raised_with_the_rank_number() -> None:
     def fails_on_one(rank: int, name: str, _: Any) -> str:
         if rank == 1:
             raise ValueError("no room")
@@ -61,7 +61,7 @@ def test_what_fails_on_one_rank_has_failed_and_is_told_with_its_number() -> None
     assert ranks_of(workers).call("load") == [(0, "load"), (1, "load"), (2, "load")]
 
 
-def test_what_a_thread_beside_asks_is_asked_by_the_loop_until_the_last_rank_has_done_it() -> None:
+def test_request_of_another_thread_is_repeated_by_the_loop_until_all_ranks_are_done() -> None:
     went = dict.fromkeys(range(SIZE), 0)
 
     def takes_as_many_pieces_as_its_number(rank: int, name: str, _: Any) -> Any:
@@ -81,7 +81,7 @@ def test_what_a_thread_beside_asks_is_asked_by_the_loop_until_the_last_rank_has_
     assert ranks.take_timings()[0] == SIZE and ranks.take_timings() == (0, 0.0)
 
 
-def test_what_fails_for_a_thread_beside_is_raised_there() -> None:
+def test_failure_for_another_thread_is_raised_in_that_thread() -> None:
     def fails(rank: int, name: str, _: Any) -> Any:
         if name == "resume":
             left[rank] -= 1
@@ -97,7 +97,7 @@ def test_what_fails_for_a_thread_beside_is_raised_there() -> None:
     assert max(left.values()) == 0, "it is over when the last rank is done, whatever became of the first"
 
 
-def test_a_function_that_rests_is_gone_on_with_as_often() -> None:
+def test_yielding_function_is_resumed_as_often_on_every_rank() -> None:
     def rests() -> int:
         for _ in range(3):
             yield_slice()
@@ -125,7 +125,7 @@ def lies() -> Any:
     os.close(buffer)
 
 
-def test_a_version_is_prepared_on_the_last_rank_before_any_is_told_to_serve_it(lies: StagedTensors) -> None:
+def test_version_is_staged_on_all_ranks_before_activation_on_any(lies: StagedTensors) -> None:
     left = dict.fromkeys(range(SIZE), 0)
 
     def prepares(rank: int, name: str, arguments: Any) -> Any:
@@ -150,7 +150,7 @@ def test_a_version_is_prepared_on_the_last_rank_before_any_is_told_to_serve_it(l
     assert workers.asked[-1] == "activate"
 
 
-def test_a_rank_that_cannot_prepare_refuses_the_version_and_one_that_cannot_serve_it_breaks_the_engine(
+def test_staging_failure_on_a_rank_rejects_the_version_and_activation_failure_ends_the_engine(
     lies: StagedTensors,
 ) -> None:
     def fails_at(what: str) -> Callable[[int, str, Any], Any]:
@@ -173,7 +173,7 @@ def test_a_rank_that_cannot_prepare_refuses_the_version_and_one_that_cannot_serv
         checked(weights, iter([("model.norm.weight", torch.ones(4))]))
 
 
-def test_what_a_worker_holds_before_serving_begins_is_not_looked_through_again() -> None:
+def test_objects_of_a_worker_before_serving_are_frozen_for_the_garbage_collector() -> None:
     """vLLM has a heap looked through twice for each model that is loaded, in one piece."""
     host: Any = SimpleNamespace()
     try:

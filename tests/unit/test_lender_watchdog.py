@@ -82,7 +82,7 @@ def kept(folder: Path, begin: Callable[[], int], *, hang_seconds: float = 60.0) 
         thread.join()
 
 
-def test_a_process_beside_that_is_killed_comes_back_and_one_that_ends_does_not(tmp_path: Path) -> None:
+def test_killed_sidecar_is_restarted_and_a_normal_exit_is_final(tmp_path: Path) -> None:
     beside = Beside("exec sleep 600")
     with kept(tmp_path, beside.begin):
         until(lambda: len(beside.started) == 1)
@@ -98,7 +98,7 @@ def test_a_process_beside_that_is_killed_comes_back_and_one_that_ends_does_not(t
         assert len(once.started) == 1
 
 
-def test_a_keeper_that_cannot_start_the_process_beside_keeps_on_and_tries_again(tmp_path: Path) -> None:
+def test_watchdog_that_cannot_start_the_sidecar_keeps_trying(tmp_path: Path) -> None:
     beside, failed = Beside("exec sleep 600"), list[float]()
 
     def begin() -> int:
@@ -112,7 +112,7 @@ def test_a_keeper_that_cannot_start_the_process_beside_keeps_on_and_tries_again(
         assert pulse.stop_reason is None
 
 
-def test_a_process_beside_of_which_the_kernel_tells_nothing_comes_back_all_the_same(tmp_path: Path) -> None:
+def test_sidecar_without_kernel_information_is_restarted(tmp_path: Path) -> None:
     beside = Beside("exec sleep 600")
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
@@ -125,7 +125,7 @@ def test_a_process_beside_of_which_the_kernel_tells_nothing_comes_back_all_the_s
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_a_file_stops_and_so_does_a_keeper_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_file_stops_lending_and_so_does_a_silent_watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "marks" / "stop"
     file.parent.mkdir()
     with kept(tmp_path, Beside("exec sleep 600").begin) as pulse:
@@ -142,13 +142,13 @@ def test_a_file_stops_and_so_does_a_keeper_that_is_silent(tmp_path: Path, monkey
     assert StatusPage(None).stop_reason is None, "where there never was a watchdog, none is missed"
 
 
-def test_a_file_that_nobody_can_look_at_says_stop(tmp_path: Path) -> None:
+def test_unreadable_stop_file_stops_lending(tmp_path: Path) -> None:
     assert not stop_file_exists(tmp_path / "no" / "such")
     assert stop_file_exists(tmp_path / ("x" * 1000)), "a name that no file can have"
 
 
 @pytest.mark.parametrize("holder", ["guest", "serving"])
-def test_a_guest_that_hangs_ends_its_engine_core_and_serving_that_is_slow_does_not(tmp_path: Path, holder: str) -> None:
+def test_hung_guest_ends_its_engine_core_and_slow_serving_does_not(tmp_path: Path, holder: str) -> None:
     log = tmp_path / "log"
     with kept(tmp_path, Beside("exec sleep 600").begin, hang_seconds=1.0), log.open("wb") as output:
         ranks = [subprocess.Popen(["sh", "-c", "trap '' RTMIN+6; exec sleep 600"]) for _ in range(2)]
@@ -173,7 +173,7 @@ def test_a_guest_that_hangs_ends_its_engine_core_and_serving_that_is_slow_does_n
             each.wait()
 
 
-def test_time_in_which_a_rank_is_halted_is_not_the_guests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_halted_rank_time_does_not_count_as_guest_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine core waits for it, in the guest's turn."""
     looks: list[bool] = []
 
@@ -204,7 +204,7 @@ def test_time_in_which_a_rank_is_halted_is_not_the_guests(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("server", ["killed", "alive"])
-def test_an_engine_core_that_outlives_its_server_ends_with_the_keeper(
+def test_engine_core_that_outlives_its_server_ends_with_the_watchdog(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str
 ) -> None:
     monkeypatch.setattr(watchdogs, "ORPHAN_SECONDS", 0.5)  # it does not leave by itself
@@ -226,7 +226,7 @@ def test_an_engine_core_that_outlives_its_server_ends_with_the_keeper(
         each.wait()
 
 
-def test_an_engine_core_that_began_after_the_last_look_ends_too_when_its_server_is_gone(
+def test_engine_core_started_after_the_last_check_ends_with_its_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pulse, stop = StatusPage.create(tmp_path / "pulse"), Event()
@@ -239,7 +239,7 @@ def test_an_engine_core_that_began_after_the_last_look_ends_too_when_its_server_
     assert core.wait(60.0) in (-signal.SIGTERM, -signal.SIGKILL)
 
 
-def test_what_one_of_several_engine_cores_says_of_itself_another_does_not_take_back(tmp_path: Path) -> None:
+def test_engine_cores_do_not_overwrite_status_of_each_other(tmp_path: Path) -> None:
     page = StatusPage.create(tmp_path / "pulse")
     first = StatusPage.for_core(str(tmp_path / "pulse"))
     core = subprocess.Popen([sys.executable, "-c", CORE, str(tmp_path / "pulse"), "serving"], cwd=ROOT)
@@ -250,7 +250,7 @@ def test_what_one_of_several_engine_cores_says_of_itself_another_does_not_take_b
     core.wait()
 
 
-def test_a_process_is_known_by_its_id_and_its_start(tmp_path: Path) -> None:
+def test_process_is_identified_by_id_and_start_time(tmp_path: Path) -> None:
     program = tmp_path / "a) Z 1 (b"  # its name, in the kernel's line
     program.symlink_to("/bin/sleep")
     process = subprocess.Popen([str(program), "600"])
@@ -272,7 +272,7 @@ LOOKS = st.tuples(st.integers(0, 3), st.booleans(), st.floats(0.01, 5.0))
 
 
 @given(st.lists(LOOKS, max_size=80))
-def test_only_seconds_of_one_hold_that_were_seen_make_a_hang(looks: list[tuple[int, bool, float]]) -> None:
+def test_hang_counts_only_observed_seconds_of_one_hold(looks: list[tuple[int, bool, float]]) -> None:
     """Each look: the hold that was seen, whether the process was halted, and the seconds since the look before."""
     hang, now, held, before = HangDetector(3.0), 0.0, 0.0, 0
     for since, halted, seconds in looks:

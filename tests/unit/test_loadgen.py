@@ -66,7 +66,7 @@ def users(folder: Path, trace: str = TRACE) -> LoadgenConfig:
     return LoadgenConfig(model_folder=folder, run_folder=folder / "run", trace=folder / "trace.csv")
 
 
-async def test_what_each_waited_is_written_down_pass_after_pass(tmp_path: Path) -> None:
+async def test_latency_of_each_request_is_recorded_pass_by_pass(tmp_path: Path) -> None:
     server, stop = Server(), threading.Event()
     async with answering(server) as url:
         asking = asyncio.create_task(asyncio.to_thread(run_loadgen, users(tmp_path), url, stop))
@@ -101,7 +101,7 @@ class Slow(Server):
         return await super().complete(request)
 
 
-async def test_what_is_in_flight_when_users_are_to_stop_is_waited_for_and_written_down(
+async def test_requests_in_flight_at_the_stop_are_awaited_and_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(main, "LEAVE_SECONDS", 3.0)
@@ -122,7 +122,7 @@ async def test_what_is_in_flight_when_users_are_to_stop_is_waited_for_and_writte
     assert asked == 3 + 2 * 2 and len(waits) == 3, "nothing more was asked for"
 
 
-def test_users_stop_while_no_server_is_there(tmp_path: Path) -> None:
+def test_load_generator_stops_without_a_server(tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()
     run_loadgen(users(tmp_path), "http://127.0.0.1:1", stop)
@@ -130,29 +130,29 @@ def test_users_stop_while_no_server_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "says"), [("trace.csv", "cannot read the trace"), ("config.json", "vocabulary")])
-def test_what_is_not_there_is_said_in_a_sentence(tmp_path: Path, name: str, says: str) -> None:
+def test_missing_file_or_model_is_reported_in_one_sentence(tmp_path: Path, name: str, says: str) -> None:
     config = users(tmp_path)
     (tmp_path / name).unlink()
     with pytest.raises(UsageError, match=says):
         run_loadgen(config, "http://127.0.0.1:1", threading.Event())
 
 
-def test_a_pace_must_be_one() -> None:
+def test_invalid_pace_is_refused() -> None:
     with pytest.raises(ValueError, match=r"pace \(0.0\) must be from"):
         LoadgenConfig(model_folder=Path(), run_folder=Path(), pace=0.0)
 
 
-def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
+def test_truncated_line_is_left_out(tmp_path: Path) -> None:
     (tmp_path / REQUEST_LOG).write_bytes(b'{"at":2.0,"seconds":1.0,"prompt_tokens":3}\n{"at":1.0,"sec')
     assert [each.at for each in read_request_log(tmp_path)] == [2.0]
 
 
-def test_passes_follow_each_other() -> None:
+def test_passes_are_consecutive() -> None:
     work = TraceWindow([Request(at=0.0, prompt=[5], tokens=1), Request(at=4.0, prompt=[6], tokens=1)], truncated=0)
     taken = [(at, number, request.prompt) for at, number, request in islice(paced_requests(work), 3)]
     assert taken == [(0.0, 0, [5]), (4.0, 0, [6]), (4.0 + PAUSE_SECONDS, 1, [5])]
 
 
-def test_the_slice_that_ships_is_minutes_of_real_use() -> None:
+def test_shipped_trace_slice_is_minutes_of_real_use() -> None:
     arrivals = read_trace(str(TRACE_FILE))
     assert (len(arrivals), round(arrivals[-1].at)) == (1296, 392)

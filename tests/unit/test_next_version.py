@@ -65,7 +65,7 @@ def newer(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[type[
     return {record: (folder / record.__name__).read_bytes() for record in RECORDS}
 
 
-def test_every_record_of_the_next_version_has_the_field_set_and_is_read_here(
+def test_next_version_records_with_the_new_field_are_read_by_this_version(
     newer: dict[type[Record], bytes],
 ) -> None:
     for example in EXAMPLES:
@@ -76,7 +76,7 @@ def test_every_record_of_the_next_version_has_the_field_set_and_is_read_here(
         assert decode(type(example), wire) == _with_nested(example, wire)
 
 
-def test_a_prompt_that_asks_for_what_the_next_version_can_is_refused(newer: dict[type[Record], bytes]) -> None:
+def test_prompt_with_a_feature_of_the_next_version_is_refused(newer: dict[type[Record], bytes]) -> None:
     with pytest.raises(RecordError, match=f"no field `{FIELD}`"):
         decode(Prompt, newer[Prompt])
     said = msgpack.unpackb(newer[Prompt])
@@ -91,13 +91,13 @@ def _with_nested(example: Record, wire: bytes) -> Record:
     return example
 
 
-def test_the_next_version_reads_every_record_of_this_one(sources: Path, tmp_path: Path) -> None:
+def test_next_version_reads_every_record_of_this_one(sources: Path, tmp_path: Path) -> None:
     for example in EXAMPLES:
         (tmp_path / type(example).__name__).write_bytes(encode(example))
     run(sources, READ.format(field=FIELD), tmp_path)
 
 
-def test_a_field_that_is_added_to_a_request_passes_this_router(newer: dict[type[Record], bytes]) -> None:
+def test_unknown_request_field_passes_this_router(newer: dict[type[Record], bytes]) -> None:
     wire = newer[TurnRequest]
     router = Router(CONFIG)
     router.on_heartbeat(heartbeat(0, state=ExecutorState.READY), 0.0)
@@ -108,7 +108,7 @@ def test_a_field_that_is_added_to_a_request_passes_this_router(newer: dict[type[
 
 
 @pytest.mark.parametrize("record", [each for each in RECORDS if each is not Prompt], ids=lambda record: record.__name__)
-def test_a_dead_letter_keeps_what_the_next_version_added_when_it_is_edited_here(
+def test_edited_dead_letter_keeps_fields_of_the_next_version(
     newer: dict[type[Record], bytes], record: type[Record], tmp_path: Path
 ) -> None:
     """Sent back from the file that `rose dlq show` gives, with one more field set; bytes stay bytes."""

@@ -9,7 +9,7 @@ from tests.support.routing_fixtures import CONFIG, RoutingSimulation, heartbeat,
 from tests.support.routing_machine import started, step
 
 
-def test_a_next_turn_goes_where_the_last_one_ran() -> None:
+def test_next_turn_goes_to_the_executor_of_the_last_turn() -> None:
     world, last = started(), ""
     for turn in range(6):
         world.ask(request("g0:0", turn, context=100 + 20 * turn))
@@ -21,7 +21,7 @@ def test_a_next_turn_goes_where_the_last_one_ran() -> None:
         world.complete(dispatch)
 
 
-def test_a_next_turn_leaves_a_cache_that_costs_more_to_wait_for_than_to_compute_again() -> None:
+def test_next_turn_leaves_a_cache_if_waiting_costs_more_than_recomputing() -> None:
     world = started()
     world.ask(request("g0:0", context=30))
     (first,) = world.held.values()
@@ -39,7 +39,7 @@ def test_a_next_turn_leaves_a_cache_that_costs_more_to_wait_for_than_to_compute_
     assert moved.cost.passed_over
 
 
-def test_prompts_that_have_not_begun_are_waited_for_however_long_ago_they_were_sent() -> None:
+def test_unstarted_prefill_counts_at_any_age() -> None:
     world = RoutingSimulation()
     world.beat(0)
     for index in range(3):
@@ -55,7 +55,7 @@ def test_prompts_that_have_not_begun_are_waited_for_however_long_ago_they_were_s
     assert seat.prefill_free_at <= world.now
 
 
-def test_what_waits_for_its_prefill_does_not_make_decoding_slower() -> None:
+def test_turns_that_wait_for_prefill_do_not_slow_decoding() -> None:
     world = RoutingSimulation()
     world.beat(0)
     for index in range(3):
@@ -65,7 +65,7 @@ def test_what_waits_for_its_prefill_does_not_make_decoding_slower() -> None:
     assert world.router.placement.candidates["w0"].decode_token_seconds == before > 0.0
 
 
-def test_a_cache_of_another_policy_version_is_worth_nothing() -> None:
+def test_cache_of_another_policy_version_has_no_value() -> None:
     world = started()
     world.ask(request("g0:0", context=100))
     world.complete(next(iter(world.held.values())))
@@ -75,7 +75,7 @@ def test_a_cache_of_another_policy_version_is_worth_nothing() -> None:
     assert world.held["g0:0"].cost.cached_tokens == 0
 
 
-def test_a_cache_does_not_outlive_a_while_without_a_version() -> None:
+def test_cache_is_lost_in_a_period_without_a_version() -> None:
     """As of a lender that parks: what it gave back may be read after it was heard to be parked."""
     world = RoutingSimulation()
     world.beat(0)
@@ -97,7 +97,7 @@ def test_a_cache_does_not_outlive_a_while_without_a_version() -> None:
     assert world.held["g0:0"].cost.cached_tokens == 125
 
 
-def test_a_groups_prompt_does_not_outlive_a_while_without_a_version() -> None:
+def test_cached_group_prompt_is_lost_in_a_period_without_a_version() -> None:
     world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0", context=100))
@@ -107,7 +107,7 @@ def test_a_groups_prompt_does_not_outlive_a_while_without_a_version() -> None:
     assert world.held["g0:1"].cost.cached_tokens == 0
 
 
-def test_a_group_goes_where_its_prompt_is_until_waiting_costs_more() -> None:
+def test_group_goes_to_its_cached_prompt_until_waiting_costs_more() -> None:
     world = started()
     for index in range(3):
         world.ask(request(f"g0:{index}", context=200, max_tokens=8))
@@ -117,7 +117,7 @@ def test_a_group_goes_where_its_prompt_is_until_waiting_costs_more() -> None:
     assert at[0] == at[1]
 
 
-def test_a_big_turn_is_not_starved_by_small_ones() -> None:
+def test_big_turn_is_not_starved_by_small_turns() -> None:
     world = RoutingSimulation()
     world.beat(0, token_budget=100, max_turns=10)
     world.ask(request("g0:0", context=40, max_tokens=20, patience_seconds=100.0))
@@ -129,7 +129,7 @@ def test_a_big_turn_is_not_starved_by_small_ones() -> None:
     assert "g1:0" in world.held
 
 
-def test_a_turn_that_nobody_could_run_lets_others_pass() -> None:
+def test_turn_that_no_executor_can_run_lets_others_pass() -> None:
     world = RoutingSimulation()
     world.beat(0, token_budget=100)
     world.ask(request("g0:0", context=200, patience_seconds=100.0))
@@ -139,7 +139,7 @@ def test_a_turn_that_nobody_could_run_lets_others_pass() -> None:
     assert set(world.held) == {"g0:0", "g1:0"}
 
 
-def test_a_turn_that_ends_while_it_is_set_aside_is_not_held() -> None:
+def test_turn_that_ends_while_set_aside_is_not_held() -> None:
     """In a fleet that stays as it is, which brings nothing back."""
     router = Router(CONFIG)
     for beat in range(100):
@@ -151,7 +151,7 @@ def test_a_turn_that_ends_while_it_is_set_aside_is_not_held() -> None:
     assert router.counters.failed >= 90
 
 
-def test_of_a_context_of_nothing_nothing_is_cached() -> None:
+def test_empty_context_has_no_cached_tokens() -> None:
     router = Router(CONFIG)
     router.on_event(heartbeat(0), 0.0)
     router.on_event(request("g0:0"), 0.0)

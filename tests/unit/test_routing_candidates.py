@@ -16,7 +16,7 @@ from rose.schemas.heartbeats import Hardware
 from tests.support.routing_fixtures import heartbeat
 
 
-def test_nothing_is_kept_of_executors_that_come_and_go_unseen_by_any_search() -> None:
+def test_index_keeps_nothing_of_executors_that_leave_between_searches() -> None:
     placement, random, before = Placement(), Random(0), seats_alive()
     for number, speed in ((0, 1e4), (500, 2e4)):
         near = Hardware(prefill_tokens_per_second=100 * speed, decode_tokens_per_second=speed)
@@ -36,7 +36,7 @@ def test_nothing_is_kept_of_executors_that_come_and_go_unseen_by_any_search() ->
     assert seats_alive() - before <= 2 * MIN_HEAP_ENTRIES, "of 500"
 
 
-def test_who_has_room_again_is_found_again() -> None:
+def test_executor_with_room_again_is_found_again() -> None:
     """A search that has looked at all of a group knows how much room there is at most; until there is more."""
     placement, ask = Placement(), PlacementQuery(1950, 5.0, 2000, "group-0")
     slow = Hardware(prefill_tokens_per_second=500.0, decode_tokens_per_second=50.0)
@@ -61,7 +61,7 @@ def test_who_has_room_again_is_found_again() -> None:
     assert chosen() == "w0"
 
 
-def test_equals_whose_room_has_shrunk_beyond_their_group_are_still_equals() -> None:
+def test_equal_executors_stay_equal_when_their_room_shrinks() -> None:
     """By what they say, and by what they hold."""
     said, held, fresh = Placement(), Placement(), Placement()
     for worker in range(4):
@@ -77,7 +77,7 @@ def test_equals_whose_room_has_shrunk_beyond_their_group_are_still_equals() -> N
         assert len({choice.worker for choice in chosen if choice is not None}) == 1 and all(chosen)
 
 
-def test_a_group_holds_no_more_than_it_may_of_what_means_nothing() -> None:
+def test_candidate_group_bounds_its_stale_entries() -> None:
     """Also where a seat time and again becomes idle beside another, and then leaves the group."""
     placement, now = Placement(), 100.0
     even = Hardware(prefill_tokens_per_second=1_000.0, decode_tokens_per_second=100.0)
@@ -103,9 +103,7 @@ def test_a_group_holds_no_more_than_it_may_of_what_means_nothing() -> None:
     [(0.0, (20, 20)), (0.0, (1_000, 2_000)), (0.9, (1_000, 2_000)), (1.0, (1_000, 2_000))],
     ids=["idle, turns of one length", "idle, of many", "nearly full, of many", "as full as can be, of many"],
 )
-def test_sixteen_times_the_executors_take_a_few_times_the_steps_of_a_choice(
-    fill: float, context: tuple[int, int]
-) -> None:
+def test_search_steps_grow_much_slower_than_the_number_of_executors(fill: float, context: tuple[int, int]) -> None:
     """Also where most executors are nearly too full, or many cost the same."""
     small, large = (steps_of_a_choice(workers, fill, context) for workers in (100, 1_600))
     assert large < 4 * small

@@ -24,7 +24,7 @@ def summary(router: Router, now: float = 0.0) -> CellSummary:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(STEPS, max_size=60))
-def test_whatever_happens_it_counts_what_the_core_counts(steps: list[tuple[object, ...]]) -> None:
+def test_cell_summary_equals_the_router_counts_in_any_history(steps: list[tuple[object, ...]]) -> None:
     world = RoutingSimulation()
     for what in steps:
         step(world, *what)  # type: ignore[arg-type]
@@ -36,7 +36,7 @@ def test_whatever_happens_it_counts_what_the_core_counts(steps: list[tuple[objec
         assert all(line.free_turns == 0 == line.free_tokens for line in found.executors if not line.open)
 
 
-def test_an_executor_is_told_with_what_it_holds_and_how_long_that_takes_it() -> None:
+def test_executor_line_has_held_turns_and_load_seconds() -> None:
     world = RoutingSimulation()
     world.beat(0, max_turns=2, token_budget=100)
     world.ask(request("g0:0", context=20, max_tokens=10))
@@ -51,7 +51,7 @@ def test_an_executor_is_told_with_what_it_holds_and_how_long_that_takes_it() -> 
     assert found.waiting_seconds == pytest.approx(20 / 1000 + 100 / (100 * 2))
 
 
-def test_of_executors_that_all_fell_silent_nothing_is_expected_any_more() -> None:
+def test_silent_executors_have_no_expected_work() -> None:
     world = RoutingSimulation()
     world.beat(0)
     for index in range(2):
@@ -62,7 +62,7 @@ def test_of_executors_that_all_fell_silent_nothing_is_expected_any_more() -> Non
     assert world.router.outstanding == 2, "what they hold is theirs until somebody is heard"
 
 
-def test_a_lender_is_told_with_its_users_and_who_is_gone_is_not() -> None:
+def test_lender_line_has_its_users_and_a_gone_executor_has_no_line() -> None:
     router = Router()
     lender = msgspec.structs.replace(
         heartbeat(1, state=ExecutorState.PAUSED),
@@ -80,7 +80,7 @@ def test_a_lender_is_told_with_its_users_and_who_is_gone_is_not() -> None:
     assert (line.serving_running, line.serving_waiting) == (3, 1)
 
 
-def test_of_many_the_oldest_stand_for_all_and_lenders_come_first() -> None:
+def test_long_summary_keeps_lenders_and_then_the_oldest_executors() -> None:
     router = Router()
     for number in range(MAX_EXECUTORS + 5):
         beat = heartbeat(number, hardware=Hardware(prefill_tokens_per_second=1e3, decode_tokens_per_second=1e-3))

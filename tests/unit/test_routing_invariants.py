@@ -19,7 +19,7 @@ from tests.support.routing_machine import STEPS, WORKERS, settle, started, step
 @pytest.mark.slow
 @settings(max_examples=300, print_blob=True)
 @given(st.lists(STEPS, max_size=80))
-def test_the_laws_hold_in_every_history(steps: list[tuple[object, ...]]) -> None:
+def test_router_invariants_hold_in_every_history(steps: list[tuple[object, ...]]) -> None:
     # World.feed checks after every event: conservation, the books, budgets, liveness, attempts, faults, order.
     world = started()
     for what, *values in steps:
@@ -29,7 +29,7 @@ def test_the_laws_hold_in_every_history(steps: list[tuple[object, ...]]) -> None
 
 @settings(max_examples=200, print_blob=True)
 @given(st.lists(st.one_of(STEPS, st.just(("new router",))), max_size=60))
-def test_the_laws_hold_when_routers_are_replaced(steps: list[tuple[object, ...]]) -> None:
+def test_router_invariants_hold_over_router_replacement(steps: list[tuple[object, ...]]) -> None:
     world = started()
     for what, *values in steps:
         if what == "new router":
@@ -41,7 +41,7 @@ def test_the_laws_hold_when_routers_are_replaced(steps: list[tuple[object, ...]]
 
 @settings(max_examples=100, print_blob=True)
 @given(st.lists(STEPS, max_size=60))
-def test_the_same_history_gives_the_same_bytes(steps: list[tuple[object, ...]]) -> None:
+def test_same_history_gives_the_same_decision_bytes(steps: list[tuple[object, ...]]) -> None:
     world = started()
     for what, *values in steps:
         step(world, str(what), *values)
@@ -58,7 +58,7 @@ def test_the_same_history_gives_the_same_bytes(steps: list[tuple[object, ...]]) 
     silences=st.lists(st.floats(0.1, 500.0), min_size=1, max_size=12),
     orders=st.lists(st.permutations(range(3)), min_size=12, max_size=12),
 )
-def test_silences_of_everybody_take_nothing_from_anybody(
+def test_common_silence_takes_no_turn_from_any_executor(
     turns: int, silences: list[float], orders: list[list[int]]
 ) -> None:
     world = started()
@@ -79,7 +79,7 @@ def test_silences_of_everybody_take_nothing_from_anybody(
 
 @settings(max_examples=30, print_blob=True)
 @given(st.integers(1, 4), st.lists(st.tuples(WORKERS, st.floats(2.5, 10.0)), max_size=10))
-def test_who_was_silent_alone_keeps_what_it_holds_and_no_turn_is_failed_for_it(
+def test_turns_are_reissued_without_failure_after_a_single_executor_silence(
     turns: int, silences: list[tuple[int, float]]
 ) -> None:
     world = started()

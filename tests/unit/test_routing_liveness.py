@@ -57,7 +57,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS)
-def test_nobody_is_live_without_proof_and_what_is_held_comes_back_once(events: list[tuple[str, int, int]]) -> None:
+def test_executor_is_live_only_with_proof_and_held_turns_return_once(events: list[tuple[str, int, int]]) -> None:
     liveness = Liveness(max_lag_versions=1)
     now, heard_at, other_at = 0.0, 0.0, 0.0
     held: list[bytes] = []
@@ -100,7 +100,7 @@ def test_nobody_is_live_without_proof_and_what_is_held_comes_back_once(events: l
     st.lists(st.tuples(st.floats(0, 100), st.sets(st.integers(0, 3))), max_size=40),
     st.permutations(range(4)),
 )
-def test_a_gap_takes_from_nobody_more_than_hearing_seconds(
+def test_liveness_gap_costs_no_executor_more_than_the_hearing_seconds(
     gaps: list[tuple[float, set[int]]], order: list[int]
 ) -> None:
     liveness = Liveness(max_lag_versions=0)
@@ -125,7 +125,7 @@ def test_a_gap_takes_from_nobody_more_than_hearing_seconds(
             assert not gone, "nobody was heard: nobody is GONE"
 
 
-def test_an_executor_is_live_until_another_is_heard_after_its_ttl_and_then_gone() -> None:
+def test_executor_is_live_until_another_is_heard_after_its_ttl() -> None:
     liveness = Liveness(max_lag_versions=0)
     liveness.on_heartbeat(heartbeat(0), 10.0)
     assert liveness.expire() == []
@@ -139,7 +139,7 @@ def test_an_executor_is_live_until_another_is_heard_after_its_ttl_and_then_gone(
     assert liveness.executors["w0"].status is ExecutorStatus.STALE
 
 
-def test_the_first_of_a_batch_after_a_common_silence_does_not_convict_the_others() -> None:
+def test_first_heartbeat_after_a_common_silence_does_not_expire_the_others() -> None:
     liveness = Liveness(max_lag_versions=0)
     for worker in range(3):
         liveness.on_heartbeat(heartbeat(worker), 0.0)
@@ -149,7 +149,7 @@ def test_the_first_of_a_batch_after_a_common_silence_does_not_convict_the_others
     assert all(each.status is ExecutorStatus.LIVE for each in liveness.executors.values())
 
 
-def test_an_older_start_is_ignored_until_the_newer_is_gone() -> None:
+def test_older_incarnation_is_ignored_until_the_newer_is_gone() -> None:
     liveness = Liveness(max_lag_versions=0)
     liveness.on_heartbeat(heartbeat(0, incarnation=5), 0.0)
     liveness.on_heartbeat(heartbeat(0, incarnation=4), 1.0)
@@ -161,7 +161,7 @@ def test_an_older_start_is_ignored_until_the_newer_is_gone() -> None:
     assert liveness.executors["w0"].incarnation == 4
 
 
-def test_what_is_heard_later_of_another_inbox_is_the_newer_start() -> None:
+def test_later_heard_start_in_another_inbox_is_the_newer_incarnation() -> None:
     liveness = Liveness(max_lag_versions=0)
     liveness.on_heartbeat(heartbeat(0, incarnation=500), 0.0)
     replaced, _ = liveness.on_heartbeat(heartbeat(0, incarnation=3, slot=7), 0.1)
@@ -169,7 +169,7 @@ def test_what_is_heard_later_of_another_inbox_is_the_newer_start() -> None:
     assert liveness.executors["w0"].incarnation == 3
 
 
-def test_two_that_run_under_one_name_in_two_inboxes_take_nothing_from_each_other_time_and_again() -> None:
+def test_duplicate_names_in_two_inboxes_do_not_take_turns_repeatedly() -> None:
     liveness = Liveness(max_lag_versions=0)
     taken = [
         liveness.on_heartbeat(heartbeat(0, incarnation=incarnation, slot=slot), tenth / 10).replaced
@@ -187,7 +187,7 @@ def test_two_that_run_under_one_name_in_two_inboxes_take_nothing_from_each_other
     assert liveness.executors["w0"].incarnation == 4, "one more start is a start"
 
 
-def test_who_was_gone_for_long_is_forgotten() -> None:
+def test_long_gone_executor_is_forgotten() -> None:
     liveness = Liveness(max_lag_versions=0)
     liveness.on_heartbeat(heartbeat(0), 0.0)
     for second in range(int(2 * (FORGET_SECONDS + TTL_SECONDS)) + 2):
@@ -196,14 +196,14 @@ def test_who_was_gone_for_long_is_forgotten() -> None:
     assert liveness.forget_gone() == ["w0"] and set(liveness.executors) == {"w1"}
 
 
-def test_who_stops_is_gone_at_once() -> None:
+def test_stopping_executor_is_gone_at_once() -> None:
     liveness = Liveness(max_lag_versions=0)
     liveness.on_heartbeat(heartbeat(0), 0.0)
     liveness.on_heartbeat(heartbeat(0, state=ExecutorState.STOPPING), 0.1)
     assert liveness.executors["w0"].status is ExecutorStatus.GONE and liveness.current_version == -1
 
 
-def test_an_executor_too_far_behind_is_stale_until_it_has_caught_up() -> None:
+def test_executor_too_far_behind_is_stale_until_caught_up() -> None:
     liveness = Liveness(max_lag_versions=1)
     liveness.on_heartbeat(heartbeat(0), 0.0)
     standings = []
@@ -217,7 +217,7 @@ def test_an_executor_too_far_behind_is_stale_until_it_has_caught_up() -> None:
     assert standings == [ExecutorStatus.LIVE, ExecutorStatus.STALE, ExecutorStatus.STALE, ExecutorStatus.LIVE]
 
 
-def test_a_turn_that_ended_elsewhere_fills_room_where_it_was_sent_before_that_is_listed() -> None:
+def test_turn_completed_elsewhere_fills_room_of_an_unlisted_dispatch() -> None:
     world = RoutingSimulation()
     world.beat(0, max_turns=1)
     world.ask(request("g0:0"))
@@ -256,13 +256,13 @@ def with_a_lost_one() -> RoutingSimulation:
     return world
 
 
-def test_what_an_executor_never_lists_fills_its_room_for_a_lease() -> None:
+def test_never_listed_turn_fills_room_for_the_listing_time() -> None:
     world = with_a_lost_one()
     assert LISTING_SECONDS <= beats_until(world, lambda: bool(world.held)) <= LISTING_SECONDS + 0.2
     assert world.held["g0:0"].request.turn == 1
 
 
-def test_it_goes_too_where_the_executor_falls_silent_time_and_again() -> None:
+def test_never_listed_turn_expires_also_on_an_intermittent_executor() -> None:
     world = with_a_lost_one()
     for _ in range(int(LISTING_SECONDS / MAX_CLOCK_STEP_SECONDS)):
         for _ in range(12):
@@ -273,7 +273,7 @@ def test_it_goes_too_where_the_executor_falls_silent_time_and_again() -> None:
     assert world.held["g0:0"].request.turn == 1
 
 
-def test_one_that_was_silent_may_still_read_what_was_sent_to_it_before() -> None:
+def test_unlisted_dispatch_of_a_silent_executor_keeps_filling_its_room() -> None:
     world = RoutingSimulation()
     world.beat(0, max_turns=1)
     world.ask(request("g0:0"))
@@ -289,7 +289,7 @@ def test_one_that_was_silent_may_still_read_what_was_sent_to_it_before() -> None
     assert [turn.trajectory_id for turn in world.router.queue.turns.values()] == ["g1:0"]
 
 
-def test_so_may_one_whose_router_was_replaced() -> None:
+def test_unlisted_dispatch_keeps_filling_room_after_a_router_replacement() -> None:
     old, new = dispatched(request("g0:0"), 0), dispatched(request("g0:0"), 1, attempt=1)
     restored = Router(CONFIG)
     restored.restore([ReceivedRequest.from_record(request("g0:0"))], [old, new], [], lambda: 0.0)
@@ -299,7 +299,7 @@ def test_so_may_one_whose_router_was_replaced() -> None:
     assert restored.on_event(heartbeat(0, max_turns=1), 0.3), "it has ended it"
 
 
-def test_what_ran_when_its_router_was_replaced_fills_room_though_the_trajectory_has_gone_on() -> None:
+def test_turn_running_over_a_router_replacement_fills_room_until_unlisted() -> None:
     over = dispatched(request("g0:0"), 0)
     restored = Router(CONFIG)
     restored.restore([ReceivedRequest.from_record(request("g0:0", turn)) for turn in (0, 1)], [over], [], lambda: 0.0)
@@ -308,7 +308,7 @@ def test_what_ran_when_its_router_was_replaced_fills_room_though_the_trajectory_
     assert isinstance(sent, TurnDispatch) and sent.request.turn == 1
 
 
-def test_what_was_sent_to_a_start_that_is_no_more_fills_no_room_of_the_next() -> None:
+def test_dispatch_to_an_ended_incarnation_fills_no_room_of_the_next() -> None:
     done = dispatched(request("g0:0"), 1)
     sent = [done, dispatched(request("g0:0"), 0, attempt=1), dispatched(request("g1:0"), 0, incarnation=2)]
     restored = Router(CONFIG)
@@ -318,7 +318,7 @@ def test_what_was_sent_to_a_start_that_is_no_more_fills_no_room_of_the_next() ->
     assert restored.on_event(request("g2:0"), 0.1)
 
 
-def test_what_was_listed_and_is_no_more_fills_no_room_though_the_turn_is_taken_later() -> None:
+def test_once_listed_turn_fills_no_room_when_no_longer_listed() -> None:
     world = RoutingSimulation()
     world.beat(0, max_turns=1)
     world.ask(request("g0:0"))

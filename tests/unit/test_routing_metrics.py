@@ -30,7 +30,7 @@ def sample(name: str, **labels: str) -> float | None:
     return REGISTRY.get_sample_value(f"rose_router_{name}", labels)
 
 
-def test_the_exported_counts_are_the_cores() -> None:
+def test_exported_counts_equal_the_router_counts() -> None:
     world = RoutingSimulation()
     world.version = 4
     world.beat(0, policy_version=4, max_turns=1)
@@ -53,7 +53,7 @@ def test_the_exported_counts_are_the_cores() -> None:
     assert sample("turns_requested_total", cell="4") is None
 
 
-def test_each_cell_has_counts_of_its_own() -> None:
+def test_each_cell_has_its_own_counts() -> None:
     one, other = RoutingSimulation(), RoutingSimulation()
     other.ask(request("g0:0"))
     sessions = {
@@ -65,7 +65,7 @@ def test_each_cell_has_counts_of_its_own() -> None:
         assert sample("serves") == 2
 
 
-def test_of_a_clock_whose_executor_is_gone_or_was_never_there_nothing_is_said() -> None:
+def test_clock_skew_of_a_gone_or_unknown_executor_is_not_exported() -> None:
     world = RoutingSimulation()
     world.beat(0)
     clock_skews = ClockSkews()
@@ -79,7 +79,7 @@ def test_of_a_clock_whose_executor_is_gone_or_was_never_there_nothing_is_said() 
         assert sample("clock_behind_seconds", cell="0", worker="w0") is None
 
 
-def test_a_router_that_waits_exports_that_it_does() -> None:
+def test_metrics_of_a_serving_router_start_without_counts() -> None:
     with export_metrics(Serving(1)):
         assert (sample("serves"), sample("cells")) == (0, 1)
         assert sample("turns_requested_total", cell="0") is None

@@ -161,9 +161,7 @@ STEPS = st.one_of(
 @pytest.mark.slow
 @settings(max_examples=200, print_blob=True)
 @given(st.lists(BEATS, max_size=8), st.lists(STEPS, max_size=60))
-def test_the_index_chooses_as_a_scan_over_all_executors_does(
-    fleet: list[SlackHeartbeat], steps: list[tuple[Any, ...]]
-) -> None:
+def test_index_chooses_the_executor_of_a_full_scan(fleet: list[SlackHeartbeat], steps: list[tuple[Any, ...]]) -> None:
     placement, scan, now = Placement(), Scan(), 1.0
     for what, first, second, third in [*(("offer", beat, True, 0) for beat in fleet), *steps]:
         worker = f"w{first}"
@@ -198,9 +196,7 @@ def test_the_index_chooses_as_a_scan_over_all_executors_does(
     st.sampled_from([1, 2, 8]),
     st.sampled_from([3_000, 10_000, 10**6]),
 )
-def test_so_it_does_in_a_fleet_with_many_equals_as_it_fills_and_empties(
-    seed: int, workers: int, speeds: int, budget: int
-) -> None:
+def test_index_equals_a_full_scan_among_many_equal_executors(seed: int, workers: int, speeds: int, budget: int) -> None:
     random, placement, scan, now = Random(seed), Placement(), Scan(), 1.0
     held: list[str] = []
     for worker in range(workers):
@@ -229,9 +225,7 @@ def test_so_it_does_in_a_fleet_with_many_equals_as_it_fills_and_empties(
 @pytest.mark.slow
 @settings(max_examples=30, print_blob=True, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 60), st.booleans())
-def test_so_it_does_where_everybody_is_crowded_otherwise_and_says_other_things_each_time(
-    seed: int, workers: int, wide: bool
-) -> None:
+def test_index_equals_a_full_scan_among_diverse_changing_executors(seed: int, workers: int, wide: bool) -> None:
     """Crowds from none to hundreds, room that just suffices or just does not, rates that follow what ran by chance."""
     random, placement, scan, now = Random(seed), Placement(), Scan(), 1.0
     for step in range(250):

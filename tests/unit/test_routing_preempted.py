@@ -36,7 +36,7 @@ def restored(requests: list[TurnRequest], dispatches: list[TurnDispatch], result
     return again
 
 
-def test_each_dispatch_carries_all_that_was_generated_before_it() -> None:
+def test_each_dispatch_carries_all_earlier_generated_tokens() -> None:
     world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0", max_tokens=100))
@@ -50,7 +50,7 @@ def test_each_dispatch_carries_all_that_was_generated_before_it() -> None:
     assert world.ended == 1 and world.router.counters.finished == 1
 
 
-def test_the_executor_that_gave_it_up_is_believed_to_have_all_of_it_in_cache() -> None:
+def test_preempting_executor_is_expected_to_cache_the_whole_partial_turn() -> None:
     world = RoutingSimulation()
     world.beat(0)
     world.beat(1)
@@ -75,7 +75,7 @@ def test_the_executor_that_gave_it_up_is_believed_to_have_all_of_it_in_cache() -
     ],
     ids=["no logprobs", "short spans", "nan", "nothing left to sample"],
 )
-def test_what_nobody_can_go_on_from_is_sampled_anew(spoiled: dict[str, object]) -> None:
+def test_unusable_partial_turn_is_sampled_anew(spoiled: dict[str, object]) -> None:
     router = Router(CONFIG)
     router.on_event(heartbeat(0), 0.0)
     (sent,) = router.on_event(request("g0:0", max_tokens=100), 0.0)
@@ -85,7 +85,7 @@ def test_what_nobody_can_go_on_from_is_sampled_anew(spoiled: dict[str, object]) 
     assert isinstance(again, TurnDispatch) and again.begun is None and again.attempt == 1
 
 
-def test_a_later_part_that_is_shorter_takes_nothing_away() -> None:
+def test_shorter_later_part_removes_no_tokens() -> None:
     router = Router(CONFIG)
     router.on_event(heartbeat(0), 0.0)
     (sent,) = router.on_event(request("g0:0", max_tokens=100), 0.0)
@@ -98,13 +98,13 @@ def test_a_later_part_that_is_shorter_takes_nothing_away() -> None:
     assert isinstance(third, TurnDispatch) and begun_tokens(third) == 40
 
 
-def test_a_restored_router_goes_on_from_a_result_that_nobody_has_acted_on() -> None:
+def test_restored_router_continues_from_an_unprocessed_partial_result() -> None:
     asked = request("g0:0", max_tokens=100)
     again = restored([asked], [dispatched(asked)], [preempted(dispatched(asked))])
     assert (begun_tokens(again), again.attempt, again.failures) == (5, 1, 0)
 
 
-def test_a_restored_router_goes_on_from_what_the_newest_dispatch_carries() -> None:
+def test_restored_router_continues_from_the_newest_dispatch() -> None:
     asked = request("g0:0", max_tokens=100)
     part = preempted(dispatched(asked)).part
     second = dispatched(asked, 1, attempt=1, begun=part)
@@ -117,14 +117,14 @@ def test_a_restored_router_goes_on_from_what_the_newest_dispatch_carries() -> No
     assert (begun_tokens(again), again.attempt) == (10, 2)
 
 
-def test_a_restored_router_charges_nobody_whose_executor_handed_back_and_started_anew() -> None:
+def test_restored_router_counts_no_failure_for_turns_handed_back_before_a_restart() -> None:
     asked, other = request("g0:0", max_tokens=100), request("g1:0")
     dispatches = [dispatched(asked), dispatched(other, incarnation=2)]
     again = restored([asked, other], dispatches, [preempted(dispatches[0]), result(dispatches[1])])
     assert (begun_tokens(again), again.failures) == (5, 0)
 
 
-def test_the_turns_of_an_executor_that_stops_wait_for_what_it_has_handed_back() -> None:
+def test_turns_of_a_stopping_executor_wait_for_their_handed_back_parts() -> None:
     world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0", max_tokens=100))
@@ -137,7 +137,7 @@ def test_the_turns_of_an_executor_that_stops_wait_for_what_it_has_handed_back() 
     settle(world)
 
 
-def test_a_turn_of_which_nothing_was_handed_back_after_all_is_issued_again() -> None:
+def test_turn_without_a_handed_back_part_is_reissued() -> None:
     world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0"))
@@ -148,7 +148,7 @@ def test_a_turn_of_which_nothing_was_handed_back_after_all_is_issued_again() -> 
     settle(world)
 
 
-def test_what_a_stopping_executor_does_not_name_is_issued_again_at_once() -> None:
+def test_turn_unnamed_by_a_stopping_executor_is_reissued_at_once() -> None:
     world = RoutingSimulation()
     world.beat(0)
     world.loses = True
@@ -158,7 +158,7 @@ def test_what_a_stopping_executor_does_not_name_is_issued_again_at_once() -> Non
     assert (world.held["g0:0"].worker, world.held["g0:0"].failures) == ("w1", 0)
 
 
-def test_what_an_attempt_hands_back_that_nobody_waits_for_is_kept_all_the_same() -> None:
+def test_partial_result_of_a_superseded_attempt_is_kept() -> None:
     world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0", max_tokens=100))
@@ -170,7 +170,7 @@ def test_what_an_attempt_hands_back_that_nobody_waits_for_is_kept_all_the_same()
     assert (world.held["g0:0"].worker, begun_tokens(world.held["g0:0"])) == ("w2", 40)
 
 
-def test_its_prefix_is_believed_to_be_of_the_version_that_the_attempt_began_with() -> None:
+def test_cached_prefix_has_the_version_at_the_start_of_the_attempt() -> None:
     router = Router(CONFIG)
     router.on_event(heartbeat(0), 0.0)
     (sent,) = router.on_event(request("g0:0", max_tokens=100), 0.0)

@@ -17,7 +17,7 @@ from tests.support.routing_fixtures import CONFIG, RoutingSimulation, dispatched
 from tests.support.routing_machine import settle, started, step
 
 
-def test_two_executors_that_hold_one_turn_both_run_it_and_the_first_result_wins() -> None:
+def test_first_result_wins_if_two_executors_run_one_turn() -> None:
     world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0"))
@@ -36,7 +36,7 @@ def test_two_executors_that_hold_one_turn_both_run_it_and_the_first_result_wins(
     assert world.router.counters.late == 1
 
 
-def test_what_came_back_is_issued_under_a_new_number_when_it_is_lost_again() -> None:
+def test_turn_lost_again_is_reissued_under_a_new_attempt() -> None:
     world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0"))
@@ -49,7 +49,7 @@ def test_what_came_back_is_issued_under_a_new_number_when_it_is_lost_again() -> 
     settle(world)
 
 
-def test_a_lone_executor_that_dies_gives_its_turns_back_once_its_next_start_is_heard() -> None:
+def test_turns_of_a_dead_lone_executor_return_at_its_next_start() -> None:
     world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0"))
@@ -62,7 +62,7 @@ def test_a_lone_executor_that_dies_gives_its_turns_back_once_its_next_start_is_h
     assert world.held["g0:0"].attempt == 1 and world.held["g0:0"].failures == 1
 
 
-def test_a_turn_with_a_seed_goes_to_who_takes_seeds_and_fails_by_nobody_s_fault() -> None:
+def test_seeded_turn_goes_to_an_executor_with_seeds_and_counts_no_failure() -> None:
     """The other executor would be cheaper in all else."""
     router = Router(CONFIG)
     cheap = Hardware(prefill_tokens_per_second=1e6, decode_tokens_per_second=1e6)
@@ -77,7 +77,7 @@ def test_a_turn_with_a_seed_goes_to_who_takes_seeds_and_fails_by_nobody_s_fault(
     assert [(each.worker, each.failures) for each in decisions if isinstance(each, TurnDispatch)] == [("w1", 0)] * 3
 
 
-def test_where_nobody_takes_seeds_a_turn_that_has_one_ends_with_that_sentence() -> None:
+def test_seeded_turn_fails_with_a_reason_if_no_executor_takes_seeds() -> None:
     router = Router(CONFIG)
     router.on_event(heartbeat(0, seeded=False), 0.0)
     assert router.on_event(request("g0:0", patience_seconds=3.0, sampling=Sampling(max_tokens=10, seed=1)), 0.0) == []
@@ -90,7 +90,7 @@ def test_where_nobody_takes_seeds_a_turn_that_has_one_ends_with_that_sentence() 
     assert "no executor takes turns with a seed" in one.reason
 
 
-def test_seeds_are_not_to_blame_where_no_executor_is_open() -> None:
+def test_closed_executors_do_not_make_seeds_the_failure_reason() -> None:
     """One that takes them is there, and parked."""
     router = Router(CONFIG)
     paused = heartbeat(0, state=ExecutorState.PAUSED)
@@ -104,7 +104,7 @@ def test_seeds_are_not_to_blame_where_no_executor_is_open() -> None:
     assert isinstance(one, TurnResult) and "no executor has taken it up in 3 s" in one.reason
 
 
-def test_a_turn_that_runs_has_all_the_time_in_the_world() -> None:
+def test_running_turn_has_no_timeout() -> None:
     world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0", patience_seconds=5.0))
@@ -115,7 +115,7 @@ def test_a_turn_that_runs_has_all_the_time_in_the_world() -> None:
     assert world.held["g0:0"].worker == "w1" and not world.ended
 
 
-def test_a_turn_whose_executor_is_not_heard_is_given_up_after_its_patience() -> None:
+def test_turn_of_a_silent_executor_fails_after_its_patience() -> None:
     world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0", patience_seconds=5.0))
@@ -125,7 +125,7 @@ def test_a_turn_whose_executor_is_not_heard_is_given_up_after_its_patience() -> 
     assert "was not heard to run it for 5 s" in failed.reason
 
 
-def test_a_waiting_turn_fails_after_its_patience() -> None:
+def test_waiting_turn_fails_after_its_patience() -> None:
     world = RoutingSimulation()
     world.ask(request("g0:0", patience_seconds=5.0))
     world.pass_time(4.0)
@@ -135,7 +135,7 @@ def test_a_waiting_turn_fails_after_its_patience() -> None:
     assert isinstance(failed, TurnResult) and "no executor has taken it up in 5 s" in failed.reason
 
 
-def test_a_dispatch_that_a_living_executor_does_not_list_is_issued_again() -> None:
+def test_dispatch_unlisted_by_a_live_executor_is_reissued() -> None:
     world = RoutingSimulation()
     world.beat(0)
     world.loses = True
@@ -146,7 +146,7 @@ def test_a_dispatch_that_a_living_executor_does_not_list_is_issued_again() -> No
     assert world.held["g0:0"].attempt == 1 and world.router.counters.lost == 1
 
 
-def test_a_dispatch_is_not_lost_while_nothing_is_heard() -> None:
+def test_dispatch_is_not_lost_during_a_common_silence() -> None:
     world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0"))
@@ -165,7 +165,7 @@ def test_a_dispatch_is_not_lost_while_nothing_is_heard() -> None:
         (TurnOutcome.REFUSED, Refusal.VERSION),
     ],
 )
-def test_what_is_nobodys_fault_counts_against_no_limit(outcome: TurnOutcome, refusal: Refusal | None) -> None:
+def test_reissue_without_fault_counts_toward_no_limit(outcome: TurnOutcome, refusal: Refusal | None) -> None:
     world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0"))
@@ -177,7 +177,7 @@ def test_what_is_nobodys_fault_counts_against_no_limit(outcome: TurnOutcome, ref
         world.beat(0)
 
 
-def test_a_turn_that_no_engine_runs_fails_with_the_last_reason() -> None:
+def test_turn_refused_by_every_engine_fails_with_the_last_reason() -> None:
     world = RoutingSimulation()
     for _ in range(CONFIG.max_attempts):
         world.beat(0)
@@ -187,7 +187,7 @@ def test_a_turn_that_no_engine_runs_fails_with_the_last_reason() -> None:
     assert failed.attempt == CONFIG.max_attempts and "refused" in failed.reason and failed.home == 0
 
 
-def test_who_refused_while_it_was_closed_is_asked_again_once_it_opens() -> None:
+def test_executor_that_refused_while_closed_is_used_again_once_open() -> None:
     world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g:0"))
@@ -200,7 +200,7 @@ def test_who_refused_while_it_was_closed_is_asked_again_once_it_opens() -> None:
     assert "g:1" in world.held
 
 
-def test_an_inbox_that_is_shut_is_sent_nothing_before_its_executor_is_heard_again() -> None:
+def test_closed_inbox_gets_no_dispatch_until_its_executor_is_heard_again() -> None:
     world = RoutingSimulation()
     world.beat(0)
     world.router.close_inboxes({0})
@@ -210,7 +210,7 @@ def test_an_inbox_that_is_shut_is_sent_nothing_before_its_executor_is_heard_agai
     assert "g:0" in world.held
 
 
-def test_an_executor_that_is_full_of_what_the_router_does_not_know_is_not_asked_time_and_again() -> None:
+def test_executor_full_of_unknown_turns_is_not_retried_repeatedly() -> None:
     router = Router(CONFIG)
     unknown = packed([dispatched(request("other:0"))])
     router.on_event(heartbeat(0, holds=unknown), 0.0)
@@ -223,7 +223,7 @@ def test_an_executor_that_is_full_of_what_the_router_does_not_know_is_not_asked_
     assert isinstance(again, TurnDispatch) and again.attempt == 1
 
 
-def test_attempts_are_numbered_within_their_bound() -> None:
+def test_attempt_numbers_stay_within_their_bound() -> None:
     router = Router(CONFIG)
     router.on_event(heartbeat(0), 0.0)
     (sent,) = router.on_event(request("g0:0"), 0.0)
@@ -234,7 +234,7 @@ def test_attempts_are_numbered_within_their_bound() -> None:
     encode(failed)
 
 
-def test_an_executor_that_stops_gives_its_turns_back_at_once_and_for_nothing() -> None:
+def test_stopping_executor_returns_its_turns_at_once_without_failures() -> None:
     world = RoutingSimulation()
     world.beat(0)
     world.ask(request("g0:0"))
@@ -243,7 +243,7 @@ def test_an_executor_that_stops_gives_its_turns_back_at_once_and_for_nothing() -
     assert (world.held["g0:0"].worker, world.held["g0:0"].failures) == ("w1", 0)
 
 
-def test_versions_are_what_is_served_and_a_dead_executors_count_no_more() -> None:
+def test_version_counts_exclude_dead_executors() -> None:
     world = RoutingSimulation()
     world.beat(0, policy_version=2**50)
     world.beat(1, policy_version=5)
@@ -258,7 +258,7 @@ def test_versions_are_what_is_served_and_a_dead_executors_count_no_more() -> Non
     assert world.held["g0:0"].worker == "w1"
 
 
-def test_a_restored_router_has_read_for_nobodys_time() -> None:
+def test_replay_time_of_a_restored_router_counts_against_no_turn() -> None:
     times = iter([0.0, 500.0])
     restored = Router(CONFIG)
     restored.restore(
@@ -273,7 +273,7 @@ def test_a_restored_router_has_read_for_nobodys_time() -> None:
 
 
 @pytest.mark.parametrize("context", [20, 400], ids=["small", "cut"])
-def test_what_a_newer_writer_adds_to_a_request_reaches_the_executor_on_every_attempt(context: int) -> None:
+def test_unknown_request_fields_reach_the_executor_on_every_attempt(context: int) -> None:
     asked = request("g0:0", home=3, context=context)
     wire = msgpack.packb(msgpack.unpackb(encode(asked)) | {"added": [1, {"deep": b"bytes"}]})
     router = Router(CONFIG)
@@ -291,7 +291,7 @@ def test_what_a_newer_writer_adds_to_a_request_reaches_the_executor_on_every_att
             assert msgpack.unpackb(bytes(read.asked)) == msgpack.unpackb(wire) | {"appended": b""} and read.cut
 
 
-def test_a_start_in_another_inbox_is_the_newer_one_over_a_restart_too() -> None:
+def test_start_in_another_inbox_is_the_newer_incarnation_also_after_a_restore() -> None:
     before = dispatched(request("g0:0"), incarnation=500, slot=1, dispatched_at=1.0)
     after = dispatched(request("g1:0"), incarnation=3, slot=0, dispatched_at=2.0)
     for log in ([before, after], [after, before]):
@@ -302,7 +302,7 @@ def test_a_start_in_another_inbox_is_the_newer_one_over_a_restart_too() -> None:
         assert restored.turns["g1:0"].attempt == 0 and restored.turns["g0:0"].attempt == 1
 
 
-def test_failures_are_remembered_over_a_restart() -> None:
+def test_failures_survive_a_router_restart() -> None:
     sent = dispatched(request("g0:0"), attempt=7, failures=CONFIG.max_attempts - 1)
     restored = Router(CONFIG)
     restored.restore([ReceivedRequest.from_record(request("g0:0"))], [sent], [], lambda: 0.0)
@@ -311,7 +311,7 @@ def test_failures_are_remembered_over_a_restart() -> None:
     assert isinstance(failed, TurnResult) and failed.outcome is TurnOutcome.FAILED
 
 
-def test_a_restored_turn_is_as_it_was_asked_for_whatever_a_dispatch_says_of_it() -> None:
+def test_restored_turn_equals_its_request_despite_its_dispatch() -> None:
     asked = request("g0:0", home=1, patience_seconds=60.0)
     forged = msgspec.structs.replace(asked, home=2**31 - 1, **context_fields(b""), patience_seconds=1e9)
     restored = Router(CONFIG)
@@ -321,7 +321,7 @@ def test_a_restored_turn_is_as_it_was_asked_for_whatever_a_dispatch_says_of_it()
     assert (failed.home, failed.attempt, failed.context_tokens) == (1, 3, 20)
 
 
-def test_a_restored_turn_of_a_silent_executor_is_issued_again() -> None:
+def test_restored_turn_of_a_silent_executor_is_reissued() -> None:
     restored = Router(CONFIG)
     restored.restore([ReceivedRequest.from_record(request("g0:0"))], [dispatched(request("g0:0"), 1)], [], lambda: 0.0)
     decisions: list[Record] = []
@@ -333,7 +333,7 @@ def test_a_restored_turn_of_a_silent_executor_is_issued_again() -> None:
     assert isinstance(again, TurnDispatch) and again.worker == "w9" and again.attempt == 1
 
 
-def test_a_restored_turn_stays_with_an_executor_that_is_heard_from_and_fills_its_room() -> None:
+def test_restored_turn_stays_with_a_live_executor_and_fills_its_room() -> None:
     sent = dispatched(request("g0:0"))
     restored = Router(CONFIG)
     restored.restore([ReceivedRequest.from_record(request("g0:0"))], [sent], [], lambda: 0.0)
@@ -343,7 +343,7 @@ def test_a_restored_turn_stays_with_an_executor_that_is_heard_from_and_fills_its
     assert isinstance(after, TurnDispatch) and after.request.trajectory_id == "g1:0"
 
 
-def test_a_restored_router_gives_a_turn_back_to_the_executor_of_an_older_dispatch() -> None:
+def test_restored_router_returns_a_turn_to_the_executor_of_an_older_dispatch() -> None:
     old, new = dispatched(request("g0:0"), 0), dispatched(request("g0:0"), 1, attempt=1)
     restored = Router(CONFIG)
     restored.restore([ReceivedRequest.from_record(request("g0:0"))], [new, old], [], lambda: 0.0)
@@ -354,7 +354,7 @@ def test_a_restored_router_gives_a_turn_back_to_the_executor_of_an_older_dispatc
     assert (restored.turns["g0:0"].worker, restored.turns["g0:0"].attempt) == ("w0", 0)
 
 
-def test_a_request_for_the_next_turn_proves_that_the_present_one_was_applied() -> None:
+def test_next_turn_request_proves_that_the_current_turn_was_applied() -> None:
     router = Router(CONFIG)
     router.on_event(heartbeat(0), 0.0)
     (first,) = router.on_event(request("g0:0"), 0.1)
@@ -365,7 +365,7 @@ def test_a_request_for_the_next_turn_proves_that_the_present_one_was_applied() -
     assert (router.counters.overtaken, router.counters.late, router.outstanding) == (1, 1, 1)
 
 
-def test_what_is_no_input_is_named() -> None:
+def test_record_that_is_not_a_router_input_is_named() -> None:
     with pytest.raises(TypeError, match="TurnDispatch is no input"):
         world = started()
         world.ask(request("g0:0"))
