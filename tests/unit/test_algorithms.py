@@ -107,7 +107,7 @@ def test_loss_and_gradient_are_those_of_the_definition(
         (50.0, -1.0, 2.0),  # but its weight is truncated
     ],
 )
-def test_where_a_token_stops_pulling(ratio: float, advantage: float, slope: float) -> None:
+def test_gradient_of_a_token_vanishes_outside_the_clip_range(ratio: float, advantage: float, slope: float) -> None:
     logprob = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
     zero, one = torch.zeros_like(logprob), torch.ones_like(logprob)
     loss_of(logprob, zero, one * advantage, one, BOUNDS).summed.backward()  # type: ignore[no-untyped-call]
@@ -115,7 +115,7 @@ def test_where_a_token_stops_pulling(ratio: float, advantage: float, slope: floa
     assert logprob.grad.item() == pytest.approx(slope)
 
 
-def test_what_is_masked_may_be_anything() -> None:
+def test_masked_tokens_may_have_any_value() -> None:
     logprobs = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True)
     behaviour = torch.tensor([[float("nan"), -2.0, float("-inf")]])
     mask = torch.tensor([[0.0, 1.0, 0.0]])
@@ -125,7 +125,7 @@ def test_what_is_masked_may_be_anything() -> None:
 
 
 @given(REWARDS, st.booleans(), st.floats(-3, 3))
-def test_advantages_compare_within_the_group_alone(rewards: list[float], scale: bool, shift: float) -> None:
+def test_advantages_compare_only_within_a_group(rewards: list[float], scale: bool, shift: float) -> None:
     advantages = group_advantages(rewards, scale_by_deviation=scale)
     assert sum(advantages) == pytest.approx(0, abs=1e-9)
     assert sorted(range(len(rewards)), key=lambda i: (rewards[i], i)) == sorted(
@@ -140,11 +140,11 @@ def test_advantages_compare_within_the_group_alone(rewards: list[float], scale: 
 
 
 @pytest.mark.parametrize("scale", [True, False])
-def test_what_sums_of_floats_leave_is_no_advantage(scale: bool) -> None:
+def test_rounding_error_of_equal_rewards_gives_no_advantage(scale: bool) -> None:
     assert group_advantages([0.1 + 0.2, 0.3, 0.3, 0.3], scale_by_deviation=scale) == [0.0] * 4
 
 
-def test_a_hair_between_rewards_is_no_lesson_of_full_weight() -> None:
+def test_tiny_reward_difference_does_not_give_full_advantages() -> None:
     hair = group_advantages([0.3, 0.3, 0.3, 0.3 + 1e-5], scale_by_deviation=True)
     whole = group_advantages([0.3, 0.3, 0.3, 1.0], scale_by_deviation=True)
     assert max(hair) < 0.1 < 1.7 < max(whole)
@@ -220,7 +220,7 @@ def test_built_in_algorithm_is_found_by_its_name(name: str, made: type) -> None:
         (":Own", "^unknown algorithm ':Own': use grpo, rloo"),
     ],
 )
-def test_name_that_leads_to_no_algorithm_is_refused(name: str, says: str) -> None:
+def test_name_without_an_algorithm_is_refused(name: str, says: str) -> None:
     with pytest.raises(UnknownAlgorithm, match=says) as refused:
         make_algorithm(config_of(algorithm=name))
     assert isinstance(refused.value, UsageError)
@@ -260,7 +260,7 @@ class Own:
         ("batch.advantages *", "batch.advantage *", "does not compute: AttributeError"),
     ],
 )
-def test_class_that_is_no_algorithm_is_refused_with_what_is_wrong(
+def test_class_that_is_not_an_algorithm_is_refused_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, replaced: str, says: str
 ) -> None:
     name = f"own_{abs(hash((line, replaced)))}"
@@ -342,7 +342,7 @@ def test_group_on_which_an_algorithm_fails_is_left_out_and_the_others_are_traine
     assert undone and done.groups == 2 and done.tokens > 0 and learner.schedule_steps == 1
 
 
-def test_algorithm_that_fails_on_all_groups_ends_the_run_with_its_sentence(fails_on_one_group: TrainerConfig) -> None:
+def test_algorithm_that_fails_on_all_groups_ends_the_run_with_its_message(fails_on_one_group: TrainerConfig) -> None:
     learner = Learner(fails_on_one_group)
     with pytest.raises(AlgorithmError, match="one finite number"):
         learner.learn(selected({0: -1.0, 1: -1.0, 3: -1.0}), 1, undo=lambda: None)

@@ -73,7 +73,7 @@ def assert_decided(prompt: Prompt) -> str | None:
         },
     )
 )
-def test_whatever_a_line_says_it_is_refused_or_can_be_written(line: dict[str, Any]) -> None:
+def test_any_prompt_line_is_refused_or_writable(line: dict[str, Any]) -> None:
     prompt = read(line)
     if prompt is not None:
         refusal = assert_decided(prompt)
@@ -83,12 +83,12 @@ def test_whatever_a_line_says_it_is_refused_or_can_be_written(line: dict[str, An
 
 
 @pytest.mark.parametrize("size", [MAX_RECORD_BYTES - 50, MAX_RECORD_BYTES, MAX_RECORD_BYTES + RECORD_OVERHEAD_BYTES])
-def test_a_prompt_near_the_limit_is_refused_when_its_group_is_over_it(size: int) -> None:
+def test_prompt_with_a_group_over_the_size_limit_is_refused(size: int) -> None:
     prompt = prompt_of(arguments={"text": "x" * size})
     assert bool(assert_decided(prompt)) == (size > MAX_RECORD_BYTES)
 
 
-def test_no_prompt_that_travels_is_too_large_for_the_record_of_its_group() -> None:
+def test_every_writable_prompt_fits_its_group_record() -> None:
     wide = replace(RULES, sampling=Sampling(stop_token_ids=(2**32 - 1,) * MAX_STOP_TOKENS, seed=2**63 - 1))
     prompt = prompt_of(group_id="g" * MAX_GROUP_ID_CHARACTERS, seed=2**63 - 1, arguments={"text": ""})
     prompt = msgspec.structs.replace(prompt, arguments={"text": "x" * (Prompt.MAX_BYTES - len(encode(prompt)) - 4)})
@@ -105,10 +105,10 @@ def test_no_prompt_that_travels_is_too_large_for_the_record_of_its_group() -> No
         ({"environment": "os:getcwd"}, "unknown environment"),
     ],
 )
-def test_the_reason_is_said(fields: dict[str, Any], reason: str) -> None:
+def test_refused_prompt_has_the_reason(fields: dict[str, Any], reason: str) -> None:
     assert re.search(reason, str(assert_decided(prompt_of(**fields))))
 
 
-def test_a_worker_that_samples_greedily_by_default_opens_nothing_that_says_no_sampling() -> None:
+def test_greedy_default_refuses_prompts_without_sampling_settings() -> None:
     greedy = replace(RULES, sampling=Sampling(temperature=0))
     assert "temperature" in str(admission_error(prompt_of(), greedy, known))

@@ -69,7 +69,7 @@ class World:
         return self.lane.check(0.0) + self.lane.check(0.0)
 
 
-def test_a_job_is_not_blamed_for_what_another_does_as_it_closes() -> None:
+def test_job_is_not_blamed_for_an_exit_during_another_close() -> None:
     world = World("long", "brief", "other")
     for _ in range(MAX_SHARED_EXITS):
         assert world.ends("long") == []
@@ -84,7 +84,7 @@ def test_a_job_is_not_blamed_for_what_another_does_as_it_closes() -> None:
     )
 
 
-def test_a_job_in_whose_code_a_process_ends_is_begun_again_alone_and_the_others_together() -> None:
+def test_job_suspected_of_an_exit_is_retried_alone_and_the_others_together() -> None:
     world = World("bad", "a", "b")
     assert world.ends("bad", runs=world.jobs["bad"]) == []
     assert world.holds("a") is world.holds("b") and len(world.holds("a").jobs) == 2

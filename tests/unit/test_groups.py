@@ -115,9 +115,7 @@ ACTS = [
 @pytest.mark.slow
 @settings(max_examples=100)
 @given(logs(most=1, groups=4, largest=2), st.data())
-def test_no_groups_outcome_comes_twice_and_none_is_lost_however_often_it_begins_again(
-    samples: Log, data: st.DataObject
-) -> None:
+def test_every_group_outcome_is_written_once_over_any_restarts(samples: Log, data: st.DataObject) -> None:
     """Settlements that are committed late, in another order, or never; checkpoints settled again; empty settlements."""
     world = World(samples, dict.fromkeys(range(len(samples)), 0))
     for _ in range(data.draw(st.integers(2, 4))):
@@ -154,7 +152,7 @@ def test_no_groups_outcome_comes_twice_and_none_is_lost_however_often_it_begins_
 
 
 @given(logs())
-def test_the_same_order_gives_the_same_groups(log: Log) -> None:
+def test_same_order_gives_the_same_groups(log: Log) -> None:
     def groups() -> list[CompleteGroup]:
         assembly = new_assembly()
         found: list[CompleteGroup] = []
@@ -170,7 +168,7 @@ def test_the_same_order_gives_the_same_groups(log: Log) -> None:
     )
 
 
-def test_groups_are_taken_in_the_order_in_which_they_became_complete() -> None:
+def test_groups_are_returned_in_order_of_completion() -> None:
     assembly = new_assembly()
     for group, index in [("a", 0), ("b", 0), ("c", 0), ("b", 1), ("c", 1), ("a", 1)]:
         offer(assembly, sample(group, index, size=2))
@@ -180,7 +178,7 @@ def test_groups_are_taken_in_the_order_in_which_they_became_complete() -> None:
 
 
 @pytest.mark.parametrize("again", ["held", "taken", "settled"])
-def test_a_second_sample_of_a_trajectory_is_dropped(again: str) -> None:
+def test_second_sample_of_a_trajectory_is_dropped(again: str) -> None:
     assembly = new_assembly()
     assert offer(assembly, sample(index=0, size=2)) is SampleStatus.HELD
     if again != "held":
@@ -193,12 +191,12 @@ def test_a_second_sample_of_a_trajectory_is_dropped(again: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["g:4", "g:-1", "g:01", "g:x", "h:0", "g", "g:٣"])
-def test_a_sample_that_is_none_of_its_group_is_a_stranger(name: str) -> None:
+def test_sample_that_does_not_belong_to_its_group_is_refused(name: str) -> None:
     stranger = msgspec.structs.replace(sample(size=4), trajectory_id=name)
     assert offer(new_assembly(), stranger) is SampleStatus.STRANGER
 
 
-def test_what_is_taken_and_not_settled_is_read_again() -> None:
+def test_group_returned_but_not_settled_is_read_again() -> None:
     assembly = new_assembly()
     offer(assembly, sample("a", 0, size=1), offset=3)
     offer(assembly, sample("b", 0, size=1), offset=4)
@@ -208,7 +206,7 @@ def test_what_is_taken_and_not_settled_is_read_again() -> None:
     assert assembly.settle(["b"], outcomes_end=8) == ResumePoint({0: 5}, 8)
 
 
-def test_what_is_settled_and_not_committed_is_read_again() -> None:
+def test_group_settled_but_not_committed_is_read_again() -> None:
     assembly = new_assembly()
     offer(assembly, sample("a", 0, size=1), offset=3)
     offer(assembly, sample("b", 0, size=1), offset=4)
@@ -217,7 +215,7 @@ def test_what_is_settled_and_not_committed_is_read_again() -> None:
     assert assembly.settle(["b"], outcomes_end=7) == ResumePoint({0: 3}, 0)
 
 
-def test_what_is_settled_before_it_is_read_and_not_committed_is_read_again() -> None:
+def test_group_settled_before_reading_and_not_committed_is_read_again() -> None:
     assembly = new_assembly(old=2)
     assembly.settle(["a"], outcomes_end=0)
     assert offer(assembly, sample("a", 0, size=1), offset=0) is SampleStatus.DUPLICATE
@@ -225,7 +223,7 @@ def test_what_is_settled_before_it_is_read_and_not_committed_is_read_again() -> 
     assert assembly.settle(["b"], outcomes_end=0) == ResumePoint({0: 0}, 0)
 
 
-def test_outcomes_stay_in_reach_while_samples_are_unread_that_may_have_them() -> None:
+def test_outcomes_are_retained_while_their_samples_may_be_unread() -> None:
     assembly = GroupAssembly(ResumePoint({0: 3}, 2), {0: 5}, settled=["a"])
     assert assembly.settle((), outcomes_end=7) == ResumePoint({0: 3}, 2)
     offer(assembly, sample("b", 0, size=1), offset=3)
@@ -242,7 +240,7 @@ def names(groups: Sequence[CompleteGroup]) -> list[str]:
     return [group.group_id for group in groups]
 
 
-def test_no_settled_group_is_forgotten_whose_samples_may_still_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settled_group_is_remembered_while_its_samples_may_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rose.workers.trainer.groups.REMEMBERED_GROUPS", 2)
     assembly = new_assembly(["a", "b", "c"], old=3)
     offer(assembly, sample("d", 0, size=1), offset=0)

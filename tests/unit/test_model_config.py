@@ -66,7 +66,7 @@ def folder_of(place: Path, **said: Any) -> Path:
         ({"model_type": "deepseek_v3", "rope_interleave": False}, "rope_interleave"),
     ],
 )
-def test_what_trainer_and_engine_compute_differently_is_refused_by_both_in_one_sentence(
+def test_option_computed_differently_by_trainer_and_engine_is_refused_by_both(
     said: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     folder = folder_of(tmp_path, **said)
@@ -108,7 +108,7 @@ def test_what_trainer_and_engine_compute_differently_is_refused_by_both_in_one_s
         {"model_type": "qwen3_5_text", "rope_parameters": {"rope_type": "default", "mrope_section": [11, 11, 10]}},
     ],
 )
-def test_what_both_compute_alike_is_taken(said: Mapping[str, Any], tmp_path: Path) -> None:
+def test_option_computed_alike_by_trainer_and_engine_is_accepted(said: Mapping[str, Any], tmp_path: Path) -> None:
     check_agreement(tmp_path, said)
 
 
@@ -157,11 +157,11 @@ def test_what_both_compute_alike_is_taken(said: Mapping[str, Any], tmp_path: Pat
         ({"model_type": "of-nobody", "max_position_embeddings": 256, "sliding_window": 64}, 256),
     ],
 )
-def test_a_context_is_as_long_as_both_compute_it_alike(said: Mapping[str, Any], most: int | None) -> None:
+def test_context_limit_is_the_longest_that_both_compute_alike(said: Mapping[str, Any], most: int | None) -> None:
     assert max_context_tokens(said) == most
 
 
-def test_an_executor_whose_turns_could_be_longer_is_refused_before_its_engine_is_made(tmp_path: Path) -> None:
+def test_executor_with_longer_turns_is_refused_before_its_engine_is_built(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, max_position_embeddings=64, original_max_position_embeddings=32, rope_scaling=LONGROPE)
     check_context_length(folder, 32)
     config = ExecutorConfig(model_folder=folder, name="executor", max_model_len=33)

@@ -77,7 +77,7 @@ def groups_of(folder: Path) -> list[list[TrainingSample]]:
     return [samples]
 
 
-def test_a_policy_with_noise_for_training_has_ratio_1_on_policy_and_a_step_that_no_seed_changes(folder: Path) -> None:
+def test_policy_with_dropout_has_on_policy_ratio_1_and_a_seed_independent_step(folder: Path) -> None:
     groups, stepped = groups_of(folder), []
     for seed, in_training in ((1, False), (2, False), (3, True)):
         torch.manual_seed(seed)
@@ -89,7 +89,7 @@ def test_a_policy_with_noise_for_training_has_ratio_1_on_policy_and_a_step_that_
     assert all(torch.equal(stepped[0], other) for other in stepped[1:])
 
 
-def test_a_loaded_policy_computes_without_noise(folder: Path) -> None:
+def test_loaded_policy_computes_without_dropout(folder: Path) -> None:
     """Also where a group is tried alone."""
     model, tokens = load_policy(folder), torch.arange(2, 50)[None]
     torch.manual_seed(1)

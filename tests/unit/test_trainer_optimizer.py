@@ -73,9 +73,7 @@ def test_schedule_has_the_documented_shape(change: dict[str, Any], ratios: list[
 
 
 @given(CONFIGS, st.integers(0, 20))
-def test_resumed_schedule_has_exactly_the_rates_of_one_that_was_not_interrupted(
-    config: TrainerConfig, after: int
-) -> None:
+def test_resumed_schedule_has_the_rates_of_an_uninterrupted_schedule(config: TrainerConfig, after: int) -> None:
     assert rates_of(config, steps=5, after=after) == rates_of(config, steps=after + 5)[after:]
 
 
@@ -98,7 +96,7 @@ def test_ratio_stays_between_floor_and_one_once_the_warm_up_is_over(config: Trai
         ({"algorithm": ""}, "algorithm must be"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(change: dict[str, Any], says: str) -> None:
+def test_inconsistent_settings_are_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         config_of(**change)
 

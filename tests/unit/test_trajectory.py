@@ -188,7 +188,7 @@ def lived(events: list[tuple[Any, ...]]) -> Iterator[Life]:
 
 @settings(max_examples=200)
 @given(EVENTS)
-def test_the_state_built_from_the_log_is_the_state_that_lived(events: list[tuple[Any, ...]]) -> None:
+def test_state_rebuilt_from_the_log_equals_the_live_state(events: list[tuple[Any, ...]]) -> None:
     for life in lived(events):
         trajectories, cannot, strays = life.recovered().finish(RULES.max_context_tokens)
         assert cannot == [] == strays
@@ -197,7 +197,7 @@ def test_the_state_built_from_the_log_is_the_state_that_lived(events: list[tuple
 
 @settings(max_examples=200)
 @given(EVENTS)
-def test_every_request_leads_to_its_whole_context_by_what_is_kept(events: list[tuple[Any, ...]]) -> None:
+def test_every_request_resolves_to_its_whole_context_from_retained_records(events: list[tuple[Any, ...]]) -> None:
     present: dict[str, TurnRequest] = {}
     for life in lived(events):
         present |= {request.trajectory_id: request for request in life.requests}
@@ -207,7 +207,7 @@ def test_every_request_leads_to_its_whole_context_by_what_is_kept(events: list[t
                 assert assemble_context(present[name], kept) == trajectory.tokens
 
 
-def test_a_chain_ends_at_its_bound_and_begins_anew() -> None:
+def test_chain_ends_at_its_bound_and_restarts_with_an_anchor() -> None:
     life = Life()
     life.open(0)
     trajectory = life.trajectories["g:0"]
@@ -222,7 +222,7 @@ def test_a_chain_ends_at_its_bound_and_begins_anew() -> None:
 
 
 @given(st.lists(st.none() | st.integers(0, 20), min_size=1, max_size=12))
-def test_no_request_contradicts_itself_wherever_those_before_it_lie(offsets: list[int | None]) -> None:
+def test_requests_are_consistent_at_any_offsets_of_their_chain(offsets: list[int | None]) -> None:
     """A broker that lost its newest records gives their offsets again."""
     life = Life()
     life.open(0)
@@ -237,7 +237,7 @@ def test_no_request_contradicts_itself_wherever_those_before_it_lie(offsets: lis
 
 @settings(max_examples=200)
 @given(EVENTS)
-def test_who_takes_over_accepts_the_results_that_were_accepted(events: list[tuple[Any, ...]]) -> None:
+def test_new_owner_accepts_the_already_accepted_results(events: list[tuple[Any, ...]]) -> None:
     for life in lived(events):
         trajectories, _, _ = life.recovered().finish(RULES.max_context_tokens)
         accepted: dict[str, TurnResult] = {}
@@ -294,7 +294,7 @@ def assert_whole(sample: Sample) -> None:
 
 @settings(max_examples=100)
 @given(EVENTS, st.data())
-def test_a_log_with_holes_breaks_a_trajectory_but_never_bends_it(
+def test_log_with_gaps_fails_a_trajectory_and_never_alters_it(
     events: list[tuple[Any, ...]], data: st.DataObject
 ) -> None:
     life = Life()
@@ -312,7 +312,7 @@ def test_a_log_with_holes_breaks_a_trajectory_but_never_bends_it(
 
 @settings(max_examples=100)
 @given(EVENTS, st.integers(1, 2**40), st.sampled_from(["result", "request", "state"]))
-def test_a_record_that_is_not_what_was_written_breaks_a_trajectory_but_never_bends_it(
+def test_altered_record_fails_a_trajectory_and_never_alters_it(
     events: list[tuple[Any, ...]], pick: int, what: str
 ) -> None:
     life = Life()
@@ -338,7 +338,7 @@ def test_a_record_that_is_not_what_was_written_breaks_a_trajectory_but_never_ben
     assert name not in trajectories and [lost.trajectory_id for lost in cannot] == [name]
 
 
-def test_a_group_that_does_not_say_how_it_is_sampled_breaks_its_trajectories_and_nobody_else() -> None:
+def test_group_without_sampling_settings_fails_only_its_trajectories() -> None:
     life = Life()
     life.open(0)
     recovery = life.recovered()

@@ -73,7 +73,7 @@ def test_versions_are_exact_over_any_chain_of_anchors_and_deltas(
 
 
 @given(SHAPES, DTYPE, SEED, st.booleans())
-def test_the_tensors_of_an_earlier_version_are_never_written_to_again(
+def test_tensors_of_an_earlier_version_are_never_overwritten(
     shapes: dict[str, tuple[int, ...]], dtype: str, seed: int, anchor: bool
 ) -> None:
     random = np.random.default_rng(seed)
@@ -95,7 +95,7 @@ def test_the_tensors_of_an_earlier_version_are_never_written_to_again(
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", sorted(TORCH_DTYPES))
 @pytest.mark.parametrize("anchor", [True, False])
-def test_a_version_with_a_value_that_is_not_finite_is_refused(dtype: str, value: float, *, anchor: bool) -> None:
+def test_version_with_a_non_finite_value_is_refused(dtype: str, value: float, *, anchor: bool) -> None:
     """Whoever published it: an engine that computed with it would have what is no number in its cache."""
     random = np.random.default_rng(4)
     shelf, assembly = Shelf(), Assembly(None, None)
@@ -111,7 +111,7 @@ def test_a_version_with_a_value_that_is_not_finite_is_refused(dtype: str, value:
 
 
 @pytest.mark.parametrize("repeat", [1, 3])
-def test_a_chunk_that_comes_more_than_once_or_in_any_order_changes_nothing(repeat: int) -> None:
+def test_duplicate_or_reordered_chunks_change_nothing(repeat: int) -> None:
     random = np.random.default_rng(4)
     shelf = Shelf()
     tensors = random_tensors({"a": (8, 8), "b": (5,)}, torch.bfloat16, random)
@@ -264,7 +264,7 @@ def assert_as_it_was(world: World, before: Assembled, digests: dict[tuple[str, B
         if not (anchor and tamper in OF_DELTAS)
     ],
 )
-def test_a_refused_version_leaves_what_was_done_as_it_was(
+def test_refused_version_leaves_the_finished_tensors_unchanged(
     tamper: Callable[[World], WeightManifest], refusals: set[Refusal], anchor: bool
 ) -> None:
     world = World(anchor=anchor)
@@ -282,7 +282,7 @@ def test_a_refused_version_leaves_what_was_done_as_it_was(
 @pytest.mark.parametrize("anchor", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
 @pytest.mark.parametrize("says", [True, False])
-def test_a_version_of_which_chunks_are_missing_leaves_what_was_done_as_it_was(
+def test_version_with_missing_chunks_leaves_the_finished_tensors_unchanged(
     anchor: bool, share: float, says: bool
 ) -> None:
     """Whether the fetch says so or just ends."""
@@ -306,7 +306,7 @@ class LinkDown(Exception):
 
 
 @pytest.mark.parametrize("anchor", [False, True])
-def test_what_a_fetch_raises_comes_out_and_leaves_what_was_done_as_it_was(anchor: bool) -> None:
+def test_fetch_error_propagates_and_leaves_the_finished_tensors_unchanged(anchor: bool) -> None:
     world = World(anchor=anchor)
     before, digests = world.assembly.done, dict(world.assembly.done.digests)
 
@@ -319,7 +319,7 @@ def test_what_a_fetch_raises_comes_out_and_leaves_what_was_done_as_it_was(anchor
     assert_as_it_was(world, before, digests)
 
 
-def test_a_delta_needs_the_version_and_the_bytes_that_it_builds_on() -> None:
+def test_delta_needs_its_base_version_and_base_bytes() -> None:
     world = World(anchor=False)
     with pytest.raises(VersionRefused) as refused:
         Assembly(None, None).add(world.manifest, world.shelf.fetch)
@@ -332,7 +332,7 @@ def test_a_delta_needs_the_version_and_the_bytes_that_it_builds_on() -> None:
     assert same_bits(other.done.tensors, world.second)
 
 
-def test_a_version_is_not_taken_twice() -> None:
+def test_version_is_not_applied_twice() -> None:
     world = World(anchor=False)
     world.assembly.add(world.manifest, world.shelf.fetch)
     with pytest.raises(VersionRefused) as refused:
@@ -342,7 +342,7 @@ def test_a_version_is_not_taken_twice() -> None:
 
 
 @given(SHAPES, DTYPE, SEED, st.data())
-def test_a_shard_fetches_what_meets_it_alone_and_has_it_exactly(
+def test_shard_fetches_only_overlapping_slices_and_is_exact(
     shapes: dict[str, tuple[int, ...]], dtype: str, seed: int, data: st.DataObject
 ) -> None:
     random = np.random.default_rng(seed)
@@ -376,7 +376,7 @@ def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
     return Box(row, draw(st.integers(0, rows - row)), column, draw(st.integers(0, columns - column)))
 
 
-def test_slices_that_are_as_they_were_cost_no_chunk() -> None:
+def test_unchanged_slices_cost_no_chunk() -> None:
     shelf, assembly = Shelf(), Assembly(None, None)
     tensors = random_tensors({"a": (8, 16), "b": (4, 16)}, torch.float32, np.random.default_rng(2))
     assembly.add(shelf.store(tensors, 1), shelf.fetch)

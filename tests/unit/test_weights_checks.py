@@ -53,12 +53,12 @@ def refusal_of(manifest: WeightManifest, shapes: Mapping[str, tuple[int, ...]]) 
     return None
 
 
-def test_the_largest_chunk_with_the_longest_names_is_a_record() -> None:
+def test_largest_chunk_with_the_longest_names_fits_a_record() -> None:
     chunk = WeightChunk(model_id="m" * 128, version=2**53, tensor="t" * 512, part=2**53, payload=bytes(CHUNK_BYTES))
     assert decode(WeightChunk, encode(chunk)) == chunk
 
 
-def test_the_largest_manifest_of_an_index_is_a_record() -> None:
+def test_largest_manifest_with_an_index_fits_a_record() -> None:
     chunk = ChunkRef(partition=2**31 - 1, offset=2**53, bytes=MAX_RECORD_BYTES, digest=NO_BASE)
     first = FirstChunk(partition=2**31 - 1, offset=2**53)
     manifest = bare(
@@ -76,7 +76,7 @@ def test_the_largest_manifest_of_an_index_is_a_record() -> None:
 
 
 @given(SHAPES, DTYPE, st.integers(1, 5), st.booleans(), st.integers(0, 2**32 - 1))
-def test_what_is_published_is_believed(
+def test_published_version_is_accepted(
     shapes: dict[str, tuple[int, ...]], dtype: str, parts: int, delta: bool, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
@@ -97,7 +97,9 @@ def test_what_is_published_is_believed(
 
 
 @given(SHAPES.filter(lambda shapes: any(np.prod(shape) > 0 for shape in shapes.values())), st.integers(1, 4), st.data())
-def test_any_broken_tiling_is_refused(shapes: dict[str, tuple[int, ...]], parts: int, data: st.DataObject) -> None:
+def test_every_incomplete_tiling_is_refused(
+    shapes: dict[str, tuple[int, ...]], parts: int, data: st.DataObject
+) -> None:
     """A slice moved, resized, left out, or put in twice; the manifest is whole in every other respect."""
     manifest = two_versions(shapes, parts)[1]
     number = data.draw(st.integers(0, len(manifest.slices) - 1))
@@ -128,7 +130,7 @@ def test_any_broken_tiling_is_refused(shapes: dict[str, tuple[int, ...]], parts:
     ("parts", "change"),
     [(1, {"row_start": 1}), (1, {"row_start": 0}), (2, {"column_start": 0}), (2, {"column_start": 3})],
 )
-def test_an_overlap_does_not_make_up_for_a_hole(parts: int, change: dict[str, object]) -> None:
+def test_overlap_does_not_compensate_for_a_gap(parts: int, change: dict[str, object]) -> None:
     manifest, _ = two_versions({"a": (4, 8)}, parts)
     assert len(manifest.slices) == 2
     assert refusal_of(with_slice(manifest, 1, **change), {"a": (4, 8)}) is Refusal.BAD_TILING
@@ -216,7 +218,7 @@ def without_first_tensor(manifest: WeightManifest) -> WeightManifest:
         (manifest_with(base_version=-1), Refusal.WRONG_BASE),
     ],
 )
-def test_a_manifest_that_does_not_fit_the_model_is_refused(change: Change, refusal: Refusal | None) -> None:
+def test_manifest_unlike_the_model_is_refused(change: Change, refusal: Refusal | None) -> None:
     shapes = {"a": (4, 8), "b": (4, 8)}
     anchor, delta = two_versions(shapes)
     assert [len(manifest.slices) for manifest in (anchor, delta)] == [4, 4]
@@ -229,7 +231,7 @@ def test_a_manifest_that_does_not_fit_the_model_is_refused(change: Change, refus
     [("name", "t" * 513), ("shape", (1,) * 9), ("dtype", "t" * 33)],
     ids=lambda value: str(value)[:8],
 )
-def test_a_tensor_beyond_the_bounds_of_a_record_is_not_decoded(field: str, value: object) -> None:
+def test_tensor_beyond_the_record_bounds_is_not_decoded(field: str, value: object) -> None:
     anchor, _ = two_versions({"a": (4, 8)})
     with pytest.raises(RecordError):
         decode(WeightManifest, msgspec.msgpack.encode(first_tensor(**{field: value})(anchor)))
@@ -239,7 +241,7 @@ def with_digest(manifest: WeightManifest, digest: bytes) -> WeightManifest:
     return msgspec.structs.replace(manifest, digest=digest)
 
 
-def test_a_payload_is_as_long_as_its_slice_allows() -> None:
+def test_payload_is_no_longer_than_its_slice_allows() -> None:
     """That of an anchor is dense; that of a delta is no longer; without one, nothing changed."""
     shapes = {"a": (4, 8)}
     anchor, delta = two_versions(shapes)
@@ -277,7 +279,7 @@ def test_a_payload_is_as_long_as_its_slice_allows() -> None:
         {"chunks": (ChunkRef(partition=0, offset=0, bytes=0, digest=NO_BASE),) * 4097},
     ],
 )
-def test_a_manifest_beyond_the_bounds_of_a_record_is_not_decoded(change: dict[str, object]) -> None:
+def test_manifest_beyond_the_record_bounds_is_not_decoded(change: dict[str, object]) -> None:
     anchor, _ = two_versions({"a": (4, 8)})
     broken = msgspec.structs.replace(
         anchor, slices=(msgspec.structs.replace(anchor.slices[0], **change), *anchor.slices[1:])
@@ -286,7 +288,7 @@ def test_a_manifest_beyond_the_bounds_of_a_record_is_not_decoded(change: dict[st
         decode(WeightManifest, msgspec.msgpack.encode(broken))
 
 
-def test_the_digest_of_a_version_tells_names_places_and_contents_apart() -> None:
+def test_version_digest_depends_on_names_locations_and_contents() -> None:
     anchor, delta = two_versions({"a": (4, 8), "b": (4, 8)})
     others = [
         delta,
@@ -314,7 +316,7 @@ def test_the_digest_of_a_version_tells_names_places_and_contents_apart() -> None
         ({"payload": bytes(16) + b"x"}, Refusal.WRONG_DIGEST),
     ],
 )
-def test_a_chunk_is_what_the_manifest_says_or_refused(change: dict[str, object], refusal: Refusal | None) -> None:
+def test_chunk_unlike_its_manifest_is_refused(change: dict[str, object], refusal: Refusal | None) -> None:
     manifest = Shelf().store({"a": torch.zeros(4)}, 1)
     (ref,) = manifest.slices[0].chunks
     assert ref.digest == digest_of(bytes(17))
@@ -341,9 +343,7 @@ def test_a_chunk_is_what_the_manifest_says_or_refused(change: dict[str, object],
         ("float32", "auto", True),
     ],
 )
-def test_what_the_engine_cannot_hold_is_refused_before_anything_is_fetched(
-    wire: str, engine: str | None, held: bool
-) -> None:
+def test_version_unfit_for_the_engine_is_refused_before_any_fetch(wire: str, engine: str | None, held: bool) -> None:
     """`auto` is what the engine alone can tell."""
     manifest = Shelf().store({"a": torch.zeros(4, dtype=TORCH_DTYPES[wire])}, 1)
     if held:

@@ -106,7 +106,7 @@ def pair_of(drawn: dict[str, Any]) -> tuple[Words, Words, str]:
 @pytest.mark.slow
 @settings(max_examples=400)
 @given(PAIRS)
-def test_what_was_encoded_comes_back_bit_for_bit_and_is_never_larger_than_dense(drawn: dict[str, Any]) -> None:
+def test_payload_round_trips_bit_for_bit_and_is_never_larger_than_dense(drawn: dict[str, Any]) -> None:
     old, new, dtype = pair_of(drawn)
     olds, news = old.tobytes(), new.tobytes()
     payload = encode(old, new, dtype)
@@ -120,7 +120,7 @@ def test_what_was_encoded_comes_back_bit_for_bit_and_is_never_larger_than_dense(
 
 @settings(max_examples=300)
 @given(PAIRS)
-def test_a_delta_is_exact_even_where_dense_is_smaller_and_fits_what_was_set_aside_for_it(drawn: dict[str, Any]) -> None:
+def test_delta_larger_than_dense_is_exact_and_fits_its_buffer(drawn: dict[str, Any]) -> None:
     old, new, dtype = pair_of(drawn)
     form = FORMATS[dtype]
     payload = codec._encode_delta(old, new, form)
@@ -136,7 +136,7 @@ def test_a_delta_is_exact_even_where_dense_is_smaller_and_fits_what_was_set_asid
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1)), max_size=40), st.data())
-def test_any_few_words_come_back(pairs: list[tuple[int, int]], data: st.DataObject) -> None:
+def test_any_few_words_round_trip(pairs: list[tuple[int, int]], data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(["bfloat16", "float16"]))
     old = np.array([pair[0] for pair in pairs], dtype=np.uint16)
     new = np.array([pair[1] for pair in pairs], dtype=np.uint16)
@@ -144,7 +144,7 @@ def test_any_few_words_come_back(pairs: list[tuple[int, int]], data: st.DataObje
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_kind_of_number_becomes_every_other(dtype: str) -> None:
+def test_every_float_class_can_change_to_every_other(dtype: str) -> None:
     words = np.array(special_words(dtype), dtype=FORMATS[dtype].word)
     old, new = np.repeat(words, len(words)), np.tile(words, len(words))
     assert decode(old, encode(old, new, dtype), dtype).tobytes() == new.tobytes()
@@ -153,7 +153,7 @@ def test_every_kind_of_number_becomes_every_other(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("changed", [slice(0, 3000), slice(-3000, None), slice(400_000, 400_001)])
-def test_a_long_stretch_without_changes_is_exact_and_nearly_free(dtype: str, changed: slice) -> None:
+def test_long_unchanged_range_is_exact_and_nearly_free(dtype: str, changed: slice) -> None:
     """All weights have one exponent, and the changes lie together: what follows them codes to zero bytes alone."""
     old = old_words("one exponent", dtype, 1_000_000, np.random.default_rng(1))
     for more in (0, 100_000):
@@ -180,7 +180,7 @@ def test_few_changes_cost_about_their_entropy(share: float) -> None:
     assert len(payload) <= 1.15 * floor_bytes + 64
 
 
-def test_a_slice_that_is_as_it_was_costs_its_head() -> None:
+def test_unchanged_slice_costs_only_its_header() -> None:
     old = old_words("weights", "bfloat16", 100_000, np.random.default_rng(5))
     assert len(encode(old, old, "bfloat16")) < 16
 
@@ -204,7 +204,7 @@ def test_a_slice_that_is_as_it_was_costs_its_head() -> None:
         codec._HEAD.pack(codec.DELTA, 1, 0, 0) + b"\x00",
     ],
 )
-def test_no_payload_of_four_words_is_a_codec_error(payload: bytes) -> None:
+def test_invalid_payload_raises_a_codec_error(payload: bytes) -> None:
     old = np.arange(4, dtype=np.uint16)
     with pytest.raises(CodecError):
         decode(old, payload, "bfloat16")
@@ -213,7 +213,7 @@ def test_no_payload_of_four_words_is_a_codec_error(payload: bytes) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["weights", "one exponent", "noise"])
-def test_a_payload_that_lacks_much_of_its_end_is_refused_or_decodes_to_something_else(kind: str, dtype: str) -> None:
+def test_truncated_payload_is_refused_or_decodes_differently(kind: str, dtype: str) -> None:
     random = np.random.default_rng(3)
     old = old_words(kind, dtype, 4000, random)
     new = new_words(old, "here and there", "by an ulp", dtype, random)
@@ -267,7 +267,7 @@ def malformed(payload: bytes, other: bytes, random: np.random.Generator) -> Iter
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_whatever_the_bytes_decoding_ends_within_its_memory_and_leaves_the_old_words_alone() -> None:
+def test_decoding_of_any_bytes_is_bounded_and_leaves_the_base_words_unchanged() -> None:
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     random = np.random.default_rng(seed)
@@ -306,7 +306,7 @@ def test_whatever_the_bytes_decoding_ends_within_its_memory_and_leaves_the_old_w
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("code", [1, 60, hazard.LIGHT_CODES - 1, hazard.HEAVY_CODE])
 @pytest.mark.parametrize("byte", [0x00, 0x01, 0x7F, 0xFF])
-def test_a_million_promised_events_end_soon(code: int, byte: int) -> None:
+def test_decoding_of_a_million_declared_events_ends_soon(code: int, byte: int) -> None:
     """With work in proportion to words times events this would take hours."""
     old = np.full(1_000_000, 0x3F80, dtype=np.uint16)
     for events in (1, len(old) // 2, len(old)):

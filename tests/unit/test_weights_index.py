@@ -72,7 +72,7 @@ def said(manifest: WeightManifest) -> WeightManifest:
 
 
 @given(st.integers(40, 2000))
-def test_what_was_sealed_is_opened(chunk_bytes: int) -> None:
+def test_sealed_index_can_be_opened(chunk_bytes: int) -> None:
     manifest, topic = small(), Shelf()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manifests, "INLINE_BYTES", 0)
@@ -83,14 +83,14 @@ def test_what_was_sealed_is_opened(chunk_bytes: int) -> None:
     assert said(read_index(decode(WeightManifest, encode(written)), topic.fetch)) == said(manifest)
 
 
-def test_what_fits_its_record_has_no_index() -> None:
+def test_manifest_that_fits_a_record_has_no_index() -> None:
     topic = Shelf()
     written = write_index(small(), topic)
     assert not topic.chunks
     assert said(written) == said(small())
 
 
-def test_a_model_of_many_experts_fits_a_record() -> None:
+def test_model_of_many_experts_fits_a_record() -> None:
     manifest, topic = large(30_000), Shelf()
     written = write_index(manifest, topic)
     assert len(encode(written)) < INLINE_BYTES
@@ -98,13 +98,13 @@ def test_a_model_of_many_experts_fits_a_record() -> None:
     assert said(read_index(written, topic.fetch)) == said(manifest)
 
 
-def test_a_model_of_more_tensors_than_a_record_ever_held_fits_too() -> None:
+def test_model_of_a_trillion_parameters_fits_an_index() -> None:
     """A trillion parameters have 69,120 tensors of experts."""
     manifest, topic = large(69_120), Shelf()
     assert said(read_index(write_index(manifest, topic), topic.fetch)) == said(manifest)
 
 
-def test_the_names_of_files_count_in_what_a_record_holds() -> None:
+def test_file_names_count_toward_the_record_size() -> None:
     """Of as many ranks as there may be, each with a file: they leave no room for what would fit alone."""
     topic, alone = Shelf(), large(2_500)
     manifest = msgspec.structs.replace(alone, files=("anchor-" + "f" * 190,) * 4096)
@@ -135,7 +135,7 @@ BEYOND: dict[str, Callable[[WeightManifest], WeightManifest]] = {
 
 @pytest.mark.parametrize("beyond", BEYOND.values(), ids=BEYOND.keys())
 @pytest.mark.parametrize("inline_bytes", [0, 2**40])
-def test_what_no_reader_would_take_is_not_put_anywhere(
+def test_index_refused_by_readers_is_not_stored(
     beyond: Callable[[WeightManifest], WeightManifest], inline_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifests, "INLINE_BYTES", inline_bytes)
@@ -145,7 +145,7 @@ def test_what_no_reader_would_take_is_not_put_anywhere(
     assert not topic.chunks
 
 
-def test_an_index_of_more_chunks_than_a_manifest_may_name_is_not_put_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_with_too_many_chunks_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, topic = large(20_000), Shelf()
     assert write_index(manifest, topic).index
     size = sum(len(chunk.payload) for chunk in topic.chunks.values())
@@ -156,7 +156,7 @@ def test_an_index_of_more_chunks_than_a_manifest_may_name_is_not_put_anywhere(mo
     assert not topic.chunks
 
 
-def test_it_says_where_what_it_needs_begins() -> None:
+def test_index_names_the_first_offset_that_it_needs() -> None:
     manifest, topic = large(6), Shelf()
     assert write_index(manifest, topic).first == tuple(FirstChunk(partition=each, offset=100) for each in range(4))
     in_store = msgspec.structs.replace(manifest, files=("anchor-m.1.0",))
@@ -179,7 +179,7 @@ def test_it_says_where_what_it_needs_begins() -> None:
         ("no index", Refusal.WRONG_CHUNK),
     ],
 )
-def test_a_broken_index_is_refused(harm: str, refusal: Refusal) -> None:
+def test_broken_index_is_refused(harm: str, refusal: Refusal) -> None:
     topic = Shelf()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manifests, "INLINE_BYTES", 0)
@@ -207,7 +207,7 @@ def test_a_broken_index_is_refused(harm: str, refusal: Refusal) -> None:
 
 
 @given(st.binary(max_size=400))
-def test_no_bytes_of_an_index_do_more_than_be_refused(payload: bytes) -> None:
+def test_altered_index_bytes_are_refused_without_other_effect(payload: bytes) -> None:
     topic = Shelf()
     stored = topic.put(WeightChunk(model_id="m", version=1, tensor=":index", part=0, payload=payload))
     manifest = msgspec.structs.replace(small(), tensors=(), slices=(), index=(stored.ref(),))
@@ -225,9 +225,7 @@ def test_no_bytes_of_an_index_do_more_than_be_refused(payload: bytes) -> None:
     ],
     ids=["name", "shape", "slices", "tensors"],
 )
-def test_tensors_that_no_reader_would_take_are_refused_before_any_of_them_is_put(
-    specs: list[TensorSpec], slices: int
-) -> None:
+def test_tensors_refused_by_readers_are_refused_before_any_is_stored(specs: list[TensorSpec], slices: int) -> None:
     check_layout([TensorSpec(name="t", shape=(1,), dtype="float32")] * MAX_TENSORS, MAX_SLICES)
     with pytest.raises(LayoutError, match=r"^no receiver would take these tensors: \S"):
         check_layout(specs, slices)

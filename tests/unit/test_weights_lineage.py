@@ -61,12 +61,12 @@ CHAIN = ((1, None), (2, 1), (3, 2), (5, None), (6, 5), (8, 6))
     ("held", "path"),
     [(None, [5, 6, 8]), (3, [5, 6, 8]), (5, [6, 8]), (6, [8]), (8, None), (9, None), (7, [5, 6, 8])],
 )
-def test_the_newest_is_reached_from_what_is_held_or_from_an_anchor(held: int | None, path: list[int] | None) -> None:
+def test_newest_version_is_reached_from_the_held_version_or_an_anchor(held: int | None, path: list[int] | None) -> None:
     assert versions(lineage_of(*CHAIN, held=held).next_path()) == path
     assert versions(lineage_of(*CHAIN[::-1], held=held).next_path()) == path
 
 
-def test_the_cheaper_of_two_ways_is_tried_first() -> None:
+def test_cheaper_of_two_paths_is_tried_first() -> None:
     lineage = lineage_of((1, None), (2, 1), (3, 2), held=1)
     assert versions(lineage.next_path()) == [2, 3]
     lineage.on_manifest(manifest(3), 9)
@@ -75,7 +75,7 @@ def test_the_cheaper_of_two_ways_is_tried_first() -> None:
     assert versions(dear.next_path()) == [4]
 
 
-def test_without_a_link_the_next_best_is_taken() -> None:
+def test_next_best_version_is_taken_if_a_delta_is_missing() -> None:
     lineage = lineage_of((1, None), (2, 1), (4, 3), (5, 4))
     assert versions(lineage.next_path()) == [1, 2]
     assert follow(lineage, {}) == [[1, 2]]
@@ -85,11 +85,11 @@ def test_without_a_link_the_next_best_is_taken() -> None:
 
 
 @pytest.mark.parametrize("links", [((1, 1),), ((1, 2), (2, 1)), ((1, 3), (2, 1), (3, 2))])
-def test_versions_that_build_on_each_other_in_a_circle_lead_nowhere(links: tuple[tuple[int, int | None], ...]) -> None:
+def test_cyclic_versions_give_no_path(links: tuple[tuple[int, int | None], ...]) -> None:
     assert lineage_of(*links).next_path() is None
 
 
-def test_a_later_epoch_is_newer_whatever_the_number_and_builds_on_its_own() -> None:
+def test_later_epoch_is_newer_at_any_number_and_has_its_own_chain() -> None:
     lineage = lineage_of((9, None), (10, 9), held=10)
     lineage.on_manifest(manifest(12, 10, epoch=1), 5)
     assert lineage.next_path() is None, "what it builds on is of another epoch"
@@ -108,7 +108,7 @@ def test_a_later_epoch_is_newer_whatever_the_number_and_builds_on_its_own() -> N
         (Refusal.WRONG_RESULT, [[3], [0, 1, 2, 3]]),
     ],
 )
-def test_a_broken_delta_costs_one_anchor_at_most_until_the_next(refusal: Refusal, expected: list[list[int]]) -> None:
+def test_broken_delta_costs_at_most_one_anchor_until_the_next(refusal: Refusal, expected: list[list[int]]) -> None:
     """None where no other way to it can be better; one where what is held may be to blame, and not one at a version."""
     lineage = lineage_of((0, None), (1, 0), (2, 1), held=2)
     tried = []
@@ -121,7 +121,7 @@ def test_a_broken_delta_costs_one_anchor_at_most_until_the_next(refusal: Refusal
     assert follow(lineage, {}) == [[9, 10]]
 
 
-def test_if_what_is_held_was_to_blame_the_anchor_mends_it() -> None:
+def test_anchor_repairs_a_corrupt_held_version() -> None:
     lineage = lineage_of((0, None), (1, 0), (2, 1), (3, 2), held=2)
     tried = follow(lineage, {3: Refusal.WRONG_RESULT}, upon_held_only=True)
     assert tried == [[3], [0, 1, 2, 3]]
@@ -130,19 +130,19 @@ def test_if_what_is_held_was_to_blame_the_anchor_mends_it() -> None:
     assert follow(lineage, {}) == [[4]]
 
 
-def test_of_a_path_that_ends_early_what_was_reached_is_held() -> None:
+def test_last_reached_version_of_an_interrupted_path_is_held() -> None:
     lineage = lineage_of((0, None), (1, 0), (2, 1), (3, 2))
     assert follow(lineage, {2: Refusal.WRONG_CHUNK}) == [[0, 1, 2, 3]]
     assert lineage.held == (0, 1)
 
 
-def test_a_broken_anchor_gives_way_to_the_one_before() -> None:
+def test_broken_anchor_falls_back_to_the_previous_anchor() -> None:
     lineage = lineage_of((0, None), (1, 0), (2, None), (3, 2))
     assert follow(lineage, {2: Refusal.MISSING_CHUNK}) == [[2, 3], [0, 1]]
     assert lineage.held == (0, 1)
 
 
-def test_a_version_that_is_stored_whole_again_is_not_taken_twice_and_may_be_joined_from() -> None:
+def test_republished_anchor_is_not_applied_twice_and_starts_new_paths() -> None:
     lineage = lineage_of((0, None), (1, 0), (1, None), held=1)
     assert lineage.next_path() is None
     lineage.on_manifest(manifest(2, 1), 9)
@@ -151,7 +151,7 @@ def test_a_version_that_is_stored_whole_again_is_not_taken_twice_and_may_be_join
     assert versions(joiner.next_path()) == [1, 2]
 
 
-def test_what_no_later_path_can_need_is_forgotten() -> None:
+def test_versions_needed_by_no_later_path_are_forgotten() -> None:
     lineage = lineage_of(*CHAIN)
     lineage.on_taken(Placed(manifest(6, 5), 4))
     assert sorted(lineage.versions) == [(0, 5), (0, 6), (0, 8)]
@@ -161,9 +161,7 @@ def test_what_no_later_path_can_need_is_forgotten() -> None:
 
 @pytest.mark.slow
 @given(st.integers(1, 30), st.one_of(st.none(), st.integers(0, 50)))
-def test_who_can_take_nothing_remembers_no_more_than_a_chain_and_what_it_holds(
-    anchor_every: int, first_bad: int | None
-) -> None:
+def test_receiver_without_usable_versions_remembers_a_bounded_chain(anchor_every: int, first_bad: int | None) -> None:
     lineage = Lineage()
     for version in range(120):
         lineage.on_manifest(manifest(version, None if version % anchor_every == 0 else version - 1), version)
@@ -174,7 +172,7 @@ def test_who_can_take_nothing_remembers_no_more_than_a_chain_and_what_it_holds(
         assert len(lineage.versions) <= 2 * anchor_every
 
 
-def test_what_failed_is_not_tried_again_when_it_is_learned_again() -> None:
+def test_failed_version_is_not_retried_when_announced_again() -> None:
     lineage = lineage_of((0, None), (1, None))
     assert follow(lineage, dict.fromkeys((0, 1), Refusal.WRONG_DTYPE)) == [[1], [0]]
     lineage.forget_useless()
@@ -184,7 +182,7 @@ def test_what_failed_is_not_tried_again_when_it_is_learned_again() -> None:
     assert lineage.next_path() is None
 
 
-def test_a_failure_that_is_remembered_holds_nothing_of_the_attempt() -> None:
+def test_remembered_failure_holds_no_memory_of_the_attempt() -> None:
     lineage = lineage_of((0, None))
     path = lineage.next_path()
     assert path is not None
@@ -271,7 +269,7 @@ LINKS = st.tuples(
 @given(st.lists(LINKS, max_size=25), st.lists(st.booleans(), max_size=25))
 @example([(9, None, 0, None), (10, None, 0, Refusal.MISSING_CHUNK), (10, 1, 0, None)], [True])
 @example([(6, None, 0, None), (7, None, 0, None), (8, 2, 0, None), (9, 2, 0, Refusal.MISSING_CHUNK)], [])
-def test_whatever_the_log_the_best_version_that_can_be_proven_is_held(
+def test_best_provable_version_is_held_for_any_log(
     links: list[tuple[int, int | None, int, Refusal | None]], looks: list[bool]
 ) -> None:
     world = World()
@@ -286,7 +284,7 @@ def test_whatever_the_log_the_best_version_that_can_be_proven_is_held(
 
 
 @given(st.integers(1, 30), st.integers(1, 6), st.sampled_from(sorted(BASE_REFUSALS | {Refusal.MISSING_CHUNK}, key=str)))
-def test_one_break_in_an_honest_chain_costs_one_anchor_at_most(at: int, anchor_every: int, fault: Refusal) -> None:
+def test_one_broken_version_costs_at_most_one_anchor(at: int, anchor_every: int, fault: Refusal) -> None:
     """Whoever follows version by version: besides the anchors that are due, one more at most."""
     world = World()
     for version in range(40):
@@ -297,7 +295,7 @@ def test_one_break_in_an_honest_chain_costs_one_anchor_at_most(at: int, anchor_e
     assert world.lineage.held == world.best()
 
 
-def test_what_is_newest_and_why_it_is_not_taken() -> None:
+def test_newest_version_is_reported_with_the_reason_of_its_refusal() -> None:
     lineage = lineage_of((0, None), (1, 0), (2, 1))
     assert lineage.newest is not None
     assert lineage.newest.manifest.version == 2

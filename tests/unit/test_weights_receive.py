@@ -18,7 +18,7 @@ NO_READER = cast(Reader, None)
 """Of chunks: what is refused for its words is not fetched."""
 
 
-def test_whoever_sees_that_versions_were_refused_finds_why_the_newest_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_versions_come_with_the_reason_of_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = BusSettings("127.0.0.1:1", "", {})
     receiver = WeightReceiver(settings, make_trust(settings, "m", WeightsConfig()), shapes={"w": (2, 2)})
     told: list[tuple[int, str] | None] = []
@@ -38,7 +38,7 @@ def test_whoever_sees_that_versions_were_refused_finds_why_the_newest_was(monkey
     assert receiver.refused_newest is not None and receiver.refused_newest[0] == 2
 
 
-def test_what_the_user_says_of_fetches_holds_for_chunks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_settings_of_the_user_apply_to_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
     def reader(settings: BusSettings, client_id: str, **other: object) -> SimpleNamespace:

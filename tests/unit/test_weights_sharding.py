@@ -58,7 +58,7 @@ def ranks_of(size: int, stages: int, *, layers: int, key_value_heads: int, tied:
 @pytest.mark.parametrize("key_value_heads", [1, 2, 8])
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_the_ranks_of_an_engine_want_all_of_the_model(size: int, stages: int, key_value_heads: int, tied: bool) -> None:
+def test_shards_of_all_ranks_cover_the_model(size: int, stages: int, key_value_heads: int, tied: bool) -> None:
     shapes = decoder(layers=3, heads=8, key_value_heads=key_value_heads, vocabulary=301, tied=tied)
     ranks = ranks_of(size, stages, layers=3, key_value_heads=key_value_heads, tied=tied)
     wanted = [shard_of(rank, shapes) for rank in ranks]
@@ -83,7 +83,7 @@ def test_the_ranks_of_an_engine_want_all_of_the_model(size: int, stages: int, ke
     tied=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_every_rank_gets_its_part_from_publishers_of_any_layout(
+def test_every_rank_gets_its_shard_from_publishers_of_any_layout(
     size: int,
     stages: int,
     key_value_heads: int,
@@ -113,7 +113,7 @@ def test_every_rank_gets_its_part_from_publishers_of_any_layout(
             assert np.array_equal(part(assembly.done.tensors[name], box), part(second[name], box)), name
 
 
-def test_a_rank_of_eight_fetches_about_an_eighth_where_columns_are_cut_too() -> None:
+def test_rank_of_eight_fetches_about_an_eighth_with_column_slices() -> None:
     shapes = decoder(layers=2, heads=8, key_value_heads=8, vocabulary=512, tied=False)
     tensors = random_tensors(shapes, torch.bfloat16, np.random.default_rng(0))
     shelf = Shelf()

@@ -24,23 +24,23 @@ def numbering_of(*manifests: WeightManifest) -> VersionNumbers:
     return numbering
 
 
-def test_an_empty_log_begins_at_0() -> None:
+def test_empty_log_starts_at_version_0() -> None:
     assert (numbering_of().next_version, numbering_of().epoch, numbering_of().newest) == (0, 0, None)
 
 
-def test_what_comes_next_is_above_all_of_every_run() -> None:
+def test_next_version_is_above_the_versions_of_every_run() -> None:
     numbering = numbering_of(manifest(3), manifest(9, run=OTHER), manifest(5))
     assert numbering.newest == manifest(5)
     assert numbering.next_version == 10
 
 
-def test_the_newest_is_of_the_highest_epoch_and_of_two_the_later() -> None:
+def test_newest_version_has_the_highest_epoch_and_then_the_latest_order() -> None:
     numbering = numbering_of(manifest(9), manifest(10, epoch=1), manifest(11), manifest(10, epoch=1, digest=1))
     assert numbering.newest == manifest(10, epoch=1, digest=1)
     assert (numbering.epoch, numbering.next_version) == (1, 12)
 
 
-def test_who_goes_back_is_newer_than_all_before() -> None:
+def test_rolled_back_trainer_publishes_newer_versions_than_all_before() -> None:
     numbering = numbering_of(manifest(10))
     with pytest.raises(VersionTaken, match="up to 10 all numbers are taken on the log"):
         numbering.check(6, bytes(16))
@@ -51,14 +51,14 @@ def test_who_goes_back_is_newer_than_all_before() -> None:
     assert numbering.newest.order > manifest(10).order
 
 
-def test_who_goes_on_from_what_the_log_has_lost_is_newer_than_that_too() -> None:
+def test_trainer_resumed_on_a_lost_log_publishes_newer_versions() -> None:
     for numbering in (numbering_of(), numbering_of(manifest(3))):
         assert (numbering.begin_epoch(epoch=2, version=10), numbering.epoch) == (11, 3)
     numbering = numbering_of(manifest(20, epoch=4))
     assert (numbering.begin_epoch(epoch=2, version=10), numbering.epoch) == (21, 5)
 
 
-def test_the_newest_may_be_stored_whole_again_and_nothing_else() -> None:
+def test_only_the_newest_version_may_be_republished_as_an_anchor() -> None:
     numbering = numbering_of(manifest(4), manifest(5, digest=7))
     numbering.check(5, bytes([7]) * 16)
     for version, digest in ((5, bytes(16)), (4, bytes(16))):
@@ -70,7 +70,7 @@ def test_the_newest_may_be_stored_whole_again_and_nothing_else() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, MOST), st.integers(0, MOST), st.sampled_from([RUN, OTHER])), max_size=20))
-def test_no_number_on_the_log_brings_a_publisher_to_an_end(found: list[tuple[int, int, str]]) -> None:
+def test_no_version_number_on_the_log_exhausts_a_publisher(found: list[tuple[int, int, str]]) -> None:
     numbering = numbering_of(*(manifest(version, epoch=epoch, run=run) for version, epoch, run in found))
     for _ in range(3):
         numbering.take(manifest(numbering.begin_epoch(), epoch=numbering.epoch))
@@ -82,7 +82,7 @@ def test_no_number_on_the_log_brings_a_publisher_to_an_end(found: list[tuple[int
 
 
 @given(st.lists(st.sampled_from(["next", "back", "again"]), max_size=30))
-def test_numbers_and_orders_only_rise(deeds: list[str]) -> None:
+def test_version_numbers_and_orders_only_increase(deeds: list[str]) -> None:
     numbering, orders, numbers = VersionNumbers(), [(-1, -1)], set[int]()
     for deed in deeds:
         newest = numbering.newest
