@@ -45,7 +45,7 @@ def printed(program: Callable[[], None], *line: str, capsys: pytest.CaptureFixtu
     return status, capsys.readouterr().out
 
 
-def test_what_is_told_is_one_object_or_for_people_and_kept_in_a_file(
+def test_bench_output_is_one_json_object_or_text_and_is_kept_in_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tell([CHECK], broker="embedded", file="-")
@@ -56,12 +56,12 @@ def test_what_is_told_is_one_object_or_for_people_and_kept_in_a_file(
     assert (tmp_path / "found").read_text() == whole
 
 
-def test_a_bound_that_is_missed_by_little_is_seen_to_be() -> None:
+def test_bound_missed_by_a_little_is_shown_as_missed() -> None:
     assert "0.1032 of a core (at most 0.1: MISSED)" in str(Check("share", 0.1032, "of a core", 0.1, "max", ""))
     assert "7,560.00 turns/s (at least 5,000: met)" in str(Check("router", 7560.0, "turns/s", 5_000, "min", ""))
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+def test_unwritable_output_file_is_refused_before_any_measurement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parser = options("about")
@@ -73,14 +73,16 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
         assert f"{file} cannot be written: name a file" in capsys.readouterr().err
 
 
-def test_a_router_that_was_sent_fewer_heartbeats_than_its_fleet_sends_costs_no_less() -> None:
+def test_router_cost_is_not_lowered_by_missing_heartbeats() -> None:
     whole = heartbeats.share(1.0, 10_000, 1_000, 4, {})
     assert whole.value == 0.125 and whole.details["microseconds a heartbeat"] == 100.0
     assert heartbeats.share(0.5, 5_000, 1_000, 4, {}).value == whole.value
     assert not heartbeats.share(0.01, 0, 1_000, 4, {}).met, "none was measured"
 
 
-def test_storms_tell_one_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_storm_bench_prints_one_json_object(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def blown(seed: int, _shape: Shape, *, leaves: int) -> Report:
         assert not leaves
         return Report(seed, "embedded", Path(), breaches=["lost"] * (seed == 8))
@@ -93,7 +95,7 @@ def test_storms_tell_one_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert status == 0 and said.startswith("1 storms, 1 clean")
 
 
-def test_a_clean_storm_that_misses_a_bound_is_told_by_the_status(
+def test_storm_that_misses_a_bound_fails_by_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KAFKA_HOME", "somewhere")
@@ -108,13 +110,13 @@ def test_a_clean_storm_that_misses_a_bound_is_told_by_the_status(
     assert status == 1 and said.startswith("1 storms, 1 clean")
 
 
-def test_who_leaves_when_a_storm_is_over_was_not_asked_to_in_it() -> None:
+def test_departures_after_the_storm_do_not_count_as_requested_in_it() -> None:
     few = Report(7, "kafka", Path(), faults=Counter({"leave router": 20, "leave trainer": 3}), left=Counter({0: 33}))
     found = {check.name: check for check in storm.checks_of([few], leaves=30)}
     assert found["asked to leave while it blew"].value == 23 and not found["asked to leave while it blew"].met
 
 
-def test_demos_tell_one_object(
+def test_demo_bench_prints_one_json_object(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = configured([], 0).run_folder.name

@@ -56,7 +56,7 @@ class StartedAgain:
         return SimpleNamespace(topics={topic: SimpleNamespace(error=None, partitions={0: None})})
 
 
-def test_a_topic_that_is_listed_is_not_missing_though_its_leader_has_not_heard_of_it() -> None:
+def test_listed_topic_is_not_missing_while_its_leader_does_not_know_it() -> None:
     broker = StartedAgain(answers_at=PROPAGATION_SECONDS + 0.5)
     assert watermarks_of(broker, TopicPartition("there", 0)) == (3, 7)
     with pytest.raises(TopicMissing):
@@ -74,13 +74,13 @@ def test_a_topic_that_is_listed_is_not_missing_though_its_leader_has_not_heard_o
         {"no.such.setting": "1"},
     ],
 )
-def test_settings_that_no_client_can_be_made_of_are_refused_in_a_sentence(properties: dict[str, str]) -> None:
+def test_settings_invalid_for_a_client_are_refused_in_one_sentence(properties: dict[str, str]) -> None:
     settings = BusSettings(NOBODY.bootstrap, properties=properties)
     with pytest.raises(UsageError, match="refuses its settings"):
         Writer(settings, "test", transactional_id="test")
 
 
-def test_settings_that_no_reader_can_be_made_of_are_refused_in_a_sentence() -> None:
+def test_settings_invalid_for_a_reader_are_refused_in_one_sentence() -> None:
     settings = BusSettings(NOBODY.bootstrap, properties={"receive.message.max.bytes": "1000"})
     with pytest.raises(UsageError, match=r"refuses its settings.*receive\.message"):
         Reader(settings, "test")
@@ -120,7 +120,7 @@ class Leaders:
         (Leaders(refuses=0), 2, ["all", "meanwhile", "one", "meanwhile", "one"]),
     ],
 )
-def test_ends_are_asked_for_at_once_and_one_by_one_where_a_leader_does_not_tell(
+def test_end_offsets_are_queried_in_one_call_and_singly_if_a_leader_is_silent(
     leaders: Leaders, partitions: int, questions: list[str]
 ) -> None:
     wanted = [TopicPartition("topic", each) for each in range(partitions)]
@@ -137,7 +137,7 @@ def test_ends_are_asked_for_at_once_and_one_by_one_where_a_leader_does_not_tell(
         ({"delivery.timeout.ms": "5000"}, "message.timeout.ms = 5000"),
     ],
 )
-def test_what_the_user_gives_wins_by_any_of_its_names(given: dict[str, str], means: str) -> None:
+def test_user_setting_overrides_the_default_under_any_alias(given: dict[str, str], means: str) -> None:
     heard = Words()
     logger = logging.Logger("client", logging.DEBUG)
     logger.addHandler(heard)
@@ -148,14 +148,14 @@ def test_what_the_user_gives_wins_by_any_of_its_names(given: dict[str, str], mea
     until(lambda: client.poll(0.0) or any(said.endswith(means) for said in heard.said))
 
 
-def test_a_question_for_offsets_whose_time_is_over_waits_no_more() -> None:
+def test_offset_query_past_its_deadline_does_not_wait() -> None:
     reader = Reader(NOBODY, "test", group="test")
     with pytest.raises(BusError):
         reader.committed([(PROMPTS, 0)], seconds=-1.0)
     reader.close()
 
 
-def test_a_writer_that_is_closed_is_freed_with_what_it_could_not_store() -> None:
+def test_closed_writer_is_freed_with_its_unstored_records() -> None:
     """One that is not is held by its own reports of delivery, with its threads and connections."""
     writer = Writer(NOBODY, "test")
     for _ in range(10):
@@ -167,7 +167,7 @@ def test_a_writer_that_is_closed_is_freed_with_what_it_could_not_store() -> None
     assert left() is None
 
 
-def test_a_writer_that_is_closed_does_not_wait_for_the_threads_of_brokers(capfd: pytest.CaptureFixture[str]) -> None:
+def test_closing_a_writer_does_not_wait_for_broker_threads(capfd: pytest.CaptureFixture[str]) -> None:
     """One may be held by a name server that does not answer, and who waits for it holds up the whole process."""
     said = ""
 
@@ -234,7 +234,7 @@ def drop_in_a_cycle(writer: Writer) -> None:
 
 
 @pytest.mark.parametrize("dropped", [drop, drop_after_an_error, drop_in_a_cycle])
-def test_whoever_drops_a_writer_that_was_closed_does_not_wait_for_the_end_of_its_client(
+def test_dropping_a_closed_writer_does_not_wait_for_its_client(
     dropped: Callable[[Writer], None],
 ) -> None:
     ended_on = list[str]()
@@ -247,7 +247,7 @@ def test_whoever_drops_a_writer_that_was_closed_does_not_wait_for_the_end_of_its
     assert ended_on == ["free"]
 
 
-def test_nor_does_who_could_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_that_cannot_begin_transactions_does_not_wait_for_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
     ended_on = list[str]()
     monkeypatch.setattr("rose.topics.writer.Producer", lambda _: Client(ended_on))
     monkeypatch.setattr("rose.topics.transactions.TRANSACTION_SECONDS", -1.0)
@@ -257,7 +257,7 @@ def test_nor_does_who_could_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended_on == ["free"]
 
 
-def test_a_call_of_a_transaction_that_is_to_be_made_again_has_taken_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retried_transaction_call_counts_as_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     """By these turns it is counted for how long the broker has said nothing."""
     clock, takes = Clock(), [0.0, 1.0, 0.25]
     began = clock.now
@@ -295,7 +295,7 @@ NOT_COORDINATOR = KafkaError(KafkaError.NOT_COORDINATOR, "moved", False, True)
         ([NOT_COORDINATOR] * 1000, 60.0),
     ],
 )
-def test_offsets_go_to_the_next_coordinator_when_theirs_has_moved(
+def test_offsets_are_committed_to_the_new_coordinator_after_a_move(
     monkeypatch: pytest.MonkeyPatch, refusals: list[KafkaError], gone_on_for: float | None
 ) -> None:
     """librdkafka says of some refusals that the call may be made again, and leaves it at that."""
@@ -328,7 +328,7 @@ def test_offsets_go_to_the_next_coordinator_when_theirs_has_moved(
     writer.close()
 
 
-def test_a_commit_of_offsets_is_given_up_once_the_coordinator_answers_others_not_because_some_broker_does(
+def test_offset_commit_is_aborted_only_if_the_coordinator_answers_other_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     never, asked, away_for = Event(), 0, 50
@@ -364,7 +364,7 @@ def test_a_commit_of_offsets_is_given_up_once_the_coordinator_answers_others_not
         (["localhost:1", "127.0.0.1:1"], 60, "1/1 brokers are down", True),  # the lone one has two names
     ],
 )
-def test_the_first_of_several_servers_that_is_away_is_no_trouble_and_all_that_are_known_later_is(
+def test_one_unreachable_bootstrap_server_is_tolerated_and_all_brokers_are_not(
     monkeypatch: pytest.MonkeyPatch, servers: list[str], age: float, said: str, told: bool
 ) -> None:
     clock = Clock()
@@ -399,7 +399,7 @@ BROKEN_OFF = (
         ((), BrokerUnreachable, "transport failure"),
     ],
 )
-def test_who_is_not_trusted_is_told_so_whatever_else_was_heard(
+def test_authentication_failure_is_reported_before_any_other_error(
     monkeypatch: pytest.MonkeyPatch, said: tuple[KafkaError, ...], raised: type[RoseError], why: str
 ) -> None:
     class Refused:
@@ -417,14 +417,14 @@ def test_who_is_not_trusted_is_told_so_whatever_else_was_heard(
         admin.connect(NOBODY)
 
 
-def test_a_record_that_is_refused_for_its_time_is_told_with_what_to_do() -> None:
+def test_record_refused_for_its_timestamp_is_reported_with_the_fix() -> None:
     told = str(BusError("storing a record", KafkaError(KafkaError.INVALID_TIMESTAMP)))
     assert "the clock of this host is off" in told
     assert "`rose topics check`" in told
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_a_broker_that_names_places_where_nobody_answers_is_told_with_them(
+def test_unreachable_advertised_listeners_are_named_in_the_error(
     monkeypatch: pytest.MonkeyPatch, *, answers: bool
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as there, socket.socket() as nobody:

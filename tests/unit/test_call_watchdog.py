@@ -34,7 +34,7 @@ class Away:
             raise BrokerUnreachable("127.0.0.1:9")
 
 
-def test_what_never_returns_is_given_up_and_what_does_is_not() -> None:
+def test_call_that_never_returns_is_aborted_and_a_returning_call_is_not() -> None:
     never = threading.Event()
     for _ in range(50):
         soon(lambda: never.wait(0.002), lambda: None)
@@ -43,14 +43,14 @@ def test_what_never_returns_is_given_up_and_what_does_is_not() -> None:
     never.set()
 
 
-def test_a_signal_amid_a_look_does_not_make_it_endless() -> None:
+def test_signal_during_a_check_does_not_prolong_the_call() -> None:
     never = threading.Event()
     with signals_come(), pytest.raises(HungCall, match="though the broker answers others"):
         run_guarded(never.wait, CallWatchdog(lambda: None, check_seconds=0.002, seconds=0.1))
     never.set()
 
 
-def test_what_the_call_raises_is_raised() -> None:
+def test_exception_of_the_call_is_raised() -> None:
     def fail() -> None:
         raise LookupError("of its own")
 
@@ -58,7 +58,7 @@ def test_what_the_call_raises_is_raised() -> None:
         soon(fail, lambda: None)
 
 
-def test_it_waits_while_no_broker_answers_anybody_and_the_loop_does_not_count_as_hung() -> None:
+def test_call_waits_while_no_broker_answers_and_the_loop_is_not_hung() -> None:
     never, away, clock = threading.Event(), Away(), Clock()
     health = Health(clock)
     health.report("owns homes [0]")
@@ -80,7 +80,7 @@ def test_it_waits_while_no_broker_answers_anybody_and_the_loop_does_not_count_as
     never.set()
 
 
-def test_what_the_client_raises_amid_a_look_keeps_nothing_of_the_call() -> None:
+def test_exception_during_a_check_keeps_no_reference_to_the_call() -> None:
     """It never lets go of what is being handled when it raises, nor of the frames of that."""
     client, never = Producer({"bootstrap.servers": "127.0.0.1:1", "log_level": 0}), threading.Event()
 
@@ -102,7 +102,7 @@ def test_what_the_client_raises_amid_a_look_keeps_nothing_of_the_call() -> None:
     until(lambda: gc.collect() >= 0 and gone() is None)
 
 
-def test_who_is_asked_to_leave_waits_for_no_broker_that_is_away() -> None:
+def test_stopping_process_does_not_wait_for_an_unreachable_broker() -> None:
     never, away = threading.Event(), Away()
 
     def wait() -> CallWatchdog:  # asked to leave at the tenth look at which no broker answers
@@ -120,7 +120,7 @@ def test_who_is_asked_to_leave_waits_for_no_broker_that_is_away() -> None:
     never.set()
 
 
-def test_who_returns_once_the_broker_is_back_is_not_given_up_however_long_it_was_away() -> None:
+def test_call_that_returns_after_a_long_broker_outage_is_not_aborted() -> None:
     away = Away()
 
     def call() -> None:
@@ -154,13 +154,13 @@ class Slow:
             self._returned.wait()
 
 
-def test_a_call_that_returns_amid_the_last_look_is_not_given_up() -> None:
+def test_call_that_returns_during_the_last_check_is_not_aborted() -> None:
     slow = Slow(looks=2)
     run_guarded(slow.call, CallWatchdog(slow.reach, check_seconds=0.2, seconds=1.0))
     assert not slow.left
 
 
-def test_who_is_asked_to_leave_does_not_wait_as_long() -> None:
+def test_stopping_process_waits_for_a_shorter_time() -> None:
     never, away = threading.Event(), Away()
 
     def leaving(reach: Callable[[], object]) -> CallWatchdog:
@@ -174,7 +174,7 @@ def test_who_is_asked_to_leave_does_not_wait_as_long() -> None:
     never.set()
 
 
-def test_a_call_is_given_up_after_twelve_looks_when_the_broker_has_answered_others_at_five() -> None:
+def test_call_is_aborted_after_twelve_checks_if_the_broker_answered_others_at_five() -> None:
     asked: list[int] = []
     wait = CallWatchdog(lambda: asked.append(looks))
     for looks in range(1, 12):  # noqa: B007
@@ -199,7 +199,7 @@ class Transaction:
         return self.left == 0
 
 
-def test_what_can_be_gone_on_with_is_until_it_is_done_or_given_up() -> None:
+def test_resumable_call_is_polled_until_it_is_done_or_aborted() -> None:
     slow = Transaction(turns=5)
     poll_until_done(slow.commit, CallWatchdog(lambda: None, check_seconds=LOOK, seconds=0.05))
     assert not slow.left
@@ -207,7 +207,7 @@ def test_what_can_be_gone_on_with_is_until_it_is_done_or_given_up() -> None:
         poll_until_done(Transaction(turns=100).commit, CallWatchdog(lambda: None, check_seconds=LOOK, seconds=0.05))
 
 
-def test_while_a_call_lasts_something_else_is_done_and_may_end_it() -> None:
+def test_callback_runs_during_a_call_and_may_end_it() -> None:
     met: list[int] = []
     poll_until_done(Transaction(turns=3).commit, CallWatchdog(lambda: None, check_seconds=LOOK), lambda: met.append(1))
     assert met == [1, 1]
@@ -219,7 +219,7 @@ def test_while_a_call_lasts_something_else_is_done_and_may_end_it() -> None:
         poll_until_done(Transaction(turns=3).commit, CallWatchdog(lambda: None, check_seconds=LOOK), ends)
 
 
-def test_a_commit_waits_for_a_broker_that_answers_nobody() -> None:
+def test_commit_waits_for_a_broker_that_answers_no_client() -> None:
     away, slow = Away(), Transaction(turns=100)
     wait = CallWatchdog(away.reach, on_broker_away=lambda: None, check_seconds=LOOK, seconds=0.05)
     poll_until_done(slow.commit, wait)

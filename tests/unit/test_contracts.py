@@ -33,22 +33,22 @@ PROMPT_SCHEMA = json.loads((DOCS / "prompt.schema.json").read_text())
 ASYNCAPI_SCHEMAS = "@asyncapi/specs@6.11.1"
 
 
-def test_the_document_that_is_checked_in_is_the_generated_one() -> None:
+def test_checked_in_document_equals_the_generated_document() -> None:
     assert (DOCS / "asyncapi.json").read_text() == render_document(asyncapi(load(Common())))
 
 
-def test_the_schema_of_a_prompt_that_is_checked_in_is_the_generated_one() -> None:
+def test_checked_in_prompt_schema_equals_the_generated_schema() -> None:
     assert (DOCS / "prompt.schema.json").read_text() == render_document(prompt_schema())
 
 
-def test_a_cluster_of_ones_own_has_its_own_document() -> None:
+def test_document_follows_the_settings_of_the_cluster() -> None:
     own = Common(namespace="team.", settings=["topics.home_partitions=16", "topics.replication_factor=3"])
     channel = asyncapi(load(own))["channels"]["rose.prompts.submitted.v1"]
     assert channel["address"] == channel["bindings"]["kafka"]["topic"] == "team.rose.prompts.submitted.v1"
     assert (channel["bindings"]["kafka"]["partitions"], channel["bindings"]["kafka"]["replicas"]) == (16, 3)
 
 
-def test_every_topic_is_in_it_with_its_partitions_and_what_it_keeps() -> None:
+def test_document_has_every_topic_with_partitions_and_retention() -> None:
     channels = DOCUMENT["channels"]
     assert list(channels) == [topic.name for topic in CATALOG]
     for topic in CATALOG:
@@ -67,7 +67,7 @@ def within(value: Any) -> Iterator[Any]:
         yield from within(inner)
 
 
-def test_every_reference_leads_somewhere_and_every_record_is_referred_to() -> None:
+def test_every_reference_resolves_and_every_record_is_referenced() -> None:
     references = {each["$ref"] for each in within(DOCUMENT) if isinstance(each, dict) and "$ref" in each}
     for reference in references:
         found: Any = DOCUMENT
@@ -77,7 +77,7 @@ def test_every_reference_leads_somewhere_and_every_record_is_referred_to() -> No
 
 
 @pytest.mark.long
-def test_the_document_is_asyncapi_by_asyncapis_own_schema(tmp_path: Path) -> None:
+def test_document_is_valid_by_the_asyncapi_schema(tmp_path: Path) -> None:
     npm = shutil.which("npm")
     if npm is None:
         pytest.skip("npm is not there: AsyncAPI publishes its JSON Schema as an npm package")
@@ -127,12 +127,12 @@ def of_record(record: type[msgspec.Struct]) -> Any:
 
 
 @pytest.mark.parametrize("schema", DOCUMENT["components"]["schemas"].values(), ids=lambda schema: schema["title"])
-def test_every_schema_is_one(schema: Mapping[str, Any]) -> None:
+def test_every_schema_is_a_valid_json_schema(schema: Mapping[str, Any]) -> None:
     jsonschema.Draft7Validator.check_schema(schema)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.SCHEMA)
-def test_a_record_is_what_the_document_says_and_what_it_refuses_the_decoder_refuses(example: Record) -> None:
+def test_document_and_decoder_accept_and_refuse_the_same_records(example: Record) -> None:
     wire = msgspec.msgpack.decode(encode(example))
     validator = of_record(type(example))
     validator.validate(as_json(wire))
@@ -152,7 +152,7 @@ def test_a_record_is_what_the_document_says_and_what_it_refuses_the_decoder_refu
         assert validator.is_valid(as_json(change)) == taken(type(example), msgspec.msgpack.encode(change)), change
 
 
-def test_an_index_is_what_the_document_says() -> None:
+def test_weight_index_is_valid_by_the_document() -> None:
     wire = as_json(msgspec.msgpack.decode(msgspec.msgpack.encode(INDEX)))
     of_record(WeightIndex).validate(wire)
     for name in wire:
@@ -214,11 +214,11 @@ PROMPTS = st.fixed_dictionaries(
 @pytest.mark.slow
 @settings(max_examples=400, print_blob=True)
 @given(PROMPTS | SAMPLING.map(lambda odd: {**GOOD, "sampling": odd}) | JSON)
-def test_the_schema_of_a_prompt_accepts_what_the_decoder_accepts(value: Any) -> None:
+def test_prompt_schema_accepts_the_prompts_that_the_decoder_accepts(value: Any) -> None:
     assert PROMPTS_BY.is_valid(value) == taken(Prompt, json.dumps(value).encode())
 
 
-def test_documented_prompt_is_a_prompt() -> None:
+def test_documented_prompt_is_a_valid_prompt() -> None:
     page = (DOCS / "getting-started" / "installation.md").read_text()
     (line,) = re.findall(r"^```json\n(.*)\n```$", page, re.MULTILINE)
     PROMPTS_BY.validate(json.loads(line))

@@ -62,7 +62,7 @@ class Dead:
 
 
 @given(COPIES, COPIES)
-def test_places_counts_and_reasons_are_told_without_a_value_in_memory(before: list[Copy], after: list[Copy]) -> None:
+def test_dead_letters_are_listed_without_their_values_in_memory(before: list[Copy], after: list[Copy]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         dead = Dead(before)
         patch.setattr(rose.topics.dead_letters, "read_messages", dead.messages)
@@ -85,7 +85,7 @@ def test_places_counts_and_reasons_are_told_without_a_value_in_memory(before: li
             assert here.pending(topic) == nowhere + sum(each.sent_back_at is None for each in of if each.partition >= 0)
 
 
-def test_of_the_letters_only_what_is_wanted_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_selected_dead_letters_are_held_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     dead = Dead([(PROMPTS, offset, False) for offset in range(50)])
     monkeypatch.setattr(rose.topics.dead_letters, "read_messages", dead.messages)
     [letter] = read_dead_letters(SETTINGS, PROMPTS, selects=lambda letter: letter.offset == 7)
@@ -108,7 +108,7 @@ def letter_at(offset: int, raw: RawMessage, *, sent_back: bool = False) -> RawMe
 
 
 @given(MESSAGES, st.booleans())
-def test_a_message_comes_out_of_its_letter_as_it_came(raw: RawMessage, sent_back: bool) -> None:
+def test_dead_letter_gives_the_original_message_back(raw: RawMessage, sent_back: bool) -> None:
     letter = letter_at(7, raw, sent_back=sent_back)
     assert from_dead_letter(letter) == raw
     assert letter.key == b"team.prompts/0/7" and letter.header(OFFSET) == b"7"
@@ -116,7 +116,7 @@ def test_a_message_comes_out_of_its_letter_as_it_came(raw: RawMessage, sent_back
 
 
 @given(MESSAGES)
-def test_a_letter_that_is_sent_on_with_all_its_headers_says_nothing_of_the_next(raw: RawMessage) -> None:
+def test_forwarded_dead_letter_headers_do_not_affect_the_next_dead_letter(raw: RawMessage) -> None:
     old = letter_at(7, raw, sent_back=True)
     assert letter_at(8, old._replace(key=raw.key)) == letter_at(8, raw)
 
@@ -139,12 +139,12 @@ def letter_of(value: bytes) -> DeadLetter:
 
 
 @pytest.mark.parametrize("value", POISON.values(), ids=POISON)
-def test_poison_is_shown_and_mending_it_is_refused_in_a_sentence(value: bytes) -> None:
+def test_undecodable_dead_letter_is_shown_and_not_editable(value: bytes) -> None:
     check(value)
 
 
 @given(st.binary(max_size=60) | st.binary(max_size=60).map(lambda more: b"\x81\xa1a" + more))
-def test_any_bytes_are_shown(value: bytes) -> None:
+def test_any_dead_letter_bytes_can_be_shown(value: bytes) -> None:
     check(value)
 
 

@@ -99,7 +99,7 @@ def test_page_ends_with_links_to_the_next_pages(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_page_has_at_most_one_box_of_what_was_not_run(name: str) -> None:
+def test_page_has_at_most_one_not_run_box(name: str) -> None:
     assert text_of(name).count("> **Not run.**") <= 1
 
 
@@ -222,7 +222,7 @@ def test_named_metrics_exist(name: str) -> None:
     assert [each for each in named if not any(metric.startswith(each) for metric in known)] == []
 
 
-def test_sentences_of_the_troubleshooting_table_are_those_of_the_code() -> None:
+def test_troubleshooting_table_has_the_messages_of_the_code() -> None:
     code = "".join(
         file.read_text(encoding="utf-8")
         for folder in ("pipeline/monitor", "topics", "workers/environments")

@@ -20,7 +20,7 @@ def awake_at_the_end(now: float = 0.0) -> IdleBackoff:
 
 
 @given(st.sets(st.sampled_from(NAMES)), SECONDS)
-def test_it_rests_once_all_it_reads_has_ended(ended: set[tuple[str, int]], later: float) -> None:
+def test_consumer_rests_once_all_partitions_are_at_their_end(ended: set[tuple[str, int]], later: float) -> None:
     pace = IdleBackoff(0.0)
     pace.add(NAMES)
     for name in ended:
@@ -30,7 +30,7 @@ def test_it_rests_once_all_it_reads_has_ended(ended: set[tuple[str, int]], later
 
 
 @given(st.sampled_from(NAMES), SECONDS, SECONDS)
-def test_a_record_puts_rest_off_until_its_partition_has_ended_again(
+def test_record_postpones_the_rest_until_its_partition_ends_again(
     name: tuple[str, int], heard: float, later: float
 ) -> None:
     pace = awake_at_the_end()
@@ -41,7 +41,7 @@ def test_a_record_puts_rest_off_until_its_partition_has_ended_again(
 
 
 @given(st.floats(MIN_SILENCE_SECONDS, 10))
-def test_a_rest_is_a_share_of_the_silence_before_it(silence: float) -> None:
+def test_rest_is_proportional_to_the_preceding_silence(silence: float) -> None:
     pace = awake_at_the_end()
     pace.rest(silence)
     rest = pace.due_seconds(silence)
@@ -49,7 +49,7 @@ def test_a_rest_is_a_share_of_the_silence_before_it(silence: float) -> None:
     assert pace.due_seconds(silence + MAX_REST_SECONDS) == 0
 
 
-def test_after_a_rest_every_partition_must_answer_anew() -> None:
+def test_every_partition_must_report_its_end_again_after_a_rest() -> None:
     pace = awake_at_the_end()
     pace.rest(1.0)
     pace.wake()
@@ -59,7 +59,7 @@ def test_after_a_rest_every_partition_must_answer_anew() -> None:
     assert pace.due_seconds(2.0) == 0
 
 
-def test_what_the_application_paused_is_not_awaited() -> None:
+def test_paused_partition_is_not_awaited() -> None:
     pace = awake_at_the_end()
     pace.wake()
     pace.remove(NAMES[:2])

@@ -88,7 +88,7 @@ def test_imports_go_downward_only() -> None:
     assert upward == []
 
 
-def test_no_module_imports_itself_through_others() -> None:
+def test_import_graph_has_no_cycle() -> None:
     """A circle of modules can only be read, and changed, as one."""
     files = dict(modules())
     names = {module.removesuffix(".__init__"): module for module in files}
@@ -100,7 +100,7 @@ def test_no_module_imports_itself_through_others() -> None:
     TopologicalSorter(graph).prepare()
 
 
-def test_a_module_of_the_product_is_named_under_rose_everywhere() -> None:
+def test_product_module_is_imported_under_rose_everywhere() -> None:
     """A module that is imported under two names is two modules: two classes of a record, two registries."""
     bare = [
         f"{file.relative_to(ROOT)} names {name}"
@@ -154,14 +154,14 @@ def test_vllm_is_imported_in_two_packages() -> None:
         "rose.workers.trainer.stream",
     ],
 )
-def test_what_has_to_start_quickly_loads_nothing_heavy(module: str) -> None:
+def test_fast_starting_module_imports_no_heavy_module(module: str) -> None:
     """The command with its help, the router, and who only reads groups."""
     found = f"import sys, {module}; print(*(name for name in {HEAVY!r} if name in sys.modules))"
     ran = subprocess.run([sys.executable, "-c", found], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ran.stdout.split() == []
 
 
-def test_the_plugin_imports_nothing_where_its_setting_is_not() -> None:
+def test_plugin_without_its_setting_imports_nothing() -> None:
     """As vLLM loads it, in each of its processes; a time would say what else the machine does."""
     load = """
 import sys
@@ -178,7 +178,7 @@ print(*sorted(set(sys.modules) - before))
     assert ran.stdout.split() == ["rose", "rose.workers", "rose.workers.lender", "rose.workers.lender.vllm"]
 
 
-def test_files_of_text_are_utf8_in_every_locale() -> None:
+def test_text_files_are_utf8_in_every_locale() -> None:
     """Where no encoding is said, Python takes the locale's."""
     said_none = [
         f"{file.relative_to(ROOT)}:{node.lineno}"

@@ -85,7 +85,7 @@ COURSES = (
 
 
 @given(st.lists(st.sampled_from(COURSES), min_size=1, max_size=12), st.permutations(TOPICS), st.booleans())
-def test_every_trajectory_of_an_opened_group_is_counted_where_it_is(
+def test_every_trajectory_of_an_open_group_is_counted_in_one_state(
     courses: list[Course], order: list[str], deleted: bool
 ) -> None:
     topics: dict[str, list[Event]] = {name: [] for name in order}
@@ -113,7 +113,7 @@ def test_every_trajectory_of_an_opened_group_is_counted_where_it_is(
     known=st.sampled_from([None, *GroupState]),
     order=st.randoms(use_true_random=False),
 )
-def test_a_group_is_asked_for_once_however_often_and_wherever_its_prompt_lies(
+def test_duplicate_prompts_request_their_group_once(
     copies: list[tuple[int, bool]], known: GroupState | None, order: object
 ) -> None:
     """Partition 0 is the home; `known` None: nothing was decided at home yet."""
@@ -138,11 +138,11 @@ def test_a_group_is_asked_for_once_however_often_and_wherever_its_prompt_lies(
         assert audit.requested == 4 * (waits_at_home or (on_its_way and nothing_at_home))
 
 
-def test_a_second_prompt_of_a_known_group_asks_for_nothing() -> None:
+def test_second_prompt_of_a_known_group_requests_nothing() -> None:
     assert audit_of(prompt((0, 7), size=2), prompt((0, 3), size=4)).requested == 4
 
 
-def test_a_dead_lettered_prompt_asks_for_nothing_and_its_group_may_be_asked_for_again() -> None:
+def test_dead_lettered_prompt_requests_nothing_and_frees_its_group_id() -> None:
     assert audit_of(dead(), prompt()).requested == 0
     assert audit_of(prompt(), dead(), prompt((0, 7), size=2)).requested == 2
     refused = group(GroupState.REFUSED, offset=3)
@@ -150,20 +150,20 @@ def test_a_dead_lettered_prompt_asks_for_nothing_and_its_group_may_be_asked_for_
     assert audit_of(prompt(), refused, prompt((0, 7), size=2)).in_flight.not_opened == 2
 
 
-def test_a_forwarded_prompt_whose_copy_was_refused_asks_for_nothing() -> None:
+def test_forwarded_prompt_with_a_refused_copy_requests_nothing() -> None:
     assert audit_of(prompt((1, 5), at_home=False)).requested == 4
     assert audit_of(prompt((1, 5), at_home=False), prompt((0, 3)), dead((0, 3))).requested == 0
     assert audit_of(prompt((1, 5), at_home=False), group(GroupState.REFUSED)).requested == 0
 
 
 @pytest.mark.parametrize("what", [finished, settled])
-def test_what_nobody_asked_for_is_named(what: Callable[[str], Event]) -> None:
+def test_unrequested_trajectory_is_named(what: Callable[[str], Event]) -> None:
     audit = audit_of(prompt((0, 0)), what("other:0"))
     assert audit.unasked == ("other:0",)
     assert not audit.clean
 
 
-def test_what_is_older_than_the_log_keeps_accuses_nobody() -> None:
+def test_records_beyond_the_retention_are_not_violations() -> None:
     assert audit_of(settled("old:0", at=1.0), forgotten_before=2.0).clean
     assert audit_of(group(), forgotten, settled("g:0", at=1.0), forgotten_before=2.0).clean
     assert not audit_of(settled("new:0", at=3.0), forgotten_before=2.0).clean
@@ -172,7 +172,7 @@ def test_what_is_older_than_the_log_keeps_accuses_nobody() -> None:
     assert audit_of(group(GroupState.SETTLED, outcomes_from=5), outcomes_from=5).lost
 
 
-def test_the_terms_have_the_names_of_the_summary() -> None:
+def test_audit_terms_have_the_names_of_the_summary() -> None:
     terms = audit_of(prompt((0, 0)), settled("g:0", Outcome.INFRA_FAILED)).trajectories()
     assert terms == {
         "requested": 4,

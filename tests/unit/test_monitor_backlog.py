@@ -112,9 +112,7 @@ def owned() -> st.SearchStrategy[list[int]]:
 
 @settings(max_examples=30)
 @given(owned(), st.data())
-def test_a_home_that_stands_still_among_others_that_move_is_named_with_its_worker(
-    owners: list[int], data: st.DataObject
-) -> None:
+def test_stalled_home_among_progressing_homes_is_named_with_its_worker(owners: list[int], data: st.DataObject) -> None:
     homes = len(owners)
     home = data.draw(st.integers(0, homes - 1))
     step = data.draw(st.sampled_from([1.0, 60.0, 200.0]))
@@ -132,9 +130,7 @@ def test_a_home_that_stands_still_among_others_that_move_is_named_with_its_worke
 
 @settings(max_examples=30)
 @given(owned(), st.sets(st.integers(0, 7)), st.sets(st.integers(0, 7)))
-def test_homes_that_move_are_accused_of_nothing_however_much_waits_in_them(
-    owners: list[int], prompts: set[int], results: set[int]
-) -> None:
+def test_progressing_homes_are_healthy_at_any_backlog(owners: list[int], prompts: set[int], results: set[int]) -> None:
     run = Run(len(owners), owners)
     waits = [{home: 5 for home in among if home < len(owners)} for among in (prompts, results)]
     run.go(STANDSTILL_SECONDS + 2 * EVERY, still=set(), prompts=waits[0], results=waits[1])
@@ -143,7 +139,7 @@ def test_homes_that_move_are_accused_of_nothing_however_much_waits_in_them(
 
 @settings(max_examples=30)
 @given(owned(), st.data())
-def test_a_worker_that_stands_still_is_named_with_all_of_its_homes(owners: list[int], data: st.DataObject) -> None:
+def test_stalled_worker_is_named_with_all_its_homes(owners: list[int], data: st.DataObject) -> None:
     run = Run(len(owners), owners)
     worker = data.draw(st.sampled_from(run.workers))
     run.go(STALLED_SECONDS + 2 * EVERY, still=set(worker.homes), prompts={}, results=dict.fromkeys(worker.homes, 2))
@@ -153,7 +149,7 @@ def test_a_worker_that_stands_still_is_named_with_all_of_its_homes(owners: list[
     assert f"results wait for {worker.name} ({homes}), and none was applied for" in finding.sentence
 
 
-def test_a_standing_worker_of_three_is_named_though_the_others_go_on() -> None:
+def test_stalled_worker_of_three_is_named_while_the_others_progress() -> None:
     run = Run(9, [0, 1, 2] * 3)
     prompts, results = {1: 7, 4: 7, 7: 6}, {1: 4, 7: 5}
     run.go(STALLED_SECONDS + 2 * EVERY, still={1, 4, 7}, prompts=prompts, results=results)
@@ -170,7 +166,7 @@ def still_since(run: Run, seconds: float) -> Iterator[Finding]:
     yield from run.environments()
 
 
-def test_nobody_is_accused_of_the_time_before_it_owned_a_home_or_before_anything_waited() -> None:
+def test_time_before_ownership_or_backlog_counts_against_no_worker() -> None:
     run = Run(2, [0, 1])
     run.go(40.0, still={0}, prompts={}, results={})
     assert not list(still_since(run, STALLED_SECONDS - EVERY)), "it came a moment ago"
@@ -185,7 +181,7 @@ def test_nobody_is_accused_of_the_time_before_it_owned_a_home_or_before_anything
     assert later == finding, "nobody looked meanwhile"
 
 
-def test_prompts_that_compete_for_the_room_of_a_worker_that_opens_others_stand_not_still() -> None:
+def test_prompts_of_a_worker_that_opens_other_groups_are_not_stalled() -> None:
     run = Run(3, [0, 0, 1])
     run.go(200.0, still={0}, prompts={0: 5, 1: 5}, results={})
     assert not run.environments()
@@ -195,7 +191,7 @@ def test_prompts_that_compete_for_the_room_of_a_worker_that_opens_others_stand_n
     assert "see the log of environment-0 (homes 0, 1)" in finding.sentence
 
 
-def test_a_cell_without_a_router_that_serves_is_named_though_the_other_cell_moves() -> None:
+def test_cell_without_a_router_is_named_while_another_cell_progresses() -> None:
     run = Run(4, [0, 0, 1, 1], cells=2)
     for _ in range(10):
         for slot in range(2):
@@ -207,7 +203,7 @@ def test_a_cell_without_a_router_that_serves_is_named_though_the_other_cell_move
     assert finding.sentence.startswith("2 trajectories ask for turns in cell 1 and executor-1 could run them, but no")
 
 
-def test_an_inbox_that_is_not_read_is_named() -> None:
+def test_unread_inbox_is_named() -> None:
     run = Run(4, [0, 0, 1, 1], cells=2)
     for look in range(12):
         for slot in range(2):
@@ -221,7 +217,7 @@ def test_an_inbox_that_is_not_read_is_named() -> None:
 
 
 @given(st.lists(st.integers(0, 50), max_size=60))
-def test_what_is_remembered_of_the_moments_of_stages_is_bounded_by_the_homes(groups: list[int]) -> None:
+def test_remembered_stage_times_are_bounded_by_the_homes(groups: list[int]) -> None:
     view = RunState(began=0.0, homes=4)
     for number in groups:
         view.on_progress(f"g{number}:0", 1.0, live=False, stamp=1.0)
@@ -229,7 +225,7 @@ def test_what_is_remembered_of_the_moments_of_stages_is_bounded_by_the_homes(gro
     assert len(view.stage_clock._at) <= 4 and len(view.stage_clock._stamps) <= 4
 
 
-def test_an_executor_that_runs_turns_of_which_none_ends_is_named() -> None:
+def test_executor_with_turns_that_never_end_is_named() -> None:
     run = Run(1, [0])
     run.beat("executor-0", 0, rollout=Tenant(running=2))
     run.now = STANDSTILL_SECONDS

@@ -151,11 +151,11 @@ def summary_of(history: RunHistory) -> Summary:
     )
 
 
-def test_the_history_is_the_same_whatever_the_order_of_topics() -> None:
+def test_run_history_does_not_depend_on_the_order_of_topics() -> None:
     assert fold_history(RECORDS) == fold_history(RECORDS[5:] + RECORDS[:5])
 
 
-def test_the_summary_holds_what_the_records_say() -> None:
+def test_summary_matches_the_records() -> None:
     summary = summary_of(fold_history(RECORDS))
     assert summary.trajectories == {
         "requested": 2,
@@ -191,7 +191,7 @@ def test_summary_json_has_the_agreed_fields() -> None:
     assert plain["seconds"] == 12.5
 
 
-def test_the_page_loads_nothing_and_escapes_what_it_is_given() -> None:
+def test_report_page_loads_no_resource_and_escapes_its_input() -> None:
     history = fold_history(RECORDS)
     page = report_html(summary_of(history), history, configuration='[run]\nname = "<script>alert(1)</script>"\n')
     assert "<script>alert(1)" not in page
@@ -202,7 +202,7 @@ def test_the_page_loads_nothing_and_escapes_what_it_is_given() -> None:
     assert "none was lost and none counted twice" in page
 
 
-def test_of_many_workers_the_pictures_tell_some_apart_and_count_the_others() -> None:
+def test_charts_of_many_workers_show_some_and_sum_the_others() -> None:
     many = charts.SHOWN_WORKERS + 5
     samples = [
         sample(
@@ -224,13 +224,13 @@ def test_of_many_workers_the_pictures_tell_some_apart_and_count_the_others() -> 
     assert "the 8 busiest of 13 workers" in lanes.layout.legend.title.text
 
 
-def test_a_run_without_turns_still_has_a_report() -> None:
+def test_run_without_turns_has_a_report() -> None:
     history = fold_history([])
     page = report_html(summary_of(history), history, configuration="")
     assert "Plotly.newPlot" not in page.split("</script>", 1)[1]
 
 
-def test_where_no_environment_speaks_of_success_none_is_shown() -> None:
+def test_success_is_omitted_if_no_environment_reports_it() -> None:
     records = [msgspec.structs.replace(each, success=None) if isinstance(each, Sample) else each for each in RECORDS]
     history = fold_history(records)
     assert charts.learning_curve(history, Success()) is None

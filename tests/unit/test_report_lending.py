@@ -55,7 +55,7 @@ def history(*turns: TurnFact, standings: tuple[LenderStatus, ...] = (standing(10
     return RunHistory(turns=list(turns), lender_statuses=list(standings))
 
 
-def test_a_second_joins_what_users_waited_and_what_trajectories_did() -> None:
+def test_each_second_joins_user_latency_and_rollout_work() -> None:
     told = history(
         turn("g:0", LENDER, begin=100.5, end=102.5, tokens=20),
         turn("g:1", DEDICATED, begin=101.0, end=102.0, tokens=7),
@@ -74,7 +74,7 @@ def test_a_second_joins_what_users_waited_and_what_trajectories_did() -> None:
     assert {row.version for row in rows} == {3}
 
 
-def test_cuts_are_counted_once_and_a_freeze_lasts_until_it_is_taken_back() -> None:
+def test_cuts_are_counted_once_and_a_freeze_lasts_until_it_is_lifted() -> None:
     told = history(
         turn("g:0", LENDER, begin=100.0, end=107.9),
         standings=(
@@ -90,13 +90,13 @@ def test_cuts_are_counted_once_and_a_freeze_lasts_until_it_is_taken_back() -> No
 
 
 @given(st.lists(st.tuples(st.floats(0, 50), st.floats(0, 9), st.integers(1, 99)), min_size=1, max_size=20))
-def test_no_token_is_lost_on_the_way_into_seconds(turns: list[tuple[float, float, int]]) -> None:
+def test_tokens_per_second_add_up_to_all_tokens(turns: list[tuple[float, float, int]]) -> None:
     told = history(*(turn(f"g:{n}", LENDER, begin=a, end=a + b, tokens=c) for n, (a, b, c) in enumerate(turns)))
     rows = seconds_of_lending(told, [], now=NOW)
     assert sum(row.lent_tokens for row in rows) == pytest.approx(sum(tokens for _, _, tokens in turns))
 
 
-def test_a_promise_is_kept_by_requests_that_kept_both_budgets() -> None:
+def test_promise_is_kept_by_requests_within_both_budgets() -> None:
     told = history(turn("g:0", LENDER, begin=100, end=101), turn("g:1", DEDICATED, begin=100, end=101, tokens=30))
     served = [asked(100.0), asked(100.1, ttft=0.3), asked(100.2, tpot=0.06), asked(100.3, error="reset\n")]
     rows = seconds_of_lending(told, served, now=NOW)
@@ -109,7 +109,7 @@ def test_a_promise_is_kept_by_requests_that_kept_both_budgets() -> None:
     assert lending_chart(rows, PROMISED) is not None
 
 
-def test_a_server_that_lent_nothing_is_said_in_a_sentence() -> None:
+def test_server_that_lent_nothing_is_reported_in_one_sentence() -> None:
     served = [asked(100.0)]
     told = history()
     lending = summarise_lending(told, served, seconds_of_lending(told, served, now=NOW), PROMISED)
@@ -117,14 +117,14 @@ def test_a_server_that_lent_nothing_is_said_in_a_sentence() -> None:
     assert "lent nothing" in lending_sentence(lending)
 
 
-def test_a_run_without_lender_and_users_has_no_moments() -> None:
+def test_run_without_lender_and_users_has_no_moments() -> None:
     told = history(turn("g:1", DEDICATED, begin=100, end=101), standings=())
     assert seconds_of_lending(told, [], now=NOW) == []
     assert summarise_lending(told, [], [], PROMISED) is None
     assert lending_chart([], PROMISED) is None
 
 
-def test_lenders_are_those_that_say_that_they_serve() -> None:
+def test_lenders_are_executors_that_report_serving() -> None:
     beat = next(record for record in EXAMPLES if isinstance(record, SlackHeartbeat))
     serving = [
         msgspec.structs.replace(
@@ -141,7 +141,7 @@ def test_lenders_are_those_that_say_that_they_serve() -> None:
     assert [each.frozen for each in told.lender_statuses] == [True, True, False], "who says goodbye is frozen no more"
 
 
-def test_a_lender_that_falls_silent_is_frozen_no_more_until_it_says_so_again() -> None:
+def test_silent_lender_is_not_frozen_until_it_reports_that_again() -> None:
     """One that is killed while frozen says nothing more."""
     beat = next(record for record in EXAMPLES if isinstance(record, SlackHeartbeat))
     serving = [
@@ -157,7 +157,7 @@ def test_a_lender_that_falls_silent_is_frozen_no_more_until_it_says_so_again() -
     assert [row.at for row in rows if row.frozen] == [100, 101, 102, 103, 110, 111, 112]
 
 
-def test_a_run_that_stood_still_has_no_rows_meanwhile() -> None:
+def test_paused_run_has_no_rows_for_the_pause() -> None:
     rows = seconds_of_lending(history(), [asked(100.0), asked(159.0), asked(90_000.0)], now=NOW)
     assert [rows[0].at, rows[59].at, rows[60].at, len(rows)] == [100, 159, 90_000, 61]
 
@@ -166,7 +166,7 @@ WHENEVER = st.one_of(st.sampled_from([0.0, 100.0, 1.7e9, 253_402_300_799.0]), st
 
 
 @given(st.lists(st.tuples(WHENEVER, WHENEVER, WHENEVER), max_size=9))
-def test_times_that_cannot_be_are_in_no_second_and_are_told(forged: list[tuple[float, float, float]]) -> None:
+def test_impossible_times_are_left_out_and_reported(forged: list[tuple[float, float, float]]) -> None:
     now = 1_700_000_100.0
     known = turn("g:0", LENDER, begin=now - 50.0, end=now - 41.5)
     others = [
@@ -185,7 +185,7 @@ def test_times_that_cannot_be_are_in_no_second_and_are_told(forged: list[tuple[f
     assert lending.turns == 1 + len(forged)
 
 
-def test_rows_are_of_a_bounded_time_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_cover_a_bounded_newest_period(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moments_of, "MAX_ROWS", 70)
     now = 1_700_000_000.0
     turns = [turn(f"g:{n}", LENDER, begin=now - 10.0 * (n + 1), end=now - 10.0 * n - 0.5) for n in range(9)]

@@ -127,13 +127,13 @@ def assert_written_is_read(record: Record) -> None:
 @pytest.mark.slow
 @settings(max_examples=600, print_blob=True)
 @given(examples_with_one_field_drawn())
-def test_a_record_with_one_field_at_or_beyond_its_bounds_is_read_or_never_written(record: Record) -> None:
+def test_record_with_a_field_at_or_beyond_its_bounds_is_readable_or_never_written(record: Record) -> None:
     assert_written_is_read(record)
 
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 @given(st.sampled_from(RECORDS).flatmap(structs))
-def test_a_record_of_anything_is_read_or_never_written(record: Record) -> None:
+def test_record_of_any_content_is_readable_or_never_written(record: Record) -> None:
     assert_written_is_read(record)
 
 
@@ -232,11 +232,11 @@ def largest_dispatch() -> TurnDispatch:
 @pytest.mark.parametrize(
     "record", [largest_sample(), largest_result(), REQUEST, largest_dispatch()], ids=lambda record: record.SCHEMA
 )
-def test_what_every_bound_allows_at_once_is_one_record(record: Record) -> None:
+def test_record_at_all_bounds_together_fits_one_message(record: Record) -> None:
     assert len(encode(record)) <= MAX_RECORD_BYTES
 
 
-def test_the_largest_request_that_a_newer_writer_may_send_leaves_its_dispatch_room_for_all_that_was_sampled() -> None:
+def test_dispatch_of_the_largest_newer_request_fits_with_all_sampled_tokens() -> None:
     said = msgspec.to_builtins(REQUEST, builtin_types=(bytes,))
     framed = len(msgpack.packb(said | {"new": bytes(2**15)})) - 2**15
     wider = said | {"new": bytes(TurnRequest.MAX_BYTES - framed)}
@@ -249,13 +249,13 @@ def test_the_largest_request_that_a_newer_writer_may_send_leaves_its_dispatch_ro
 
 
 @pytest.mark.parametrize("asked", [b"\xc0", b"\x80", encode(PROMPT)])
-def test_a_dispatch_of_what_is_no_request_is_refused(asked: bytes) -> None:
+def test_dispatch_of_an_invalid_request_is_refused(asked: bytes) -> None:
     fields = msgpack.unpackb(encode(largest_dispatch())) | {"request": msgpack.unpackb(asked)}
     with pytest.raises(RecordError, match="what was asked is no turn-request"):
         decode(TurnDispatch, msgpack.packb(fields))
 
 
-def test_every_trajectory_of_a_group_has_an_id_that_every_record_takes() -> None:
+def test_every_trajectory_id_of_a_group_is_valid_in_every_record() -> None:
     key = TurnKey(trajectory_id(LONGEST_GROUP, MAX_GROUP_SIZE - 1), MAX_TURNS - 1, 2**16 - 1)
     assert decode(TurnDispatch, encode(largest_dispatch())).key == key
 
@@ -271,7 +271,7 @@ def test_every_trajectory_of_a_group_has_an_id_that_every_record_takes() -> None
     ],
     ids=["group id", "seed", "number", "text", "size"],
 )
-def test_a_prompt_that_no_reader_would_take_is_not_written(change: Mapping[str, Any]) -> None:
+def test_prompt_refused_by_readers_is_not_written(change: Mapping[str, Any]) -> None:
     with pytest.raises(RecordError):
         encode(msgspec.structs.replace(PROMPT, **change))
 
@@ -297,7 +297,7 @@ LOOSE: list[Callable[[Any], Record]] = [
 
 @pytest.mark.parametrize("holding", LOOSE, ids=["prompt", "group", "sample"])
 @pytest.mark.parametrize("encoding", [msgspec.msgpack.encode, msgspec.json.encode], ids=["msgpack", "json"])
-def test_what_is_read_on_one_stack_can_be_written_on_another(
+def test_nesting_limit_holds_for_reading_and_writing_at_any_stack_depth(
     holding: Callable[[Any], Record], encoding: Callable[[Record], bytes]
 ) -> None:
     """A prompt as deep as the stack was opened, and its group could not be written a few calls further down."""
@@ -311,7 +311,7 @@ def test_what_is_read_on_one_stack_can_be_written_on_another(
 
 
 @pytest.mark.parametrize("levels", [MAX_NESTING, MAX_NESTING + 1, 900])
-def test_a_request_that_is_taken_in_can_be_dispatched_whatever_a_newer_writer_added(levels: int) -> None:
+def test_accepted_request_can_be_dispatched_with_any_unknown_fields(levels: int) -> None:
     """It goes on as it came; one that was as deep as the stack ended every router that read it."""
     fields = msgspec.msgpack.decode(encode(REQUEST)) | {"of_the_future": nested(levels - 1)}
     wire = msgspec.msgpack.encode(fields)
@@ -326,7 +326,7 @@ def test_a_request_that_is_taken_in_can_be_dispatched_whatever_a_newer_writer_ad
 
 @pytest.mark.parametrize("within", [False, True], ids=["of the request", "of what it holds"])
 @pytest.mark.parametrize("levels", [MAX_NESTING - 1, 900])
-def test_what_is_under_a_key_that_comes_again_counts(levels: int, within: bool) -> None:
+def test_values_of_duplicate_keys_count_toward_the_nesting_limit(levels: int, within: bool) -> None:
     """A reader keeps the last value of a key: what the ones before it hold was not seen, and ended every router."""
     fields = msgspec.msgpack.decode(encode(REQUEST))
     known = b"".join(msgspec.msgpack.encode(each) for pair in fields.items() for each in pair)
@@ -349,7 +349,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
-def test_a_request_as_large_as_what_is_known_of_it_is_looked_at_all_the_same(odd: bytes) -> None:
+def test_request_of_the_known_size_is_still_checked_for_unknown_fields(odd: bytes) -> None:
     """What is put in the place of a default was not: routers took it in, and ended when they left its tokens out."""
     fields = msgspec.msgpack.decode(encode(REQUEST))
     del fields["chain"]
@@ -360,7 +360,7 @@ def test_a_request_as_large_as_what_is_known_of_it_is_looked_at_all_the_same(odd
         decode(TurnRequest, wire)
 
 
-def test_lists_that_are_keys_are_no_way_around() -> None:
+def test_nested_list_keys_count_toward_the_nesting_limit() -> None:
     key: Any = ()
     for _ in range(MAX_NESTING):
         key = (key,)
@@ -368,7 +368,7 @@ def test_lists_that_are_keys_are_no_way_around() -> None:
         decode(Prompt, msgspec.msgpack.encode(msgspec.structs.replace(PROMPT, arguments={"n": {key: 1}})))
 
 
-def test_every_value_of_any_type_is_bounded() -> None:
+def test_every_value_of_every_type_is_bounded() -> None:
     def is_loose(kind: inspect.Type) -> bool:
         match kind:
             case inspect.AnyType():
@@ -390,6 +390,6 @@ def test_every_value_of_any_type_is_bounded() -> None:
     }
 
 
-def test_a_json_prompt_may_hold_a_seed_of_63_bits() -> None:
+def test_json_prompt_may_hold_a_seed_of_63_bits() -> None:
     wire = msgspec.json.encode(msgspec.structs.replace(PROMPT, seed=2**63 - 1))
     assert decode(Prompt, wire).seed == 2**63 - 1

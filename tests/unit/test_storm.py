@@ -62,12 +62,12 @@ def spans(plan: Plan, role: Role, ends: tuple[Act, ...]) -> list[Interval]:
 
 
 @of_any_plan
-def test_a_seed_draws_one_plan(plan: Plan) -> None:
+def test_seed_determines_the_fault_plan(plan: Plan) -> None:
     assert draw(plan.seed, plan.shape) == plan
 
 
 @of_any_plan
-def test_every_kind_of_fault_is_in_every_plan(plan: Plan) -> None:
+def test_every_plan_has_every_kind_of_fault(plan: Plan) -> None:
     done = {(deed.act, deed.worker.role) for deed in plan.deeds}
     assert done >= set(ROUND)
     assert ((Act.KILL, Role.NODE) in done) == (plan.shape.nodes > 0)
@@ -75,7 +75,7 @@ def test_every_kind_of_fault_is_in_every_plan(plan: Plan) -> None:
 
 
 @of_any_plan
-def test_a_worker_is_done_things_to_only_while_it_is_there(plan: Plan) -> None:
+def test_faults_hit_a_worker_only_while_it_runs(plan: Plan) -> None:
     running, frozen = set(plan.first), set()
     for deed in plan.deeds:
         worker = deed.worker
@@ -99,7 +99,7 @@ def test_a_worker_is_done_things_to_only_while_it_is_there(plan: Plan) -> None:
 
 
 @of_any_plan
-def test_in_each_cell_an_executor_is_left_alone(plan: Plan) -> None:
+def test_one_executor_per_cell_gets_no_fault(plan: Plan) -> None:
     cells = plan.shape.cells
     well = Counter(cell_of(worker, cells) for worker in plan.first if worker.role is Role.EXECUTOR)
     assert set(well) == set(range(cells))
@@ -109,7 +109,7 @@ def test_in_each_cell_an_executor_is_left_alone(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_where_workers_leave_nothing_else_is_done(seed: int) -> None:
+def test_plan_of_departures_has_no_other_fault(seed: int) -> None:
     deeds = draw(seed, leaving(30)).deeds
     assert {deed.act for deed in deeds} == {Act.LEAVE, Act.START}
     left = [deed.worker.role for deed in deeds if deed.act is Act.LEAVE]
@@ -117,13 +117,13 @@ def test_where_workers_leave_nothing_else_is_done(seed: int) -> None:
 
 
 @of_any_plan
-def test_one_node_is_down_at_a_time(plan: Plan) -> None:
+def test_at_most_one_node_is_down(plan: Plan) -> None:
     down = sorted(spans(plan, Role.NODE, (Act.KILL,)))
     assert all(first[1] < second[0] for first, second in pairwise(down))
 
 
 @of_any_plan
-def test_marks_tell_lines_apart_and_repeats_name_a_good_group(plan: Plan) -> None:
+def test_line_marks_are_unique_and_repeats_name_a_valid_group(plan: Plan) -> None:
     assert len({line.mark for line in plan.lines}) == len(plan.lines)
     for line in plan.lines:
         assert set(MARK.findall(line.value)) == {line.mark.encode()}
@@ -146,14 +146,14 @@ def test_marks_tell_lines_apart_and_repeats_name_a_good_group(plan: Plan) -> Non
         ([0, 0, 1], [0, 1], 1),
     ],
 )
-def test_each_turn_that_is_asked_for_is_in_the_sample_once(asked: list[int], sampled: list[int], breaches: int) -> None:
+def test_each_requested_turn_is_in_its_sample_once(asked: list[int], sampled: list[int], breaches: int) -> None:
     log = Log(requests=Counter(("a:0", turn) for turn in asked), samples=Counter(["a:0"]))
     log.sample_turns["a:0"] += sampled
     assert len(list(of_turns(log))) == breaches
     assert log.turns == len(sampled)
 
 
-def test_of_the_time_between_two_turns_what_is_excused_does_not_count() -> None:
+def test_excused_time_between_two_turns_does_not_count() -> None:
     found = stalls([0.0, 40.0, 45.0], [(0.0, 60.0)], [(5.0, 15.0), (42.0, 43.0)])
     assert [(stall.begin, stall.end, stall.seconds) for stall in found] == [
         (0.0, 40.0, 30.0),
@@ -162,7 +162,7 @@ def test_of_the_time_between_two_turns_what_is_excused_does_not_count() -> None:
     ]
 
 
-def test_time_without_work_is_no_stall() -> None:
+def test_time_without_work_is_not_a_stall() -> None:
     assert [stall.seconds for stall in stalls([1.0], [(0.0, 2.0), (50.0, 51.0)], [])] == [1.0, 1.0, 1.0]
 
 
@@ -171,7 +171,7 @@ intervals = st.lists(st.tuples(moments, moments).map(lambda pair: (min(pair), ma
 
 
 @given(st.lists(moments), intervals, intervals)
-def test_stalls_and_excuses_make_up_the_time_with_work(
+def test_stalls_and_excused_time_add_up_to_the_time_with_work(
     applied: list[float], work: list[Interval], excused: list[Interval]
 ) -> None:
     counted = sum(stall.seconds for stall in stalls(applied, work, excused))
@@ -179,7 +179,7 @@ def test_stalls_and_excuses_make_up_the_time_with_work(
     assert counted == pytest.approx(length(union(work)) - both, abs=1e-6)
 
 
-def test_nobody_is_well_until_one_is_ready_and_while_all_are_frozen_or_gone() -> None:
+def test_role_is_unhealthy_until_a_process_is_ready_and_while_all_are_frozen_or_gone() -> None:
     role = Role.ROUTER
     happenings = [
         Happening(1.0, Change.STARTED, role, 1),
@@ -194,13 +194,13 @@ def test_nobody_is_well_until_one_is_ready_and_while_all_are_frozen_or_gone() ->
     assert nobody_well([*happenings, Happening(20.0, Change.ENDED, role, 2)], until=30.0)[-1] == (20.0, 30.0)
 
 
-def test_nothing_excuses_that_a_control_app_is_away() -> None:
+def test_missing_control_app_is_never_excused() -> None:
     everybody = [Happening(0.0, Change.READY, role, number) for number, role in enumerate(Role)]
     frozen = [Happening(50.0, Change.FROZEN, Role.CONTROL, list(Role).index(Role.CONTROL))]
     assert excuses([*everybody, *frozen], until=100.0) == []
 
 
-def test_a_death_excuses_a_session_even_if_others_are_well() -> None:
+def test_death_excuses_one_session_even_with_healthy_processes() -> None:
     everybody = [Happening(0.0, Change.READY, role, number) for number, role in enumerate(first_of(Shape(nodes=3)))]
     everybody += [Happening(0.0, Change.READY, Role.ENVIRONMENT, 9)]
     died = Happening(50.0, Change.ENDED, Role.ENVIRONMENT, 9)
