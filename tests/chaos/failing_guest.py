@@ -19,7 +19,7 @@ BEFORE = 0.5
 """Share of the failures that come before the step; the others come after it, so that what it sampled is lost."""
 
 
-class Untold(Exception):
+class UnprintableError(Exception):
     """One that does not let itself be told."""
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ def _out_of_memory() -> None:
 
 
 def _untold() -> None:
-    raise Untold
+    raise UnprintableError
 
 
 def _of_torch() -> None:

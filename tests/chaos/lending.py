@@ -144,9 +144,9 @@ class Run:
         create_topics(self.settings, PARTITIONS)
         self.guest_faults.write_text(str(self.seed))
         environment = SERVING | UNCACHED | {"PYTHONPATH": str(ROOT), GUEST_FAULTS: str(self.guest_faults)}
-        said = ", ".join(f'{name} = "{value}"' for name, value in environment.items())
-        wanted = CONFIG.format(folder=self.folder, environment=said, kv_cache_bytes=KV_CACHE_BYTES)
-        (self.folder / "rose.toml").write_text(wanted)
+        variables = ", ".join(f'{name} = "{value}"' for name, value in environment.items())
+        text = CONFIG.format(folder=self.folder, environment=variables, kv_cache_bytes=KV_CACHE_BYTES)
+        (self.folder / "rose.toml").write_text(text)
         prompt = {"group_size": GROUP_SIZE, "environment": "calculator"}
         lines = [json.dumps({"group_id": f"g{number}", "seed": number, **prompt}) for number in range(GROUPS)]
         (self.folder / "prompts.jsonl").write_text("\n".join(lines))
@@ -186,8 +186,8 @@ class Run:
         if name == "users":
             return ["loadgen", f"http://127.0.0.1:{self.port}", *self._common]
         role, _, number = name.partition("-")
-        said = {"executor": ("--name", name), "environment": ("--number", number)}.get(role, ())
-        return [role, *said, *self._common]
+        own = {"executor": ("--name", name), "environment": ("--number", number)}.get(role, ())
+        return [role, *own, *self._common]
 
     def _command(self, program: str) -> list[str]:
         return [sys.executable, "-m", program]
@@ -277,7 +277,7 @@ class Run:
 
         until(found, START_SECONDS)
 
-    def said(self, text: str) -> int:
+    def count_logged(self, text: str) -> int:
         """How often the server's log says so."""
         return self.log("lender").read_text(errors="replace").count(text)
 

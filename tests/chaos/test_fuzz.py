@@ -88,7 +88,7 @@ class Run:
         key = folder / "key"
         self.public = make_keys(key)
         self.ports = dict(zip(("router", "trainer", "environment", "executor"), free_ports(4), strict=True))
-        said = {
+        settings_of_roles = {
             "run.folder": folder / "runs",
             "run.name": "fuzzed",
             "model.folder": MODEL,
@@ -104,7 +104,7 @@ class Run:
         }
         self.arguments = (
             *flags(settings),
-            *(word for name, value in said.items() for word in ("--set", f"{name}={value}")),
+            *(word for name, value in settings_of_roles.items() for word in ("--set", f"{name}={value}")),
         )
         self.roles: dict[str, ForkedProcess] = {}
         self._groups = 0
@@ -158,12 +158,12 @@ class Run:
                     if isinstance(item, Envelope) and isinstance(item.record, SampleOutcome):
                         awaited.discard(item.record.trajectory_id)
 
-    def bury(self, wanted: set[Place], seconds: float) -> None:
+    def dead_letter(self, expected: set[Place], seconds: float) -> None:
         """Wait until these places are dead letters."""
-        found, deadline = DeadLetterIndex(self.settings, *(place[0] for place in wanted)), time.monotonic() + seconds
-        while left := [place for place in wanted if place[1:] not in found.places(place[0])]:
+        found, deadline = DeadLetterIndex(self.settings, *(place[0] for place in expected)), time.monotonic() + seconds
+        while left := [place for place in expected if place[1:] not in found.places(place[0])]:
             self.check()
-            assert time.monotonic() < deadline, f"{len(left)} of {len(wanted)} are no dead letters: {left[:5]}"
+            assert time.monotonic() < deadline, f"{len(left)} of {len(expected)} are no dead letters: {left[:5]}"
             found.read()
 
     def look(self, *arguments: str) -> None:
@@ -191,22 +191,22 @@ def spoiled(places: Places) -> Iterator[Place]:
             yield topic, partition, offset
 
 
-class Crowd:
+class FuzzedTopics:
     """Strangers at all topics, and what of theirs the broker has stored."""
 
-    def __init__(self, settings: BusSettings, stranger: FuzzGenerator) -> None:
+    def __init__(self, settings: BusSettings, fuzz: FuzzGenerator) -> None:
         self.stored: Places = {}
         self.refused: Counter[str] = Counter()
-        self._settings, self._stranger = settings, stranger
+        self._settings, self._fuzz = settings, fuzz
         plain = {**settings.client("stranger"), "message.max.bytes": 64 << 20}  # what is too large the broker refuses
         kinds = ("none", "lz4", "gzip", "zstd", "snappy")
         self._producers = [Producer({**plain, "compression.type": kind}) for kind in kinds]
 
     def write(self, count: int, bombs: int) -> None:
-        draw = self._stranger.draw
+        draw = self._fuzz.draw
         for number in range(count):
             topic = draw.choice(RECORD_TOPICS)
-            raw = self._stranger.bomb() if number < bombs else self._stranger.message(topic)
+            raw = self._fuzz.bomb() if number < bombs else self._fuzz.message(topic)
             self._produce(draw.choice(self._producers), topic, raw)
         for producer in self._producers:
             assert producer.flush(60) == 0
@@ -218,7 +218,7 @@ class Crowd:
             else:
                 self.refused[error.name()] += 1
 
-        partition = self._stranger.draw.randrange(PARTITIONS.count_of(topic.partition_setting))
+        partition = self._fuzz.draw.randrange(PARTITIONS.count_of(topic.partition_setting))
         name, headers = self._settings.topic(topic), list(raw.headers)
         try:
             producer.produce(name, raw.value, raw.key, partition=partition, headers=headers, on_delivery=stored)
@@ -262,13 +262,13 @@ def test_fuzzed_records_end_no_process_and_forge_no_weights(tmp_path: Path) -> N
         run = Run(settings, tmp_path, fork_server)
         with run.running():
             run.finish_a_group(START_SECONDS)
-            crowd = Crowd(settings, FuzzGenerator(SEED, examples=(*EXAMPLES, *seen(settings))))
-            while len(crowd.stored) < MESSAGES:
-                crowd.write(MESSAGES // ROUNDS, BOMBS // ROUNDS)
+            fuzzed = FuzzedTopics(settings, FuzzGenerator(SEED, examples=(*EXAMPLES, *seen(settings))))
+            while len(fuzzed.stored) < MESSAGES:
+                fuzzed.write(MESSAGES // ROUNDS, BOMBS // ROUNDS)
                 run.check()
-            print(f"{len(crowd.stored)} messages of strangers are on the log; refused: {dict(crowd.refused)}")
-            wanted = set(spoiled(crowd.stored))
-            run.bury(wanted, CALM_SECONDS)
+            print(f"{len(fuzzed.stored)} messages of strangers are on the log; refused: {dict(fuzzed.refused)}")
+            expected = set(spoiled(fuzzed.stored))
+            run.dead_letter(expected, CALM_SECONDS)
             silent = [socket.create_connection(("127.0.0.1", port), 60) for port in [*run.ports.values()] * SILENT]
             for number, port in enumerate(run.ports.values()):
                 send_garbage(port, SEED + number, GARBAGE)
@@ -289,4 +289,4 @@ def test_fuzzed_records_end_no_process_and_forge_no_weights(tmp_path: Path) -> N
             run.finish_a_group(CALM_SECONDS)
         assert versions_served(run.log("executor")) <= genuine_versions(run)
         activated = run.log("executor").count("event=version_activated")
-        print(f"{len(wanted)} of them are dead letters, {activated} versions activated")
+        print(f"{len(expected)} of them are dead letters, {activated} versions activated")

@@ -86,8 +86,8 @@ def test_faults_of_run_and_guest_do_not_reach_users_of_a_lending_server(run: Run
     assert left[WAKES].resident_bytes - left[2].resident_bytes < GROWN_BYTES
 
     assert min(run.faults.values()) >= 3 and len(run.faults) == 3
-    assert run.said("guest_dropped") >= 3
-    assert run.said("version_refused") >= 1
+    assert run.count_logged("guest_dropped") >= 3
+    assert run.count_logged("version_refused") >= 1
     assert results(run.settings)[LENDER_NAME, TurnOutcome.COMPLETED] > 100
     if not run.broker.embedded:  # that one loses what it had not saved when it was killed
         audit = audit_log(run.settings)
@@ -99,9 +99,9 @@ def tell(run: Run, began: float, left: list[Left]) -> None:
     first = sorted(each.first_token_seconds for each in waits if each.first_token_seconds is not None)
     lines = [
         f"{run.broker.name}, seed {run.seed}: {time.time() - began:.0f} s, {dict(run.faults)}, "
-        f"{run.said('guest_dropped')} guests dropped, {run.said('guest_built')} built, "
+        f"{run.count_logged('guest_dropped')} guests dropped, {run.count_logged('guest_built')} built, "
         f"{run.log('trainer').read_text().count('spoilt version')} versions spoilt, "
-        f"{run.said('version_refused')} refused by the lender",
+        f"{run.count_logged('version_refused')} refused by the lender",
         f"{len(waits)} requests, {sum(bool(each.error) for each in waits)} failed, "
         f"TTFT p50 {first[len(first) // 2]:.3f} s, p99 {first[len(first) * 99 // 100]:.3f} s",
         f"turns: { {f'{worker} {outcome.value}': many for (worker, outcome), many in results(run.settings).items()} }",

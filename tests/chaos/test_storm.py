@@ -62,14 +62,14 @@ def test_thirty_stopped_processes_end_in_time_and_no_turn_waits_for_a_session(tm
     print(f"ROSE_CHAOS_SEED={FIRST_SEED}")
     with start_nodes(tmp_path / "broker") as broker:
         report = blow(tmp_path / "roles", draw(FIRST_SEED, leaving(30)), broker)
-        said = [line for node in broker.nodes for line in node.log.read_text(errors="replace").splitlines()]
+        log_lines = [line for node in broker.nodes for line in node.log.read_text(errors="replace").splitlines()]
     print(report)
     assert not report.breaches and not report.crashes, str(report)
     assert report.asked_to_leave >= LEAST_ASKED * 30 and report.left.keys() == {0}, (report.faults, report.left)
     assert report.attempts_at_fault == 0, "an executor that left was waited for"
     members = report.faults["leave environment"] + report.faults["leave router"]
-    assert sum(LEFT in line for line in said) >= members > 0
-    assert not [line for line in said if EXPIRED in line], "a member that left was waited for"
+    assert sum(LEFT in line for line in log_lines) >= members > 0
+    assert not [line for line in log_lines if EXPIRED in line], "a member that left was waited for"
     for role, seconds in report.waits.items():
         assert seconds < SESSION_SECONDS[role], (role, seconds)
 

@@ -54,15 +54,15 @@ def store_in(folder: str, seed: int) -> AnchorStore | None:
     return AnchorStore(folder) if seed % 2 else None
 
 
-def publish(settings: BusSettings, folder: str, seed: int, last: int, said: Connection) -> None:
+def publish(settings: BusSettings, folder: str, seed: int, last: int, connection: Connection) -> None:
     """Go on from the newest version on the log to `last`."""
     publisher = WeightPublisher(settings, MODEL, anchor_every=ANCHOR_EVERY, store=store_in(folder, seed))
     for version in range(publisher.next_version, last + 1):
         publisher.publish(tensors_at(seed, version).items(), version).result()
-        said.send(version)
+        connection.send(version)
 
 
-def receive(settings: BusSettings, folder: str, seed: int, said: Connection) -> None:
+def receive(settings: BusSettings, folder: str, seed: int, connection: Connection) -> None:
     """Say of every staged version whether it is what it must be, until the last."""
     trust = make_trust(settings, MODEL, WeightsConfig())
     receiver = WeightReceiver(settings, trust, shapes=SHAPES, store=store_in(folder, seed))
@@ -73,10 +73,10 @@ def receive(settings: BusSettings, folder: str, seed: int, said: Connection) -> 
         assert staged is not None
         version = staged.version
         exact = all(torch.equal(staged.tensors[name], tensor) for name, tensor in tensors_at(seed, version).items())
-        said.send((version, exact))
+        connection.send((version, exact))
 
 
-class Child:
+class ReceiverProcess:
     """A process that can be killed and started again."""
 
     def __init__(self, target: object, *arguments: object) -> None:
@@ -86,10 +86,10 @@ class Child:
     def start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "rose.workers.weights.publish", "rose.workers.weights.receive"])
-        self.heard, said = context.Pipe(duplex=False)
-        self.process: ForkServerProcess = context.Process(target=self._target, args=(*self._arguments, said))  # type: ignore[arg-type]
+        self.received, connection = context.Pipe(duplex=False)
+        self.process: ForkServerProcess = context.Process(target=self._target, args=(*self._arguments, connection))  # type: ignore[arg-type]
         self.process.start()
-        said.close()
+        connection.close()
 
     def kill(self) -> None:
         self.process.kill()
@@ -97,16 +97,16 @@ class Child:
 
     def messages(self) -> Iterator[object]:
         """What it says, until it ends or is killed."""
-        while self.heard.poll(WAIT_SECONDS):
+        while self.received.poll(WAIT_SECONDS):
             try:
-                yield self.heard.recv()
+                yield self.received.recv()
             except EOFError:
                 return
         raise AssertionError("the process says nothing")
 
 
 @contextmanager
-def children(*found: Child) -> Iterator[None]:
+def children(*found: ReceiverProcess) -> Iterator[None]:
     try:
         yield
     finally:
@@ -114,10 +114,10 @@ def children(*found: Child) -> Iterator[None]:
             child.kill()
 
 
-def check_to_the_end(receiver: Child, *heard: object) -> None:
+def check_to_the_end(receiver: ReceiverProcess, *received: object) -> None:
     """Of all that it says, after what was heard of it already."""
     versions = []
-    for message in chain(heard, receiver.messages()):
+    for message in chain(received, receiver.messages()):
         assert isinstance(message, tuple)
         version, exact = message
         assert exact, f"version {version} is not what was published"
@@ -138,12 +138,16 @@ def test_surviving_receivers_have_the_last_version(
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=2))
     arguments = (settings, str(tmp_path), seed)
     # The first version alone to begin with: who hears of all at once would have ended before it can be stopped.
-    beginning, receiver, slow = Child(publish, *arguments, 0), Child(receive, *arguments), Child(receive, *arguments)
+    beginning, receiver, slow = (
+        ReceiverProcess(publish, *arguments, 0),
+        ReceiverProcess(receive, *arguments),
+        ReceiverProcess(receive, *arguments),
+    )
     with children(beginning, receiver, slow):
         first = next(slow.messages())
         os.kill(slow.process.pid or 0, signal.SIGSTOP)
         assert list(beginning.messages()) == [0]
-        publisher = Child(publish, *arguments, LAST)
+        publisher = ReceiverProcess(publish, *arguments, LAST)
         with children(publisher):
             for _ in range(KILLS):
                 victim = moments.choice((publisher, receiver))
@@ -156,7 +160,7 @@ def test_surviving_receivers_have_the_last_version(
             publisher.process.join(WAIT_SECONDS)
             newest = newest_manifest(settings, make_trust(settings, MODEL, WeightsConfig()))
             assert newest is not None and newest.version == LAST
-            late = Child(receive, *arguments)
+            late = ReceiverProcess(receive, *arguments)
             with children(late):
                 check_to_the_end(receiver)
                 check_to_the_end(slow, first)

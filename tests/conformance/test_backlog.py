@@ -47,16 +47,16 @@ def test_fetch_is_no_larger_than_requested(cluster: Cluster, backlog: str) -> No
 @pytest.mark.embedded_fault("answers an empty fetch at once: a waiting reader asks without end", raises=AssertionError)
 def test_fetch_without_records_is_held(cluster: Cluster) -> None:
     """As long as the reader says: two a second, and some more at the start."""
-    told: list[int] = []
+    reported: list[int] = []
 
     def statistics(text: str) -> None:
         brokers = json.loads(text)["brokers"].values()
-        told.append(sum(broker["req"].get("Fetch", 0) for broker in brokers))
+        reported.append(sum(broker["req"].get("Fetch", 0) for broker in brokers))
 
     topic = cluster.topic("quiet")
     often: dict[str, Any] = {"statistics_interval_ms": 500, "stats_cb": statistics}
     consumer = cluster.consumer(fetch_wait_max_ms=500, **often)
     consumer.assign([TopicPartition(topic, 0, 0)])
-    until(lambda: consumer.poll(0.1) is None and len(told) > 4, what="statistics")
+    until(lambda: consumer.poll(0.1) is None and len(reported) > 4, what="statistics")
     consumer.close()
-    assert told[-1] < 100
+    assert reported[-1] < 100

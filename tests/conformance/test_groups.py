@@ -93,14 +93,14 @@ def test_second_member_with_the_same_name_fences_the_first(cluster: Cluster, sid
     second = member(cluster, sides, "worker-0")
     until(lambda: settled([second], sides), what="all partitions at the second")
 
-    def told() -> bool:
+    def is_reported() -> bool:
         try:
             message = first.poll(0.1)
         except KafkaException as raised:
             return bool(raised.args[0].code() == KafkaError._FATAL)
         return message is not None and message.error() is not None and message.error().code() in GONE
 
-    until(told, what="the first to learn that it was replaced")
+    until(is_reported, what="the first to learn that it was replaced")
     second.close()
     first.close()
 
@@ -143,9 +143,9 @@ def killed_in_the_end(cluster: Cluster, sides: list[str], name: str) -> Iterator
     command = [sys.executable, "-c", KILLED_MEMBER, cluster.bootstrap, cluster.namespace, name, *sides]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        said = process.stdout
+        output = process.stdout
         try:
-            yield lambda: bool(select.select([said], [], [], 0)[0]) and bool(said.readline())
+            yield lambda: bool(select.select([output], [], [], 0)[0]) and bool(output.readline())
         finally:
             process.kill()
 

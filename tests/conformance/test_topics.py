@@ -8,19 +8,19 @@ from tests.conformance.bus_driver import LARGEST_BYTES, WAIT_SECONDS, Cluster, p
 
 
 def test_topic_has_the_partitions_and_settings_it_was_created_with(cluster: Cluster) -> None:
-    asked = {
+    settings = {
         "cleanup.policy": "compact,delete",
         "retention.ms": "600000",
         "segment.ms": "60000",
         "max.message.bytes": "986624",
         "min.cleanable.dirty.ratio": "0.2",
     }
-    topic = cluster.topic("asked", 7, **{name.replace(".", "_"): value for name, value in asked.items()})
+    topic = cluster.topic("asked", 7, **{name.replace(".", "_"): value for name, value in settings.items()})
     admin = cluster.admin()
     assert sorted(admin.list_topics(timeout=WAIT_SECONDS).topics[topic].partitions) == list(range(7))
     resource = ConfigResource(ConfigResource.Type.TOPIC, topic)
     found = admin.describe_configs([resource])[resource].result()
-    assert {name: found[name].value for name in asked} == asked
+    assert {name: found[name].value for name in settings} == settings
 
 
 def test_creating_a_topic_again_changes_nothing(cluster: Cluster) -> None:

@@ -97,8 +97,8 @@ class Builder:
     """Of the store: what lays layers over each other, or else copies them."""
 
     def __post_init__(self) -> None:
-        asked = ["buildah", *map(str, self._stored("overlay", "root")), "info"]
-        laid = subprocess.run(asked, capture_output=True, check=False).returncode == 0
+        buildah_command = ["buildah", *map(str, self._stored("overlay", "root")), "info"]
+        laid = subprocess.run(buildah_command, capture_output=True, check=False).returncode == 0
         self.driver = "overlay" if laid else "vfs"
 
     def _stored(self, driver: str, root: str | Path) -> tuple[str | Path, ...]:
@@ -175,8 +175,10 @@ class Builder:
         """Build the image of a family; returns its name."""
         tag = f"rose-{family}:{VERSION}"
         file = self.context / "deploy" / "images" / f"{family}.Containerfile"
-        said = {"BASE": BASE, "VERSION": VERSION, "REVISION": "0" * 40}
-        self.build(file, self.context, tag, keeps=family == "light", **said)  # what the others fetch is large
+        build_arguments = {"BASE": BASE, "VERSION": VERSION, "REVISION": "0" * 40}
+        self.build(
+            file, self.context, tag, keeps=family == "light", **build_arguments
+        )  # what the others fetch is large
         return tag
 
     def close(self) -> None:
@@ -226,10 +228,10 @@ def look_into(images: Images, family: str) -> float:
     assert config["Entrypoint"] == ["rose"] and config["Healthcheck"]["Test"] == ["CMD", "rose", "health", "--live"]
     labels = {name.rpartition(".")[2]: value for name, value in config["Labels"].items()}
     assert labels["title"] == f"rose-{family}" and labels["version"] == VERSION and labels["licenses"] == "Apache-2.0"
-    said = json.loads((found.root / "opt/rose/sbom.cdx.json").read_text())
-    listed = {(each["name"], each["version"]) for each in said["components"]}
+    bill_of_materials = json.loads((found.root / "opt/rose/sbom.cdx.json").read_text())
+    listed = {(each["name"], each["version"]) for each in bill_of_materials["components"]}
     there = {tuple(each.split("==")) for each in found.answers("python", "-c", INSTALLED).split()}
-    assert said["bomFormat"] == "CycloneDX" and ("rose-rollouts", VERSION) in listed and there == listed
+    assert bill_of_materials["bomFormat"] == "CycloneDX" and ("rose-rollouts", VERSION) in listed and there == listed
     return size
 
 
@@ -243,9 +245,9 @@ class Container:
 
     def command(self, *words: str, environment: Mapping[str, str] = {}, volumes: Mapping[Path, str] = {}) -> list[str]:
         """What runs the words in it as the image's user. `volumes`: this machine's folders, where they are there."""
-        said = [word for name, value in environment.items() for word in ("--env", f"{name}={value}")]
+        variables = [word for name, value in environment.items() for word in ("--env", f"{name}={value}")]
         mounts = [f"--volume={path}:{where}" for path, where in volumes.items()]
-        run = ("run", "--isolation", "chroot", "--user", USER, *said, *mounts, self.name, "--", *words)
+        run = ("run", "--isolation", "chroot", "--user", USER, *variables, *mounts, self.name, "--", *words)
         return [str(word) for word in ("buildah", *self.builder.store, *run)]
 
     def run(
@@ -263,10 +265,10 @@ class Container:
     def megabytes(self, *folders: str) -> float:
         """Of the files in it, or in some of its folders: what an image is said to take, unpacked."""
         found = [str(self.root / each.lstrip("/")) for each in folders or ("",)]
-        told = subprocess.run(
+        finished = subprocess.run(
             ["du", "-xsc", "--apparent-size", "-B1", *found], capture_output=True, text=True, check=True
         ).stdout
-        return int(told.splitlines()[-1].split()[0]) / 1e6
+        return int(finished.splitlines()[-1].split()[0]) / 1e6
 
     def written(self) -> list[Path]:
         """What its user has left behind outside of /tmp and of where runs are kept."""

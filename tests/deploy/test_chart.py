@@ -83,10 +83,10 @@ def test_every_command_line_and_setting_is_known_to_rose(name: str, tmp_path: Pa
     lines = [one for one in containers(found) if one["name"] != "rose"]
     assert lines
     for one in lines:
-        said = {each["name"]: said_by(each) for each in one["env"]}
+        values_by_name = {each["name"]: said_by(each) for each in one["env"]}
         arguments = [word.replace("$(ORDINAL)", "3") for word in one["args"]]
         arguments = [tmp_path.as_posix() if word == "/etc/rose/kafka/client.properties" else word for word in arguments]
-        config = configured(arguments, said, toml, tmp_path)
+        config = configured(arguments, values_by_name, toml, tmp_path)
         assert config.bus().bootstrap == values_of(name)["kafka"]["bootstrapServer"]
         if one["name"] != "topics":
             assert config.settings.metrics.port == one["ports"][-1]["containerPort"]
@@ -112,14 +112,14 @@ def test_large_number_reaches_the_client_with_all_its_digits() -> None:
     """librdkafka reads 1.048576e+06 as 1."""
     properties = {"socket.receive.buffer.bytes": 1048576, "client.rack": "a", "enable.sparse.connections": True}
     found = containers(resources(rendered(changed(values_of("minimal"), "kafka.properties", properties))))
-    said = {word for one in found for word in one["args"] if "=" in word}
-    assert said >= {"socket.receive.buffer.bytes=1048576", "client.rack=a", "enable.sparse.connections=true"}
+    assignments = {word for one in found for word in one["args"] if "=" in word}
+    assert assignments >= {"socket.receive.buffer.bytes=1048576", "client.rack=a", "enable.sparse.connections=true"}
 
 
 def test_terminating_lender_stops_lending_first_and_its_next_start_lends(tmp_path: Path) -> None:
     server = of_kind("StatefulSet", values_of("lenders"), "lender")["spec"]["template"]["spec"]["containers"][0]
-    (said,) = (each["value"] for each in server["env"] if each["name"] == "ROSE_LENDER__STOP_FILE")
-    assert said == "/tmp/runs/$(ROSE_EXECUTOR__NAME).stop"
+    (assignments,) = (each["value"] for each in server["env"] if each["name"] == "ROSE_LENDER__STOP_FILE")
+    assert assignments == "/tmp/runs/$(ROSE_EXECUTOR__NAME).stop"
     folder = tmp_path / "runs"
     (stop, begin) = (
         [word.replace("sleep 10", "sleep 0") for word in server["lifecycle"][moment]["exec"]["command"]]

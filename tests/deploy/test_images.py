@@ -64,8 +64,8 @@ def own(images: Images, tmp_path_factory: pytest.TempPathFactory) -> Container:
     images.container("light")
     root = Path(__file__).parents[2]
     folder = tmp_path_factory.mktemp("own")
-    told = (root / "docs" / "guides" / "environments.md").read_text()
-    (folder / "guessing.py").write_text(told.split("```python\n", 1)[1].split("```", 1)[0])
+    page = (root / "docs" / "guides" / "environments.md").read_text()
+    (folder / "guessing.py").write_text(page.split("```python\n", 1)[1].split("```", 1)[0])
     images.builder.build(root / "deploy" / "images" / "environment.Containerfile", folder, "rose-own")
     return images.builder.container("rose-own")
 
@@ -89,16 +89,16 @@ def test_lender_image_adds_missing_packages_to_vllm_and_replaces_none(images: Im
     (site,) = server.root.glob("opt/rose/lib/python3.*/site-packages")
     for each in ("rose", f"rose_rollouts-{VERSION}.dist-info", "confluent_kafka"):
         shutil.move(site / each, server.root / "opt" / each)
-    asked = """
+    program = """
 import confluent_kafka, numpy, vllm, rose.pipeline.cli.roles
 from importlib.metadata import entry_points
 (plugin,) = entry_points(group="vllm.general_plugins", name="rose")
 plugin.load()
 print(confluent_kafka.__file__, numpy.__file__, rose.__file__)
 """
-    told = server.run("python", "-c", asked, environment={"PYTHONPATH": "/rose"}, volumes=volumes)
-    assert told.returncode == 0, told.stderr
-    missing, there, rose = told.stdout.split()[-3:]
+    page = server.run("python", "-c", program, environment={"PYTHONPATH": "/rose"}, volumes=volumes)
+    assert page.returncode == 0, page.stderr
+    missing, there, rose = page.stdout.split()[-3:]
     assert missing.startswith("/rose/behind/") and there.startswith("/opt/rose/") and rose.startswith("/rose/rose/")
 
 
@@ -158,7 +158,7 @@ total_groups = {GROUPS + GROUPS_OF_OWN}
         print(audited)
     lines = [json.loads(line) for line in (runs / "demo" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["version"] >= GROUPS // 8 - 1
-    asked = (GROUPS + GROUPS_OF_OWN) * GROUP_SIZE
-    assert f"{asked} requested" in audited
+    requested = (GROUPS + GROUPS_OF_OWN) * GROUP_SIZE
+    assert f"{requested} requested" in audited
     for found in (light, own, engine, trainer):
         assert found.written() == [], "the root may be read-only"

@@ -24,9 +24,9 @@ def test_light_image_is_small_without_a_compiler_and_lists_its_contents(images: 
 
 
 def test_missing_role_is_not_healthy(images: Images) -> None:
-    asked = images.container("light").run("rose", "health")
-    assert asked.returncode == 1 and "nothing answers" in asked.stderr
-    assert "Traceback" not in asked.stderr
+    health = images.container("light").run("rose", "health")
+    assert health.returncode == 1 and "nothing answers" in health.stderr
+    assert "Traceback" not in health.stderr
 
 
 def test_role_asked_to_stop_exits_with_status_0(images: Images, tmp_path: Path) -> None:

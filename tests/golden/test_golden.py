@@ -31,9 +31,9 @@ def test_every_record_has_an_example() -> None:
 )
 def test_bytes_of_a_release_decode_to_the_original_records(path: Path) -> None:
     (record,) = [record for record in RECORDS if name_of(record) == path.name]
-    said = msgpack.unpackb(path.read_bytes())
+    values = msgpack.unpackb(path.read_bytes())
     now = msgpack.unpackb(encode(decode(record, path.read_bytes())))
-    assert said and {field: now[field] for field in said} == said
+    assert values and {field: now[field] for field in values} == values
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=SCHEMA)

@@ -14,7 +14,7 @@ from rose.workers.weights.codec.hazard import HEAVY_CODE, STILL_CODE
 from rose.workers.weights.manifests import read_index
 from tests.golden.payloads import INDEX, Piece, payload_of, pieces
 from tests.golden.release import RELEASES
-from tests.support.weights_fixtures import Shelf, bare
+from tests.support.weights_fixtures import MemoryChunkSink, bare
 
 PIECES = list(pieces())
 
@@ -48,7 +48,7 @@ def test_anchor_is_dense_and_a_delta_has_exponents_of_every_kind(piece: Piece) -
 
 @pytest.mark.parametrize("path", [path for path in SHIPPED if path.name == "index"], ids=lambda path: path.parts[-3])
 def test_index_of_a_release_decodes_to_the_original_index(path: Path) -> None:
-    topic, wire = Shelf(), path.read_bytes()
+    topic, wire = MemoryChunkSink(), path.read_bytes()
     refs = tuple(
         topic.put(WeightChunk(model_id="m", version=1, tensor=":index", part=part, payload=payload)).ref()
         for part, payload in enumerate((wire[:100], wire[100:]))
@@ -59,9 +59,9 @@ def test_index_of_a_release_decodes_to_the_original_index(path: Path) -> None:
 
 def test_unknown_index_fields_are_ignored() -> None:
     """Fields of what has names, places at the end of what has none; and any MessagePack implementation reads it."""
-    said: dict[str, Any] = msgpack.unpackb(msgspec.msgpack.encode(INDEX))
-    said["from_the_future"] = [1, {"deep": b"bytes"}]
-    said["tensors"][0]["from_the_future"] = 1
-    said["slices"][0].append("from the future")
-    said["slices"][0][7][0].append(b"from the future")
-    assert msgspec.msgpack.decode(msgpack.packb(said), type=WeightIndex) == INDEX
+    values: dict[str, Any] = msgpack.unpackb(msgspec.msgpack.encode(INDEX))
+    values["from_the_future"] = [1, {"deep": b"bytes"}]
+    values["tensors"][0]["from_the_future"] = 1
+    values["slices"][0].append("from the future")
+    values["slices"][0][7][0].append(b"from the future")
+    assert msgspec.msgpack.decode(msgpack.packb(values), type=WeightIndex) == INDEX

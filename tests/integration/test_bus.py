@@ -56,12 +56,12 @@ def test_dead_letter_has_the_original_message_and_its_location(settings: BusSett
         writer.dead_letter(bad, bad.reason)
     writer.dead_letter(good, "its group is known")
     writer.flush()
-    letters = list(read_dead_letters(settings, PROMPTS))
-    assert [(letter.partition, letter.offset, letter.raw) for letter in letters] == [
+    dead_letters = list(read_dead_letters(settings, PROMPTS))
+    assert [(dead_letter.partition, dead_letter.offset, dead_letter.raw) for dead_letter in dead_letters] == [
         (0, bad.offset, bad.raw),
         (0, good.offset, good.raw),
     ]
-    assert letters[1].reason == "its group is known"
+    assert dead_letters[1].reason == "its group is known"
     assert dead_lettered_places(settings, PROMPTS) == {(0, bad.offset), (0, good.offset)}
 
 
@@ -73,15 +73,18 @@ def test_message_dead_lettered_again_has_its_latest_location(settings: BusSettin
     writer = Writer(settings, "test")
     writer.dead_letter(first, "one")
     writer.flush()
-    [letter] = read_dead_letters(settings, PROMPTS)
-    writer.forward(PROMPTS, letter.raw, partition=1, key=b"own key")
+    [dead_letter] = read_dead_letters(settings, PROMPTS)
+    writer.forward(PROMPTS, dead_letter.raw, partition=1, key=b"own key")
     writer.flush()
     reader.assign({(PROMPTS, 1): 0})
     [again] = read_until(reader, 1)
     assert isinstance(again, InvalidMessage)
     writer.dead_letter(again, "two")
     writer.flush()
-    found = [(letter.partition, letter.reason, letter.raw) for letter in read_dead_letters(settings, PROMPTS)]
+    found = [
+        (dead_letter.partition, dead_letter.reason, dead_letter.raw)
+        for dead_letter in read_dead_letters(settings, PROMPTS)
+    ]
     assert found == [(0, "one", first.raw), (1, "two", first.raw)]
 
 
@@ -96,19 +99,19 @@ def test_message_too_large_once_decompressed_is_dead_lettered_truncated(
         "headers": (b"x" * 900_000, [("padding", b"x" * 5_000_000)]),
         "many headers": (b"x" * 966_000, [("a", b"")] * 20_000),
     }[large]
-    stranger = Producer(packing)
-    stranger.produce(settings.topic(PROMPTS), value=value, key="own key", partition=0, headers=headers)
-    assert stranger.flush(WAIT_SECONDS) == 0
+    raw_producer = Producer(packing)
+    raw_producer.produce(settings.topic(PROMPTS), value=value, key="own key", partition=0, headers=headers)
+    assert raw_producer.flush(WAIT_SECONDS) == 0
     reader.assign({(PROMPTS, 0): 0})
     [bad] = read_until(reader, 1)
     assert isinstance(bad, InvalidMessage)
     writer = Writer(settings, "test")
     writer.dead_letter(bad, bad.reason)
     writer.flush()
-    [letter] = read_dead_letters(settings, PROMPTS)
-    assert (letter.partition, letter.offset) == (0, bad.offset)
-    assert letter.raw == RawMessage(b"own key", value[:MAX_VALUE_BYTES])
-    assert f"{bad.raw.size} bytes lie there" in letter.reason and bad.reason in letter.reason
+    [dead_letter] = read_dead_letters(settings, PROMPTS)
+    assert (dead_letter.partition, dead_letter.offset) == (0, bad.offset)
+    assert dead_letter.raw == RawMessage(b"own key", value[:MAX_VALUE_BYTES])
+    assert f"{bad.raw.size} bytes lie there" in dead_letter.reason and bad.reason in dead_letter.reason
 
 
 @pytest.mark.parametrize("headers", [0, *(pytest.param(number, marks=ONE_HEADER_A_NAME) for number in (9_000, 90_000))])
@@ -116,20 +119,20 @@ def test_every_accepted_message_fits_the_dlq_and_another_partition(
     settings: BusSettings, reader: Reader, headers: int
 ) -> None:
     """However many headers it is made of: each has two lengths of its own on the wire."""
-    said = (("a", b""),) * headers
+    headers_of_message = (("a", b""),) * headers
     for spare, limit in (("whole", MAX_MESSAGE_BYTES), ("sent on", FORWARD_BYTES)):
-        value = random.Random(headers).randbytes(limit - RawMessage(b"k", b"", said).size)
-        raw = RawMessage(b"k", value, said)
+        value = random.Random(headers).randbytes(limit - RawMessage(b"k", b"", headers_of_message).size)
+        raw = RawMessage(b"k", value, headers_of_message)
         writer = Writer(settings, "test")
         if spare == "sent on":
             writer.forward(PROMPTS, raw, partition=1, key=b"g" * 128)
         else:
             writer.dead_letter(InvalidMessage(PROMPTS, 0, headers, raw, "bad"), "ü" * MAX_REASON_CHARACTERS)
         writer.flush()
-    [letter] = read_dead_letters(settings, PROMPTS)
+    [dead_letter] = read_dead_letters(settings, PROMPTS)
     # Megabytes stay out of a failed assertion: with CI set, pytest shows in minutes how they differ.
-    same = letter.raw == RawMessage(b"k", letter.raw.value, said)
-    assert (same, letter.raw.size) == (True, MAX_MESSAGE_BYTES)
+    same = dead_letter.raw == RawMessage(b"k", dead_letter.raw.value, headers_of_message)
+    assert (same, dead_letter.raw.size) == (True, MAX_MESSAGE_BYTES)
 
 
 @pytest.mark.skipif(shutil.which("kcat") is None, reason="kcat is not installed: it sends what Python cannot")
@@ -231,8 +234,8 @@ def test_searched_record_is_found_after_its_hint_or_abandoned(settings: BusSetti
         jump_records=far,
     )
     found = [(name, envelope.partition, envelope.offset) for name, envelope in find]
-    wanted = [("2", 0, 2), ("3", 0, 3), ("7", 0, 7), ("40", 0, 40), ("59", 0, 59), ("there", 1, 1)]
-    assert sorted(found) == sorted(wanted)
+    expected = [("2", 0, 2), ("3", 0, 3), ("7", 0, 7), ("40", 0, 40), ("59", 0, 59), ("there", 1, 1)]
+    assert sorted(found) == sorted(expected)
     assert [offset for _, partition, offset in found if partition == 0] == [2, 3, 7, 40, 59]
 
 

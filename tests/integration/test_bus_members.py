@@ -98,28 +98,28 @@ def test_rejoined_or_left_member_ignores_answers_to_its_former_membership(
 ) -> None:
     """The answer to the first question may come just as the second is asked: then it is told as that consumer leaves,
     on a thread of its own."""
-    asked: list[tuple[IdleConsumer, dict[str, Any]]] = []
-    told: list[list[Place]] = []
+    subscriptions: list[tuple[IdleConsumer, dict[str, Any]]] = []
+    reported_assignments: list[list[Place]] = []
     closed: list[IdleConsumer] = []
 
     def assigned(places: list[Place]) -> dict[Place, int]:
-        told.append(places)
+        reported_assignments.append(places)
         return {}
 
-    monkeypatch.setattr(IdleConsumer, "subscribe", lambda self, _, **answers: asked.append((self, answers)))
+    monkeypatch.setattr(IdleConsumer, "subscribe", lambda self, _, **answers: subscriptions.append((self, answers)))
     monkeypatch.setattr(IdleConsumer, "close", lambda self: closed.append(self))
     with closing(Reader(replace(settings, embedded=True), "late", group="late", member_id="late")) as reader:
-        reader.subscribe([PROMPTS], on_assigned=assigned, on_revoked=told.append)
+        reader.subscribe([PROMPTS], on_assigned=assigned, on_revoked=reported_assignments.append)
         reader._rejoin()
-        (former, answers), (present, _) = asked
+        (former, answers), (present, _) = subscriptions
         home = TopicPartition(settings.topic(PROMPTS), 0)
         answers["on_assign"](former, [home])
         answers["on_revoke"](former, [home])
-        assert told == []
+        assert reported_assignments == []
         answers["on_assign"](present, [home])
-        assert told == [[(PROMPTS, 0)]]
+        assert reported_assignments == [[(PROMPTS, 0)]]
     answers["on_assign"](present, [home])
     answers["on_revoke"](present, [home])
-    assert told == [[(PROMPTS, 0)]], "who has left is told nothing, though an assignment may lie unread"
+    assert reported_assignments == [[(PROMPTS, 0)]], "who has left is told nothing, though an assignment may lie unread"
     reader.close()
     assert closed.count(present) == 1, "a client that is closed twice at once may wait for ever"

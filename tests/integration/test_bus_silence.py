@@ -32,7 +32,7 @@ CALLS = 3
 pytestmark = pytest.mark.slow
 
 
-class GivenUp(Exception):
+class QueryAborted(Exception):
     """Raised by whoever asks."""
 
 
@@ -43,8 +43,8 @@ def settings(own_broker: Broker) -> Iterator[BusSettings]:
 
 
 READINGS: list[Callable[[BusSettings, Callable[[], None]], object]] = [
-    lambda settings, meanwhile: dead_lettered_places(settings, PROMPTS, on_wait=meanwhile),
-    lambda settings, meanwhile: list(read_to_end(settings, {(PROMPTS, 0): 0}, on_wait=meanwhile)),
+    lambda settings, on_wait: dead_lettered_places(settings, PROMPTS, on_wait=on_wait),
+    lambda settings, on_wait: list(read_to_end(settings, {(PROMPTS, 0): 0}, on_wait=on_wait)),
 ]
 
 
@@ -60,20 +60,20 @@ def test_replay_ends_when_its_caller_stops(
         writer.flush()
     calls = 0
 
-    def meanwhile() -> None:
+    def on_wait() -> None:
         nonlocal calls
         calls += 1
         own_broker.send_signal(signal.SIGSTOP)
         if calls == CALLS:
-            raise GivenUp
+            raise QueryAborted
 
     def given_up() -> bool:
         nonlocal calls
         calls = 0
         own_broker.send_signal(signal.SIGCONT)
         try:
-            read(settings, meanwhile)
-        except GivenUp:
+            read(settings, on_wait)
+        except QueryAborted:
             return True
         return False  # all of it had come before the broker was frozen
 
@@ -91,14 +91,14 @@ def test_writer_that_takes_over_a_name_calls_back_until_the_broker_returns(
     last.begin()
     last.write(PROMPTS, PROMPT, key="g", partition=0)
 
-    def meanwhile() -> None:
+    def on_wait() -> None:
         nonlocal calls
         calls += 1
         if calls == CALLS:
             own_broker.send_signal(signal.SIGCONT)
 
     own_broker.send_signal(signal.SIGSTOP)
-    with closing(owner(settings, on_wait=meanwhile)) as present:
+    with closing(owner(settings, on_wait=on_wait)) as present:
         assert calls >= CALLS
         present.begin()
         present.write(PROMPTS, PROMPT, key="g", partition=1)
@@ -145,13 +145,13 @@ QUESTIONS: list[Callable[[Reader], object]] = [
 def test_query_ends_when_its_caller_stops(
     settings: BusSettings, own_broker: Broker, ask: Callable[[Reader], object]
 ) -> None:
-    def meanwhile() -> None:
-        raise GivenUp
+    def on_wait() -> None:
+        raise QueryAborted
 
-    with closing(Reader(settings, "test", group="test", on_wait=meanwhile)) as reader:
+    with closing(Reader(settings, "test", group="test", on_wait=on_wait)) as reader:
         ask(reader)
         own_broker.send_signal(signal.SIGSTOP)
-        with pytest.raises(GivenUp):
+        with pytest.raises(QueryAborted):
             ask(reader)
         own_broker.send_signal(signal.SIGCONT)
         ask(reader)
@@ -161,13 +161,13 @@ def test_query_ends_when_its_caller_stops(
 def test_topic_creation_is_retried_after_a_silent_broker(own_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     """It had answered before: a broker that never did is told at once."""
     monkeypatch.setattr(queries, "WATERMARKS_SECONDS", 4.0)
-    asked = 0
+    calls = 0
 
     class Thawing(AdminClient):  # type: ignore[misc]
         def list_topics(self, *arguments: Any, **named: Any) -> Any:
-            nonlocal asked
-            asked += 1
-            own_broker.send_signal(signal.SIGSTOP if asked == 1 else signal.SIGCONT)
+            nonlocal calls
+            calls += 1
+            own_broker.send_signal(signal.SIGSTOP if calls == 1 else signal.SIGCONT)
             return super().list_topics(*arguments, **named)
 
     settings = own_broker.settings()
@@ -177,7 +177,7 @@ def test_topic_creation_is_retried_after_a_silent_broker(own_broker: Broker, mon
         assert len(create_topics(settings, PARTITIONS)) == len(CATALOG)
     finally:
         own_broker.send_signal(signal.SIGCONT)
-    assert asked > 1
+    assert calls > 1
 
 
 @any_broker
@@ -186,10 +186,10 @@ def test_silent_leader_is_not_taken_for_an_answering_leader(settings: BusSetting
     client = connect(settings)
     place = TopicPartition(settings.topic(PROMPTS), 0)
 
-    def asked(seconds: float) -> int:
+    def query(seconds: float) -> int:
         return offset_in(client.list_offsets({place: OffsetSpec.latest()}, request_timeout=seconds)[place])
 
-    assert asked(30.0) == 0
+    assert query(30.0) == 0
     own_broker.send_signal(signal.SIGSTOP)
     with pytest.raises(KafkaException, match="imed out"):
-        asked(1.0)
+        query(1.0)

@@ -29,18 +29,18 @@ def test_running_reader_sees_commits_of_the_next_owner_of_a_transactional_id(
 ) -> None:
     """As when a worker is killed in the midst of a transaction and started again."""
 
-    def say(writer: Writer, key: str) -> None:
+    def write_prompt(writer: Writer, key: str) -> None:
         writer.begin()
         writer.write(PROMPTS, PROMPT, key=key, partition=0)
 
     reader.assign({(PROMPTS, 0): 0})
-    for life in range(3):
+    for number in range(3):
         writer = Writer(settings, "test", transactional_id="test")
-        say(writer, f"whole {life}")
+        write_prompt(writer, f"whole {number}")
         writer.commit()
         [found] = read_until(reader, 1)
-        assert isinstance(found, Envelope) and found.key == f"whole {life}"
-        say(writer, "half")
+        assert isinstance(found, Envelope) and found.key == f"whole {number}"
+        write_prompt(writer, "half")
         writer.flush()
     Writer(settings, "test", transactional_id="test")
     with pytest.raises(BusError) as refused:
@@ -65,13 +65,13 @@ def test_transaction_aborted_by_the_broker_is_repeated_whole_and_once(
         until(lambda: bool(member.read(1, 0.1)) or bool(came))
         gone = member.group_metadata()
     with closing(Reader(settings, "test", group="test")) as reader:
-        said = [gone, reader.group_metadata(), reader.group_metadata()]
-        monkeypatch.setattr(reader, "group_metadata", lambda: said.pop(0))
+        answers = [gone, reader.group_metadata(), reader.group_metadata()]
+        monkeypatch.setattr(reader, "group_metadata", lambda: answers.pop(0))
         writer = Writer(settings, "test", transactional_id="test")
         for offset in (3, 4):
             writer.transact(lambda: writer.write(OUTCOMES, OUTCOME, key="outcome"), {(PROMPTS, 0): offset}, reader)
             assert reader.committed([(PROMPTS, 0)]) == {(PROMPTS, 0): offset}
-        assert not said
+        assert not answers
     found = list(read_to_end(settings, {(OUTCOMES, 0): 0}, client_id="test"))
     assert [each.key for each in found] == ["outcome", "outcome"]
 

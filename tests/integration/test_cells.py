@@ -42,7 +42,7 @@ class Routers:
     def until_shared_by(self, *numbers: int) -> None:
         """Wait until every cell is served, each of these routers serves some, and nobody else does."""
         names = {f"router-{number}" for number in numbers}
-        self._bus.until(lambda: len(said := self.by_cell()) == CELLS and set(said.values()) == names)
+        self._bus.until(lambda: len(owners := self.by_cell()) == CELLS and set(owners.values()) == names)
 
 
 @pytest.fixture

@@ -32,14 +32,18 @@ def test_records_of_any_writer_clock_are_accepted_with_broker_time(
     settings = with_topics(broker.settings(namespace))
     wrong = int(1000 * (time.time() + days * DAY_SECONDS))
     producer = Producer(settings.producer("wrong"))
-    told: list[Any] = []
+    timestamps: list[Any] = []
     for topic in CATALOG:
         producer.produce(
-            settings.topic(topic), b"value", key=b"key", timestamp=wrong, on_delivery=lambda *each: told.append(each)
+            settings.topic(topic),
+            b"value",
+            key=b"key",
+            timestamp=wrong,
+            on_delivery=lambda *each: timestamps.append(each),
         )
     assert producer.flush(60) == 0
-    assert len(told) == len(CATALOG)
-    for error, message in told:
+    assert len(timestamps) == len(CATALOG)
+    for error, message in timestamps:
         assert error is None, message.topic()
         kind, stamp = message.timestamp()
         assert kind == TIMESTAMP_LOG_APPEND_TIME, message.topic()

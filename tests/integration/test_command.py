@@ -188,10 +188,10 @@ def test_audit_prints_the_conservation_law_and_its_violations(broker: AnyBroker,
     broken = rose("audit", *common)
     refused(broken, "conservation law", status=1)
     assert "1 doubled: g:0" in broken.stdout
-    told = rose("replay", "g:0", *common)
-    assert told.returncode == 0, told.stderr
-    assert "calculator, seed 0" in told.stdout
-    assert told.stdout.count("trained at step 1") == 2
+    output = rose("replay", "g:0", *common)
+    assert output.returncode == 0, output.stderr
+    assert "calculator, seed 0" in output.stdout
+    assert output.stdout.count("trained at step 1") == 2
     for unknown in ("g:2", "h:0", "g"):
         refused(rose("replay", unknown, *common), f"no trajectory {unknown}", status=2)
 

@@ -52,7 +52,7 @@ def elsewhere(log: Log, group_id: str) -> int:
     return (log.home(group_id) + 1) % PARTITIONS.home
 
 
-def bury(log: Log, group_id: str, partition: int, offset: int, reason: str = "no such environment") -> None:
+def dead_letter(log: Log, group_id: str, partition: int, offset: int, reason: str = "no such environment") -> None:
     """Bury the prompt that lies there, as an environment worker does."""
     [found] = [
         each
@@ -108,7 +108,7 @@ def test_forwarded_prompt_counts_once_and_not_with_a_refused_copy(log: Log) -> N
     assert audit_log(log.settings).requested == 2
     at_home = log.prompt("g", key="g")
     assert audit_log(log.settings).requested == 2
-    bury(log, "g", log.home("g"), at_home)
+    dead_letter(log, "g", log.home("g"), at_home)
     assert audit_log(log.settings).requested == 0
     log.group("g", GroupState.REFUSED, offset=at_home)
     assert audit_log(log.settings).requested == 0
@@ -121,8 +121,8 @@ def test_dead_lettered_sample_does_not_violate_the_law(log: Log) -> None:
     log.sample("g:7")
     accused = audit_log(log.settings)
     assert (accused.clean, accused.unasked) == (False, ("g:7",))
-    [stranger] = [each for each in read_whole_topics(log.settings, [SAMPLES]) if named(each) == "g:7"]
-    log.writer.dead_letter(stranger, "g:7 is no trajectory of group g")
+    [unrequested] = [each for each in read_whole_topics(log.settings, [SAMPLES]) if named(each) == "g:7"]
+    log.writer.dead_letter(unrequested, "g:7 is no trajectory of group g")
     half = msgspec.msgpack.encode({"trajectory_id": "g:0"})
     log.writer.forward(SAMPLES, RawMessage(b"g", half), partition=0, key=b"g")
     log.writer.flush()
@@ -192,7 +192,7 @@ def test_trajectory_is_replayed_from_its_home_only(log: Log, capsys: pytest.Capt
     log.request("g:0", turn=1, at=200.0)
     log.request("g:1", at=300.0)
     print_replay(common(log.settings), "g:0")
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in (
         "looked     at the log from",
         "turn 0",
@@ -200,8 +200,8 @@ def test_trajectory_is_replayed_from_its_home_only(log: Log, capsys: pytest.Capt
         "completed  by executor-0",
         "the trajectory goes on",
     ):
-        assert words in told
-    assert "00:05:00" not in told, "the other trajectory's request"
+        assert words in output
+    assert "00:05:00" not in output, "the other trajectory's request"
     for unknown in ("g:2", "h:0", "g", "g:x"):
         with pytest.raises(UnknownTrajectory, match=f"no trajectory {unknown}"):
             print_replay(common(log.settings), unknown)
@@ -262,7 +262,7 @@ def test_why_finds_a_json_prompt_with_an_escaped_id(log: Log, capsys: pytest.Cap
 
 def test_why_reports_a_refused_prompt(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     offset = log.prompt("g")
-    bury(log, "g", log.home("g"), offset)
+    dead_letter(log, "g", log.home("g"), offset)
     log.group("g", GroupState.REFUSED, offset=offset)
     print_why(common(log.settings), "g:1")
     assert "was refused: no such environment" in capsys.readouterr().out
@@ -337,15 +337,15 @@ def test_resent_prompt_keeps_its_own_headers(log: Log, capsys: pytest.CaptureFix
     assert isinstance(found, InvalidMessage)
     log.writer.dead_letter(found, found.reason)
     log.writer.flush()
-    [letter] = read_dead_letters(log.settings, PROMPTS)
-    assert (letter.raw, letter.sent_back_at) == (RawMessage(b"mended", line, own), None)
-    show_dead_letter(connect, letter.place)
+    [dead_letter] = read_dead_letters(log.settings, PROMPTS)
+    assert (dead_letter.raw, dead_letter.sent_back_at) == (RawMessage(b"mended", line, own), None)
+    show_dead_letter(connect, dead_letter.place)
     assert "header   topic = math" in capsys.readouterr().out
-    retry_dead_letter(connect, letter.place, None, ["group_size=2"])
+    retry_dead_letter(connect, dead_letter.place, None, ["group_size=2"])
     [sent] = prompts_of(log, "mended")
     assert [header for header in sent.raw.headers if header[0] != SCHEMA_HEADER] == list(own)
-    [letter] = read_dead_letters(log.settings, PROMPTS)
-    assert letter.raw.headers == own and letter.sent_back_at is not None
+    [dead_letter] = read_dead_letters(log.settings, PROMPTS)
+    assert dead_letter.raw.headers == own and dead_letter.sent_back_at is not None
 
 
 def test_dead_letter_is_edited_by_a_file_and_not_into_an_existing_group(

@@ -25,9 +25,9 @@ def test_stopped_run_resumes_where_it_was(rose: Rose) -> None:
             assert monotonic() < deadline
             never.wait(0.1)
         process.send_signal(signal.SIGINT)
-        told = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, told
-    assert "rose up --run demo" in told
+        output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert "rose up --run demo" in output
     rose("up", "--run", "demo")
     terms = json.loads((run / "summary.json").read_text())["trajectories"]
     assert terms["requested"] == 3 * 4 * 4

@@ -171,10 +171,10 @@ def test_members_homes_lag_and_dead_letters_are_queried_from_the_broker(log: Log
     log.writer.dead_letter(spoiled, "no prompt")
     log.writer.flush()
     reader = Reader(log.settings, "member", group=ENVIRONMENT_GROUP, member_id="member")
-    begun: list[Place] = []
+    dispatched: list[Place] = []
 
     def assigned(places: list[Place]) -> dict[Place, int]:
-        begun.extend(places)
+        dispatched.extend(places)
         return dict.fromkeys(places, 0)
 
     reader.subscribe(
@@ -183,7 +183,7 @@ def test_members_homes_lag_and_dead_letters_are_queried_from_the_broker(log: Log
         on_revoked=lambda places: None,
     )
     deadline = time.monotonic() + WAIT_SECONDS
-    while not begun and time.monotonic() < deadline:
+    while not dispatched and time.monotonic() < deadline:
         reader.read(1, 0.1)
     found = probe.probe()
     reader.close()
@@ -199,9 +199,9 @@ def test_status_reports_unhealthy_parts_and_exits_with_1(log: Log, capsys: pytes
     with pytest.raises(RunUnhealthy, match="no executor is there") as unwell:
         show_status(common(log.settings), as_json=True)
     assert unwell.value.exit_status == 1
-    told = json.loads(capsys.readouterr().out)
-    assert (told["well"], told["open_groups"], told["in_a_turn"]) == (False, 1, 1)
-    assert {"severity": "unwell", "who": "executors", "sentence": "no executor is there"} in told["findings"]
+    report = json.loads(capsys.readouterr().out)
+    assert (report["well"], report["open_groups"], report["in_a_turn"]) == (False, 1, 1)
+    assert {"severity": "unwell", "who": "executors", "sentence": "no executor is there"} in report["findings"]
     with pytest.raises(RunUnhealthy):
         show_status(common(log.settings), as_json=False)
     text = capsys.readouterr().out
@@ -254,19 +254,19 @@ def test_prompts_unopened_by_a_worker_with_room_are_unhealthy(
     own = common(log.settings)
     own = replace(own, settings=[*(own.settings or []), "environment.step_timeout_seconds=1"])
     with closing(Reader(log.settings, "member", group=ENVIRONMENT_GROUP, member_id="member")) as member:
-        begun: list[Place] = []
+        dispatched: list[Place] = []
 
         def assigned(places: list[Place]) -> dict[Place, int]:
-            begun.extend(places)
+            dispatched.extend(places)
             return dict.fromkeys(places, 0)
 
         member.subscribe([PROMPTS, COMPLETED], on_assigned=assigned, on_revoked=lambda places: None)
-        waits.until(lambda: bool(member.read(1, 0.1)) or bool(begun))
+        waits.until(lambda: bool(member.read(1, 0.1)) or bool(dispatched))
         with beating(log, **IDLE), pytest.raises(RunUnhealthy):
             show_status(own, as_json=True)
-    told = json.loads(capsys.readouterr().out)
-    assert (told["well"], told["openable"]) == (False, 1)
-    [sentence] = [each["sentence"] for each in told["findings"] if each["who"] == "environments"]
+    report = json.loads(capsys.readouterr().out)
+    assert (report["well"], report["openable"]) == (False, 1)
+    [sentence] = [each["sentence"] for each in report["findings"] if each["who"] == "environments"]
     assert "1 prompt waits and the window has room, but no group was opened" in sentence
 
 
@@ -292,10 +292,10 @@ def test_prompts_behind_an_open_transaction_are_counted(log: Log) -> None:
 
 def test_stalled_worker_is_named_while_another_progresses(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "STALLED_SECONDS", 1.0)
-    begun: dict[str, list[int]] = {}
+    dispatched: dict[str, list[int]] = {}
 
     def assigned(name: str, places: list[Place]) -> dict[Place, int]:
-        begun[name] = sorted(home for topic, home in places if topic is PROMPTS)
+        dispatched[name] = sorted(home for topic, home in places if topic is PROMPTS)
         return {}
 
     with ExitStack() as stack:
@@ -308,18 +308,18 @@ def test_stalled_worker_is_named_while_another_progresses(log: Log, monkeypatch:
         def shared() -> bool:
             for member in members:
                 member.read(1, 0.05)
-            return sorted(home for homes in begun.values() for home in homes) == list(range(PARTITIONS.home)) and all(
-                begun.get(name) for name in ("environment-0", "environment-1")
-            )
+            return sorted(home for homes in dispatched.values() for home in homes) == list(
+                range(PARTITIONS.home)
+            ) and all(dispatched.get(name) for name in ("environment-0", "environment-1"))
 
         waits.until(shared)
         groups = {home: next(name for name in map(str, range(99)) if log.home(name) == home) for home in range(4)}
         for name in groups.values():
             log.group(name)
             log.progress(f"{name}:0")
-        [standing, *_], [moving, *_] = begun["environment-1"], begun["environment-0"]
+        [stalled, *_], [moving, *_] = dispatched["environment-1"], dispatched["environment-0"]
         looking = stack.enter_context(watch(log.settings))
-        for home in (standing, moving):
+        for home in (stalled, moving):
             log.result(log.request(f"{groups[home]}:0"))
 
         def accused() -> list[str]:
@@ -332,7 +332,7 @@ def test_stalled_worker_is_named_while_another_progresses(log: Log, monkeypatch:
 
         waits.until(lambda: bool(accused()))
         [sentence] = accused()
-        assert sentence.startswith(f"1 result waits for environment-1 (home {standing}), and none was applied for ")
+        assert sentence.startswith(f"1 result waits for environment-1 (home {stalled}), and none was applied for ")
         assert looking.facts().applied_seconds < 1.0
 
 

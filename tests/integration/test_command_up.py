@@ -131,9 +131,9 @@ def opened(settings: BusSettings) -> set[str]:
 def ended(process: subprocess.Popen[str]) -> str:
     """What it said, asked to stop."""
     process.send_signal(signal.SIGHUP)
-    said = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, said
-    return said
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    return output
 
 
 @any_broker
@@ -178,5 +178,5 @@ def test_run_with_closed_output_ends_with_summary_and_report(tmp_path: Path) -> 
 
 def refused(rose: Rose, *arguments: str) -> tuple[int, str]:
     with rose.start(*arguments) as process:
-        said = process.communicate(timeout=120)[0]
-    return process.returncode, said[: said.index(": ", len("rose: ")) + 2]
+        output = process.communicate(timeout=120)[0]
+    return process.returncode, output[: output.index(": ", len("rose: ")) + 2]

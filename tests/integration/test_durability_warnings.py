@@ -33,9 +33,9 @@ def test_missing_replicas_are_reported_once_for_all_topics(broker: AnyBroker, na
 def test_too_short_offset_retention_or_transaction_timeout_is_reported(
     broker: dict[str, str], words: list[str]
 ) -> None:
-    told = "\n".join(_retention_warnings(broker, DEFAULT_RETENTION))
-    assert bool(told) == bool(words)
-    assert all(word in told for word in words)
+    warnings = "\n".join(_retention_warnings(broker, DEFAULT_RETENTION))
+    assert bool(warnings) == bool(words)
+    assert all(word in warnings for word in words)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,6 @@ def test_too_short_offset_retention_or_transaction_timeout_is_reported(
 def test_replication_that_may_lose_acknowledged_records_is_reported(
     copies: int, insync: int | None, words: str
 ) -> None:
-    told = list(_replica_warnings(copies, insync, 1))
-    assert bool(told) == bool(words)
-    assert all(words in sentence for sentence in told)
+    warnings = list(_replica_warnings(copies, insync, 1))
+    assert bool(warnings) == bool(words)
+    assert all(words in sentence for sentence in warnings)

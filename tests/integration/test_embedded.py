@@ -55,15 +55,15 @@ def test_missing_java_is_reported(tmp_path: Path, kafka_home: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("said", "named"),
+    ("version_text", "named"),
     [('openjdk version "11.0.25" 2024-10-15', "Java 11.0.25"), ('java version "1.8.0_291"', "Java 1.8.0_291")],
 )
 def test_too_old_java_is_named(
-    said: str, named: str, tmp_path: Path, kafka_home: Path, monkeypatch: pytest.MonkeyPatch
+    version_text: str, named: str, tmp_path: Path, kafka_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     java = tmp_path / "bin" / "java"
     java.parent.mkdir()
-    java.write_text(f"#!/bin/sh\necho '{said}' >&2\n")
+    java.write_text(f"#!/bin/sh\necho '{version_text}' >&2\n")
     java.chmod(0o755)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     with pytest.raises(BrokerFailed, match=f"{java} is {named}; Apache Kafka needs Java 17 or newer"):
@@ -118,8 +118,8 @@ def test_broker_asked_to_stop_stops_serving_at_once(own_broker: Broker) -> None:
         while not done.is_set():
             client.list_topics(timeout=WAIT_SECONDS)
 
-    asks = Thread(target=ask)
-    asks.start()
+    asking_thread = Thread(target=ask)
+    asking_thread.start()
     try:
         for _ in range(300):
             own_broker.send_signal(signal.SIGSTOP)
@@ -128,7 +128,7 @@ def test_broker_asked_to_stop_stops_serving_at_once(own_broker: Broker) -> None:
     finally:
         own_broker.send_signal(signal.SIGCONT)
         done.set()
-        asks.join()
+        asking_thread.join()
 
 
 def children() -> list[str]:

@@ -85,8 +85,8 @@ def test_turns_are_answered_under_proven_versions(
     router: Router, endpoint: ScriptedEndpoint, lender: Lending, tmp_path: Path
 ) -> None:
     models = [new_policy(seed, tied=False) for seed in range(4)]
-    router.until(lambda: bool(router.beats))
-    beat = router.beats[-1]
+    router.until(lambda: bool(router.heartbeats))
+    beat = router.heartbeats[-1]
     assert (beat.state, beat.policy_version) == (ExecutorState.STARTING, -1)
     assert (beat.worker_class, beat.hardware.device) == (WorkerClass.SERVING, "request-level")
 
@@ -98,8 +98,8 @@ def test_turns_are_answered_under_proven_versions(
 
     endpoint.loads = False
     router.publish(models[2], 2)
-    router.until(lambda: router.beats[-1].refused_version == 2)
-    assert "off by" in router.beats[-1].refused_reason and router.serves(1)
+    router.until(lambda: router.heartbeats[-1].refused_version == 2)
+    assert "off by" in router.heartbeats[-1].refused_reason and router.serves(1)
     assert endpoint.loaded == ["version-1", "version-2", "version-1"]
     router.dispatch("still", CONTEXT)
     prove(router.result("still"), models[1], 1)
@@ -120,23 +120,23 @@ def test_turns_are_answered_under_proven_versions(
 
     router.dispatch("seeded", CONTEXT, seed=4)
     assert "seeded" in router.result("seeded").reason
-    assert not router.beats[-1].seeded, "a router would not have sent it"
+    assert not router.heartbeats[-1].seeded, "a router would not have sent it"
     router.dispatch("strange", [*CONTEXT, 48])
     assert "vocabulary" in router.result("strange").reason
     assert router.result("strange").refusal is Refusal.ENGINE
 
     router.executor = None
     assert lender.end() == 0
-    router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
+    router.until(lambda: router.heartbeats[-1].state is ExecutorState.STOPPING)
 
 
 @any_broker
 def test_endpoint_silent_to_a_probe_proves_no_version(router: Router, endpoint: ScriptedEndpoint) -> None:
     endpoint.answers_probes = False
-    router.until(lambda: bool(router.beats))
+    router.until(lambda: bool(router.heartbeats))
     router.publish(new_policy(1, tied=False), 1)
-    router.until(lambda: router.beats[-1].refused_version == 1 or router.serves(1))
-    assert "answered with 0" in router.beats[-1].refused_reason and not router.serves(1)
+    router.until(lambda: router.heartbeats[-1].refused_version == 1 or router.serves(1))
+    assert "answered with 0" in router.heartbeats[-1].refused_reason and not router.serves(1)
 
 
 @any_broker
@@ -148,21 +148,21 @@ def test_partial_turn_of_a_lost_endpoint_returns_and_the_endpoint_recovers(
     router.until(lambda: router.serves(1))
     endpoint.token_seconds = 0.1
     router.dispatch("broken-off", CONTEXT, max_tokens=200, stop=())
-    router.until(lambda: router.beats[-1].rollout.running == 1)
-    before = len(router.beats)
-    router.until(lambda: len(router.beats) > before + 10)
+    router.until(lambda: router.heartbeats[-1].rollout.running == 1)
+    before = len(router.heartbeats)
+    router.until(lambda: len(router.heartbeats) > before + 10)
     endpoint.stop()
     result = router.result("broken-off")
     assert result.outcome is TurnOutcome.PREEMPTED and "away" in result.reason
     tokens = unpack_tokens(result.tokens)
     assert 0 < len(tokens) < 200
     assert np.abs(unpack_logprobs(result.logprobs) - logprobs_of(model, CONTEXT, tokens).numpy()).max() < 1e-3
-    router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
+    router.until(lambda: router.heartbeats[-1].state is ExecutorState.STOPPING)
 
-    gone = router.beats[-1].incarnation
+    gone = router.heartbeats[-1].incarnation
     endpoint.model, endpoint.token_seconds = new_policy(0, tied=False), 0.0
     endpoint.start()
-    router.until(lambda: router.beats[-1].incarnation != gone and router.serves(1))
+    router.until(lambda: router.heartbeats[-1].incarnation != gone and router.serves(1))
     router.dispatch("goes-on", CONTEXT, max_tokens=len(tokens) + 8, stop=(), begun=result.part)
     whole = router.result("goes-on")
     prove(whole, model, 1)
@@ -174,14 +174,14 @@ def test_failed_turn_affects_no_other_turn_and_no_user(router: Router, endpoint:
     model, number = new_policy(1, tied=False), 0
     router.publish(model, 1)
     router.until(lambda: router.serves(1))
-    incarnation, pauses = router.beats[-1].incarnation, endpoint.pauses
+    incarnation, pauses = router.heartbeats[-1].incarnation, endpoint.pauses
 
     def run(fault: Fault | None) -> TurnResult:
         nonlocal number
         number += 1
         if fault is not None:
             endpoint.faults[endpoint.turns + 1] = fault
-        router.until(lambda: router.beats[-1].max_turns > 0)
+        router.until(lambda: router.heartbeats[-1].max_turns > 0)
         router.dispatch(f"turn-{number}", CONTEXT, max_tokens=20, stop=())
         return router.result(f"turn-{number}")
 
@@ -203,10 +203,10 @@ def test_failed_turn_affects_no_other_turn_and_no_user(router: Router, endpoint:
         router.dispatch(f"turn-{number}", CONTEXT)
         result = router.result(f"turn-{number}")
         assert result.outcome is TurnOutcome.PREEMPTED or result.refusal is Refusal.ROOM
-        before = len(router.beats)
-        router.until(lambda: len(router.beats) > before)  # noqa: B023  called within this round
-    router.until(lambda: router.beats[-1].max_turns == 0)
-    assert (router.beats[-1].incarnation, endpoint.pauses, endpoint.loaded) == (incarnation, pauses, ["version-1"])
+        before = len(router.heartbeats)
+        router.until(lambda: len(router.heartbeats) > before)  # noqa: B023  called within this round
+    router.until(lambda: router.heartbeats[-1].max_turns == 0)
+    assert (router.heartbeats[-1].incarnation, endpoint.pauses, endpoint.loaded) == (incarnation, pauses, ["version-1"])
 
 
 @any_broker
@@ -222,12 +222,12 @@ def test_replaced_or_unresponsive_endpoint_is_started_anew(
     model = new_policy(1, tied=False)
     router.publish(model, 1)
     router.until(lambda: router.serves(1))
-    gone = router.beats[-1].incarnation
+    gone = router.heartbeats[-1].incarnation
     endpoint.faults[endpoint.turns + 1], endpoint.instance = fault, instance
     router.dispatch("last", CONTEXT, max_tokens=20, stop=())
     result = router.result("last")
     assert result.outcome is TurnOutcome.PREEMPTED and "away" in result.reason
-    router.until(lambda: router.beats[-1].incarnation != gone and router.serves(1))
+    router.until(lambda: router.heartbeats[-1].incarnation != gone and router.serves(1))
     router.dispatch("first", CONTEXT)
     prove(router.result("first"), model, 1)
 
@@ -274,13 +274,13 @@ def test_endpoint_of_a_lender_killed_during_a_weight_load_works_with_the_next(
 def test_late_turns_are_returned_and_no_more_are_requested(router: Router, endpoint: ScriptedEndpoint) -> None:
     router.publish(new_policy(1, tied=False), 1)
     router.until(lambda: router.serves(1))
-    assert router.beats[-1].max_turns == 1
+    assert router.heartbeats[-1].max_turns == 1
     endpoint.token_seconds = 0.7
     router.dispatch("late", CONTEXT, max_tokens=200, stop=())
     result = router.result("late")
     assert result.outcome is TurnOutcome.PREEMPTED and "latency" in result.reason
     assert len(unpack_tokens(result.tokens))
-    router.until(lambda: router.beats[-1].max_turns == 0)
+    router.until(lambda: router.heartbeats[-1].max_turns == 0)
     router.dispatch("none", CONTEXT)
     assert router.result("none").refusal is Refusal.ROOM
 
@@ -291,8 +291,8 @@ def test_punctual_turns_raise_the_requested_number(router: Router, endpoint: Scr
     router.until(lambda: router.serves(1))
     endpoint.token_seconds = 0.05
     number = 0
-    while router.beats[-1].max_turns < 4:
-        names = [f"more-{number + more}" for more in range(router.beats[-1].max_turns)]
+    while router.heartbeats[-1].max_turns < 4:
+        names = [f"more-{number + more}" for more in range(router.heartbeats[-1].max_turns)]
         number += len(names)
         for name in names:
             router.dispatch(name, CONTEXT, max_tokens=30, stop=())
@@ -327,7 +327,7 @@ def test_endpoint_that_cannot_lend_is_refused_in_one_sentence(
         setattr(endpoint, name, value)
     with lending(settings, policy, config) as lender:
         until(lambda: lender.poll() is not None)
-        assert lender.poll() == 2 and sentence in lender.said and "\n" not in lender.said
+        assert lender.poll() == 2 and sentence in lender.message and "\n" not in lender.message
 
 
 @any_broker
@@ -336,5 +336,5 @@ def test_folder_invisible_to_the_endpoint_is_reported_and_nothing_is_loaded(
 ) -> None:
     endpoint.sees_folders = False
     router.publish(new_policy(1, tied=False), 1)
-    router.until(lambda: bool(router.beats) and router.beats[-1].refused_version == 1)
-    assert "cannot read" in router.beats[-1].refused_reason and endpoint.loaded == []
+    router.until(lambda: bool(router.heartbeats) and router.heartbeats[-1].refused_version == 1)
+    assert "cannot read" in router.heartbeats[-1].refused_reason and endpoint.loaded == []

@@ -93,7 +93,7 @@ def test_worker_in_a_long_commit_stays_a_member_and_reads_each_record_once(
     try:
         for number in range(GROUPS - 1):
             executors.submit(prompt_of(number))
-        executors.pump_until(lambda: executors.asked >= 40, what="40 requests")
+        executors.pump_until(lambda: executors.requested >= 40, what="40 requests")
         commits.held = True
         executors.pump_until(lambda: commits.lasts, what="a commit that lasts")
         executors.submit(prompt_of(GROUPS - 1))

@@ -28,10 +28,10 @@ from tests.support.environment_worker_fixtures import (
     GROUPS,
     PARTITIONS,
     SIZE,
+    dead_letters,
     finish,
     groups,
     homes_of_members,
-    letters,
     once,
     produce,
     prompt_of,
@@ -100,7 +100,7 @@ def test_frozen_or_killed_worker_with_a_full_window_is_replaced_and_returns(
     config = {"model_folder": model, "window_groups": WINDOW}
     with worker_process(settings, 1, config), ExitStack() as running:
         other = running.enter_context(worker_process(settings, 2, config))
-        executors.pump_until(lambda: are_shared(settings, 2) and executors.asked >= 40, what="two members at work")
+        executors.pump_until(lambda: are_shared(settings, 2) and executors.requested >= 40, what="two members at work")
         executors.settles = False
         if dies:
             kill(other)
@@ -133,9 +133,9 @@ def test_prompt_of_another_home_is_forwarded_and_duplicates_open_nothing(
         finish(executors)
         for name, wire in wires.items():
             produce(settings, wire, partition=home_partition(name, PARTITIONS.home), key=b"a key of its own")
-        executors.pump_until(lambda: len(letters(settings)) == GROUPS, what="dead letters of the second prompts")
-    assert all("submitted before" in letter.reason for letter in letters(settings))
-    assert {letter.raw.key for letter in letters(settings)} == {b"a key of its own"}
+        executors.pump_until(lambda: len(dead_letters(settings)) == GROUPS, what="dead letters of the second prompts")
+    assert all("submitted before" in dead_letter.reason for dead_letter in dead_letters(settings))
+    assert {dead_letter.raw.key for dead_letter in dead_letters(settings)} == {b"a key of its own"}
     assert once(executors) == undisturbed
 
 
@@ -174,13 +174,13 @@ def test_undecodable_message_is_dead_lettered_once_over_worker_restarts(
         with worker_process(settings, 0, {"model_folder": model, "window_groups": 1}):
             executors.submit(prompt_of(2 + start))
             finish(executors, (3 + start) * SIZE)
-            executors.pump_until(lambda: len(letters(settings)) >= len(POISON), what="dead letters")
+            executors.pump_until(lambda: len(dead_letters(settings)) >= len(POISON), what="dead letters")
         if start == 1 and broker_kind != EMBEDDED:  # it never takes a member for gone
             client: AdminClient = connect(settings)
             for deleted in client.delete_consumer_groups([settings.name(ENVIRONMENT_GROUP)]).values():
                 deleted.result()
-    assert [letter.raw.value for letter in letters(settings)] == values
-    assert [letter.raw.value for letter in read_dead_letters(settings, COMPLETED)] == [b"no result"]
+    assert [dead_letter.raw.value for dead_letter in dead_letters(settings)] == values
+    assert [dead_letter.raw.value for dead_letter in read_dead_letters(settings, COMPLETED)] == [b"no result"]
     once(executors)
     states = {name: group.state for name, group in groups(settings).items()}
     assert {name for name, state in states.items() if state is GroupState.REFUSED} <= {"poison"}
@@ -266,7 +266,7 @@ def test_recovery_reads_live_records_and_none_of_them_is_deleted(executors: Scri
     assert set(trajectories) >= names and before.broken == []
     assert before.fetched <= 3 * SIZE < end(settings, REQUESTED, home), "the turns of what is live, not the log"
     with pytest.raises(RecoveryAbandoned):
-        recovered(settings, home, meanwhile=abandon)
+        recovered(settings, home, on_wait=abandon)
     held = before.homes[home]
     requests, results = held.needed(before.request_ends[home])
     sweeper = LogCleaner(replace(settings, retention=Retention(prompts=-3600.0, turns=-3600.0)), "test")
@@ -323,7 +323,7 @@ def abandon() -> None:
     raise RecoveryAbandoned
 
 
-def recovered(settings: BusSettings, home: int, meanwhile: Callable[[], None] = lambda: None) -> RecoveredHomes:
+def recovered(settings: BusSettings, home: int, on_wait: Callable[[], None] = lambda: None) -> RecoveredHomes:
     """What a worker that takes this home over would know."""
     reader = Reader(settings, "test", group=ENVIRONMENT_GROUP)
     rules = TrajectoryRules(model_id="policy", sampling=Sampling(), turn_patience_seconds=60.0, max_context_tokens=1024)
@@ -335,7 +335,7 @@ def recovered(settings: BusSettings, home: int, meanwhile: Callable[[], None] = 
             homes=PARTITIONS.home,
             rules=rules,
             offsets=reader.committed,
-            on_wait=meanwhile,
+            on_wait=on_wait,
         )
     finally:
         reader.close()
@@ -353,7 +353,7 @@ def test_each_trajectory_ends_once_over_faults_of_workers_with_runner_processes(
         frozen, killed, _ = [running.enter_context(worker_process(settings, number, config)) for number in range(3)]
         executors.pump_until(lambda: are_shared(settings, 3), what="three members")
         submit_all(executors)
-        executors.pump_until(lambda: executors.asked >= 40, what="40 requests")
+        executors.pump_until(lambda: executors.requested >= 40, what="40 requests")
         freeze(frozen)
         kill(killed)
         running.enter_context(worker_process(settings, 3, config))

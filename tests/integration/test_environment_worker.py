@@ -39,10 +39,10 @@ from tests.support.environment_worker_fixtures import (
     GROUPS,
     PARTITIONS,
     SIZE,
+    dead_letters,
     finish,
     groups,
     homes_of_members,
-    letters,
     once,
     prompt_of,
     submit_all,
@@ -90,9 +90,9 @@ def test_kill_and_restart_of_a_worker_changes_no_trajectory(
     draw = random.Random(seed)
     submit_all(executors)
     for _ in range(3):
-        until = executors.asked + draw.randint(1, 60)
+        until = executors.requested + draw.randint(1, 60)
         with worker_process(executors.settings, 0, {"model_folder": model, "window_groups": 5}) as worker:
-            executors.pump_until(lambda: executors.asked >= until, what=f"{until} requests")  # noqa: B023
+            executors.pump_until(lambda: executors.requested >= until, what=f"{until} requests")  # noqa: B023
             kill(worker)
     with worker_process(executors.settings, 0, {"model_folder": model, "max_live_environments": 3}):
         finish(executors)
@@ -109,7 +109,7 @@ def test_two_workers_share_the_homes_and_one_takes_over_from_the_other(
     with worker_process(settings, 0, config), worker_process(settings, 1, config) as other:
         executors.pump_until(lambda: sorted(map(len, homes_of_members(settings))) == [2, 2], what="two members")
         submit_all(executors)
-        executors.pump_until(lambda: executors.asked >= 80, what="80 requests")
+        executors.pump_until(lambda: executors.requested >= 80, what="80 requests")
         kill(other)
         finish(executors)
     assert once(executors) == undisturbed
@@ -122,7 +122,7 @@ def test_fenced_writer_is_recreated_without_loss(
     submit_all(executors)
     with worker_process(executors.settings, 0, {"model_folder": model}) as worker:
         for requests in (30, 90):
-            executors.pump_until(lambda: executors.asked >= requests, what=f"{requests} requests")  # noqa: B023
+            executors.pump_until(lambda: executors.requested >= requests, what=f"{requests} requests")  # noqa: B023
             with suppress(BusError):  # it fences at once, and may be fenced before it has become an owner
                 Writer(executors.settings, "intruder", transactional_id="environment.environment-0")
         finish(executors)
@@ -133,8 +133,8 @@ def test_fenced_writer_is_recreated_without_loss(
 def test_redecided_prompt_of_an_aborted_transaction_is_counted_once(executors: ScriptedExecutors) -> None:
     settings, refused = executors.settings, "rose_environment_prompts_refused_total"
     with closing(Reader(settings, "w0", group=ENVIRONMENT_GROUP)) as reader:
-        begun = metrics.ENVIRONMENT.get_sample_value(refused)
-        assert begun is not None
+        refused_before = metrics.ENVIRONMENT.get_sample_value(refused)
+        assert refused_before is not None
         for fenced in (True, False):
             outbox = fence(settings, "w0", reader, rules=RULES, clock=time.time)
             outbox.on_recovered({(PROMPTS, 0): 0, (COMPLETED, 0): 0}, {0: 0})
@@ -145,10 +145,10 @@ def test_redecided_prompt_of_an_aborted_transaction_is_counted_once(executors: S
                 Writer(settings, "intruder", transactional_id=f"{ENVIRONMENT_TRANSACTIONAL_PREFIX}w0").close()
                 with pytest.raises(BusError):
                     outbox.commit({0: home}, [])
-                assert metrics.ENVIRONMENT.get_sample_value(refused) == begun
+                assert metrics.ENVIRONMENT.get_sample_value(refused) == refused_before
             else:
                 outbox.commit({0: home}, [])
-        assert metrics.ENVIRONMENT.get_sample_value(refused) == begun + 1
+        assert metrics.ENVIRONMENT.get_sample_value(refused) == refused_before + 1
 
 
 def test_written_record_is_encoded_once(executors: ScriptedExecutors, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +166,8 @@ def test_written_record_is_encoded_once(executors: ScriptedExecutors, monkeypatc
         home.on_prompt(Envelope(prompt, PROMPTS, 0, 0, prompt.group_id, 0.0, RawMessage(None, encode(prompt))))
         decision = home.decide(has_room=True, outcomes_from=0)
         assert decision is not None
-        begun = ResetResult(pack_tokens([5, 6]), b"start")
-        decision.awaited, decision.reset_results = 0, dict.fromkeys(range(SIZE), begun)
+        reset_result = ResetResult(pack_tokens([5, 6]), b"start")
+        decision.awaited, decision.reset_results = 0, dict.fromkeys(range(SIZE), reset_result)
         outbox.commit({0: home}, [])
         assert encoded == {Group: 1, EnvSnapshot: SIZE, TurnRequest: SIZE, TrajectoryProgress: SIZE}
         encoded.clear()
@@ -185,7 +185,7 @@ def test_worker_with_a_taken_name_ends_with_one_sentence(
     submit_all(executors)
     logs = [tmp_path / "first.log", tmp_path / "second.log"]
     with worker_process(executors.settings, 0, {"model_folder": model}, logs[0]) as first:
-        executors.pump_until(lambda: executors.asked >= 30, what="30 requests")
+        executors.pump_until(lambda: executors.requested >= 30, what="30 requests")
         with worker_process(executors.settings, 0, {"model_folder": model}, logs[1]) as second:
             more = itertools.count(GROUPS)
 
@@ -221,7 +221,7 @@ def test_stop_and_restart_of_a_worker_changes_no_trajectory(
     submit_all(executors)
     for until in (20, 60, 120):
         with worker_process(executors.settings, 0, {"model_folder": model, "window_groups": 5}):
-            executors.pump_until(lambda: executors.asked >= until, what=f"{until} requests")  # noqa: B023
+            executors.pump_until(lambda: executors.requested >= until, what=f"{until} requests")  # noqa: B023
     with worker_process(executors.settings, 0, {"model_folder": model, "max_live_environments": 3}):
         finish(executors)
     assert once(executors) == undisturbed
@@ -247,18 +247,22 @@ def test_unopenable_prompts_are_dead_lettered_and_the_worker_continues(
     reasons = ("unknown environment 'chess'", "unknown environment", "max_operands", "before", "temperature", "top_p")
     with worker_process(settings, 0, {"model_folder": model}):
         finish(executors, 2 * SIZE)
-        executors.pump_until(lambda: len(letters(settings)) == len(bad), what="dead letters")
-    found = letters(settings)
-    assert [(letter.partition, letter.offset) for letter in found] == [(0, offset) for offset in range(1, 7)]
-    assert [msgspec.msgpack.decode(letter.raw.value or b"", type=Prompt) for letter in found] == bad
-    for letter, reason in zip(found, reasons, strict=True):
-        assert reason in letter.reason
+        executors.pump_until(lambda: len(dead_letters(settings)) == len(bad), what="dead letters")
+    found = dead_letters(settings)
+    assert [(dead_letter.partition, dead_letter.offset) for dead_letter in found] == [
+        (0, offset) for offset in range(1, 7)
+    ]
+    assert [msgspec.msgpack.decode(dead_letter.raw.value or b"", type=Prompt) for dead_letter in found] == bad
+    for dead_letter, reason in zip(found, reasons, strict=True):
+        assert reason in dead_letter.reason
     executors.submit(msgspec.structs.replace(fourth, max_turns=fourth.max_turns + 2), partition=0)
     executors.submit(fifth, partition=0)
     with worker_process(settings, 0, {"model_folder": model}):
         finish(executors, 3 * SIZE)
-        executors.pump_until(lambda: len(letters(settings)) == len(bad) + 1, what="another dead letter")
-    assert [letter.offset for letter in letters(settings)] == [1, 2, 3, 4, 5, 6, 8], "a restart knows what was opened"
+        executors.pump_until(lambda: len(dead_letters(settings)) == len(bad) + 1, what="another dead letter")
+    assert [dead_letter.offset for dead_letter in dead_letters(settings)] == [1, 2, 3, 4, 5, 6, 8], (
+        "a restart knows what was opened"
+    )
     opened = {f"{prompt.group_id}:{index}" for prompt in (first, fourth, fifth) for index in range(SIZE)}
     assert set(once(executors)) == opened
     states = {group_id: group.state for group_id, group in groups(settings).items()}

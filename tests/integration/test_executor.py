@@ -96,8 +96,8 @@ def test_executor_runs_from_start_to_its_second_version(
     models = [new_policy(seed, tied=True) for seed in (0, 1, 2)]
     context = [3, 4, 5, 6] * 20
 
-    router.until(lambda: bool(router.beats))
-    assert (router.beats[-1].state, router.beats[-1].policy_version) == (ExecutorState.STARTING, -1)
+    router.until(lambda: bool(router.heartbeats))
+    assert (router.heartbeats[-1].state, router.heartbeats[-1].policy_version) == (ExecutorState.STARTING, -1)
     until(lambda: health() == "unwell: waits for a first policy version")
     print_health(Common(), f"127.0.0.1:{metrics_port}", live=True)
     capsys.readouterr()
@@ -107,7 +107,7 @@ def test_executor_runs_from_start_to_its_second_version(
 
     router.publish(models[1], 1)
     router.until(lambda: router.serves(1))
-    assert router.beats[-1].state is ExecutorState.READY
+    assert router.heartbeats[-1].state is ExecutorState.READY
     router.dispatch("first", context)
     prove(router.result("first"), models[1], context, 1)
     router.dispatch("second", context)
@@ -116,14 +116,14 @@ def test_executor_runs_from_start_to_its_second_version(
     router.publish(models[2], 2, digest=bytes(16))
     router.publish(models[2], 3)
     router.until(lambda: router.serves(3))
-    assert not any(beat.policy_version == 2 for beat in router.beats)
+    assert not any(beat.policy_version == 2 for beat in router.heartbeats)
     until(lambda: health() == "serves version 3")
     router.dispatch("third", context)
     third = router.result("third")
     prove(third, models[2], context, 3)
     assert third.cached_tokens == 0
 
-    router.dispatch("ghost", context, incarnation=router.beats[-1].incarnation - 1)
+    router.dispatch("ghost", context, incarnation=router.heartbeats[-1].incarnation - 1)
     router.dispatch("too-long", context, max_tokens=60_000)
     router.dispatch("long", [3] * 300)
     assert router.result("too-long").refusal is Refusal.ROOM
@@ -141,7 +141,7 @@ def test_executor_runs_from_start_to_its_second_version(
 def test_turns_beyond_the_offer_are_refused_and_others_answered_once(router: Router) -> None:
     router.publish(new_policy(0, tied=True), 0)
     router.until(lambda: router.serves(0))
-    offered = router.beats[-1].max_turns
+    offered = router.heartbeats[-1].max_turns
     names = [f"t{number}" for number in range(offered + 40)]
     for number, name in enumerate(names):
         router.dispatch(name, [1 + number % 40] * 20, max_tokens=100)
@@ -155,7 +155,7 @@ def test_turns_beyond_the_offer_are_refused_and_others_answered_once(router: Rou
 @any_broker
 def test_uncached_context_is_read_back_by_its_offsets(router: Router) -> None:
     model = new_policy(1, tied=True)
-    router.until(lambda: bool(router.beats))
+    router.until(lambda: bool(router.heartbeats))
     router.publish(model, 1)
     router.until(lambda: router.serves(1))
     contexts = [[3, 4, 5] * 5, [3, 4, 5] * 5 + [6, 7], [3, 4, 5] * 5 + [6, 7, 8, 9]]
@@ -194,7 +194,7 @@ def test_held_turns_are_listed_and_stale_or_invalid_dispatches_are_ignored(route
     router.until(lambda: router.serves(0))
     marks = [each for each in read_whole_topics(router.settings, [DISPATCHED]) if each.record is None]
     assert [(each.key, each.partition) for each in marks] == [("executor-1", SLOT)]
-    assert router.beats[-1].incarnation >> 16 == marks[0].offset
+    assert router.heartbeats[-1].incarnation >> 16 == marks[0].offset
 
     key = router.dispatch("held", [3, 4, 5], max_tokens=200, stop=())
     router.until(lambda: router.lists(key))
@@ -205,10 +205,10 @@ def test_held_turns_are_listed_and_stale_or_invalid_dispatches_are_ignored(route
     router.dispatch("unanswerable", [3, 4, 5], home=2)
     router.dispatch("after", [3, 4, 5], claim=1000)
     assert router.result("after").outcome is router.result("held").outcome is TurnOutcome.COMPLETED
-    router.until(lambda: not router.beats[-1].holds)
+    router.until(lambda: not router.heartbeats[-1].holds)
     assert not any(result.trajectory_id == "zombie" for result in router.results)
-    letter, other = read_dead_letters(router.settings, DISPATCHED)
-    assert (letter.raw.value, letter.partition) == (b"no dispatch", SLOT)
+    dead_letter, other = read_dead_letters(router.settings, DISPATCHED)
+    assert (dead_letter.raw.value, dead_letter.partition) == (b"no dispatch", SLOT)
     assert "home 2, and there are 2" in other.reason
 
 
@@ -226,7 +226,7 @@ def test_executor_continues_after_a_freeze_and_a_broker_outage(
         router = Router(settings, executor)
         router.publish(new_policy(0, tied=True), 0)
         router.until(lambda: router.serves(0))
-        incarnation = router.beats[-1].incarnation
+        incarnation = router.heartbeats[-1].incarnation
         for name, trouble in troubles.items():
             key = router.dispatch(f"{name}-before", [3, 4, 5], max_tokens=200, stop=())
             router.until(lambda: router.lists(key))  # noqa: B023
@@ -235,10 +235,10 @@ def test_executor_continues_after_a_freeze_and_a_broker_outage(
             assert router.result(key.trajectory_id).outcome is TurnOutcome.COMPLETED
             after = router.dispatch(f"{name}-after", [3, 4, 5])
             assert router.result(after.trajectory_id).outcome is TurnOutcome.COMPLETED
-            told = [beat.sent_at for beat in router.beats if beat.sent_at > began]
+            sent_times = [beat.sent_at for beat in router.heartbeats if beat.sent_at > began]
             if trouble is not cut_off:
-                assert max(later - beat for beat, later in pairwise([began, *told])) > FREEZE_SECONDS - 1
-        assert executor.poll() is None and router.beats[-1].incarnation == incarnation
+                assert max(later - beat for beat, later in pairwise([began, *sent_times])) > FREEZE_SECONDS - 1
+        assert executor.poll() is None and router.heartbeats[-1].incarnation == incarnation
         engine = os.pidfd_open(engine_of(executor))
     finally:
         executor.send_signal(signal.SIGKILL)
@@ -266,8 +266,8 @@ def cut_off(executor: ForkedProcess, broker: Broker) -> None:
 
 @any_broker
 def test_executor_with_a_lost_engine_ends(router: Router, executor: ForkedProcess) -> None:
-    router.until(lambda: bool(router.beats))
+    router.until(lambda: bool(router.heartbeats))
     os.kill(engine_of(executor), signal.SIGKILL)
     assert executor.wait(WAIT_SECONDS) == 1
     router.executor = None
-    router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
+    router.until(lambda: router.heartbeats[-1].state is ExecutorState.STOPPING)

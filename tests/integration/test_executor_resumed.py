@@ -55,7 +55,7 @@ class Log:
         self.reader.assign({(COMPLETED, 0): 0, (HEARTBEATS, 0): 0, (DISPATCHED, 0): 0, (DISPATCHED, 1): 0})
         self.results: list[TurnResult] = []
         self.dispatches: list[TurnDispatch] = []
-        self.beats: dict[int, SlackHeartbeat] = {}
+        self.heartbeats: dict[int, SlackHeartbeat] = {}
         """The newest, by slot."""
 
     def of(self, outcome: TurnOutcome) -> dict[str, TurnResult]:
@@ -68,7 +68,7 @@ class Log:
         """Read on until it is so."""
         deadline = time.monotonic() + WAIT_SECONDS
         while not met():
-            assert time.monotonic() < deadline, (self.beats, len(self.results), len(self.dispatches))
+            assert time.monotonic() < deadline, (self.heartbeats, len(self.results), len(self.dispatches))
             for item in self.reader.read(100, 0.1):
                 match item.record if isinstance(item, Envelope) else None:
                     case TurnResult() as result:
@@ -76,10 +76,10 @@ class Log:
                     case TurnDispatch() as dispatch:
                         self.dispatches.append(dispatch)
                     case SlackHeartbeat() as beat:
-                        self.beats[beat.slot] = beat
+                        self.heartbeats[beat.slot] = beat
 
     def ready(self) -> bool:
-        return [self.beats[slot].state for slot in sorted(self.beats)] == [ExecutorState.READY] * 2
+        return [self.heartbeats[slot].state for slot in sorted(self.heartbeats)] == [ExecutorState.READY] * 2
 
     def ask(self, group: str) -> None:
         """One turn in each of TURNS groups; what is drawn depends on the number of the group alone."""
@@ -120,10 +120,10 @@ def test_turns_of_a_stopping_executor_end_identically_on_another(
         log.until(log.ready)
         log.ask("whole")
         log.until(lambda: len(log.of(TurnOutcome.COMPLETED)) == TURNS)
-        log.until(lambda: not any(beat.holds for beat in log.beats.values()))
+        log.until(lambda: not any(beat.holds for beat in log.heartbeats.values()))
         log.ask("broken")
-        log.until(lambda: any(beat.holds for beat in log.beats.values()))
-        slot = next(slot for slot, beat in log.beats.items() if beat.holds)
+        log.until(lambda: any(beat.holds for beat in log.heartbeats.values()))
+        slot = next(slot for slot, beat in log.heartbeats.items() if beat.holds)
         stopping = (first, second)[slot]
         stopping.send_signal(signal.SIGTERM)
         log.until(lambda: len(log.of(TurnOutcome.COMPLETED)) == 2 * TURNS)
@@ -134,15 +134,15 @@ def test_turns_of_a_stopping_executor_end_identically_on_another(
 def check(log: Log, stopped: str, other: str) -> None:
     """What lies on the log: one COMPLETED result for each turn, and nothing sampled twice."""
     done, parts = log.of(TurnOutcome.COMPLETED), log.of(TurnOutcome.PREEMPTED)
-    begun = [name for name, part in parts.items() if part.tokens]
-    assert begun, "the executor stopped between the turns"
+    resumed_names = [name for name, part in parts.items() if part.tokens]
+    assert resumed_names, "the executor stopped between the turns"
     for number in range(TURNS):
         whole, broken = done[f"whole{number}:0"], done[f"broken{number}:0"]
         assert broken.tokens == whole.tokens and count(whole.tokens) == MOST_TOKENS
         assert np.abs(unpack_logprobs(broken.logprobs) - unpack_logprobs(whole.logprobs)).max() < 1e-4
         assert broken.spans == (VersionSpan(0, MOST_TOKENS, 0),)
     assert not any(each.failures for each in log.dispatches)
-    for name in begun:
+    for name in resumed_names:
         part, end = parts[name], done[name]
         assert (part.worker, end.worker, end.attempt) == (stopped, other, 1)
         assert 0 < count(part.tokens) < MOST_TOKENS

@@ -178,7 +178,7 @@ def prompt(number: int) -> dict[str, object]:
     return {"group_id": f"g{number}", "group_size": 4, "environment": "calculator", "seed": number}
 
 
-def litter(settings: BusSettings, *places: tuple[Topic, int]) -> None:
+def write_invalid_records(settings: BusSettings, *places: tuple[Topic, int]) -> None:
     """What is no record."""
     producer = Producer(settings.producer("litter"))
     for topic, partition in places:
@@ -208,7 +208,7 @@ def test_training_works_with_least_privilege_for_each_role(run: Run) -> None:
     assert "no right" not in run.ask(ADMIN, "topics", "check")
     assert PROMPTS.name in run.ask(ADMIN, "topics", "describe")
     mislead(everything)
-    litter(everything, (PROMPTS, 0), (REQUESTED, 0), (COMPLETED, 0), (SAMPLES, 0))
+    write_invalid_records(everything, (PROMPTS, 0), (REQUESTED, 0), (COMPLETED, 0), (SAMPLES, 0))
     processes: dict[Role | str, ForkedProcess] = {LENDER: run.lend()}
     until(lambda: "Application startup complete" in run.log(LENDER), START_SECONDS)
     file = run.folder / "prompts.jsonl"
@@ -225,7 +225,7 @@ def test_training_works_with_least_privilege_for_each_role(run: Run) -> None:
     processes[EXECUTOR] = run.start(EXECUTOR, "--name", "executor-0")
     until(lambda: "event=version_activated" in run.log(EXECUTOR))
     until(lambda: "event=lend_granted" in run.log(CONTROL))
-    litter(everything, (HEARTBEATS, 0), (SUMMARIES, 0), (DISPATCHED, 0), (DISPATCHED, 1))
+    write_invalid_records(everything, (HEARTBEATS, 0), (SUMMARIES, 0), (DISPATCHED, 0), (DISPATCHED, 1))
     viewer = users.settings(VIEW)
     until(
         lambda: (
@@ -276,8 +276,8 @@ def do_what_is_seldom(users: Users) -> None:
         until(lambda: bool(reader.read(1, 0.1)))
     operator = users.settings(OPERATOR)
     for topic in DEAD_LETTERED:
-        letter = next(each for each in read_dead_letters(operator, topic) if each.partition >= 0)
-        resend(operator, letter, letter.raw, partition=letter.partition)
+        dead_letter = next(each for each in read_dead_letters(operator, topic) if each.partition >= 0)
+        resend(operator, dead_letter, dead_letter.raw, partition=dead_letter.partition)
     environment, trainer = users.settings(ENVIRONMENT), users.settings(TRAINER)
     sweeper = LogCleaner(replace(environment, retention=NOTHING_KEPT), "environment-0")
     sweeper.sweep(ends(environment, PROMPTS, REQUESTED, COMPLETED))
@@ -349,9 +349,9 @@ def test_role_without_a_right_names_the_right(others: Users, role: Role) -> None
         with pytest.raises(RoseError) as refused:
             begin(role, settings)
         others.node.allow(others.name(role), [acl])
-        told = str(refused.value)
-        assert "this client has no right to " in told, f"without {acl}: {told}"
-        assert named(acl) in told, f"without {acl}: {told}"
+        message = str(refused.value)
+        assert "this client has no right to " in message, f"without {acl}: {message}"
+        assert named(acl) in message, f"without {acl}: {message}"
     connect_as(settings, role)
 
 
@@ -408,7 +408,7 @@ def test_server_without_a_lending_right_names_it_and_keeps_serving(node: Secured
         answer = server.complete(CONTEXT).text
 
         def tells_and_serves(lacking: Acl, before: int = 0) -> None:
-            until(lambda: told(server, lacking) > before)
+            until(lambda: message(server, lacking) > before)
             assert server.complete(CONTEXT).text == answer
 
         for lacking, following in zip(rights, [*rights[1:], None], strict=True):
@@ -425,7 +425,7 @@ def test_server_without_a_lending_right_names_it_and_keeps_serving(node: Secured
             (Operation.WRITE, HEARTBEATS),
         ):
             taken = Acl(operation, Resource.TOPIC, everything.topic(topic))
-            before = told(server, taken)
+            before = message(server, taken)
             node.forbid(user, taken)
             router.dispatch(f"without-{topic.name}", CONTEXT)
             tells_and_serves(taken, before)
@@ -433,17 +433,17 @@ def test_server_without_a_lending_right_names_it_and_keeps_serving(node: Secured
             incarnation = lends(router, f"with-{topic.name}", incarnation)
 
 
-def told(server: Server, lacking: Acl) -> int:
+def message(server: Server, lacking: Acl) -> int:
     """How often its log names the right."""
     return server.log.read_text().count(f"this client has no right to {lacking}")
 
 
 def lends(router: Router, turn: str, after: int = 0) -> int:
     """Prove it; which incarnation of it lends, a later one than `after`."""
-    router.until(lambda: router.serves(0) and router.beats[-1].incarnation > after)
+    router.until(lambda: router.serves(0) and router.heartbeats[-1].incarnation > after)
     router.dispatch(turn, CONTEXT)
     prove(router.result(turn))
-    return router.beats[-1].incarnation
+    return router.heartbeats[-1].incarnation
 
 
 @pytest.mark.parametrize(("role", "field"), [(TRAINER, "signing_key"), (EXECUTOR, "trusted_key")])

@@ -72,7 +72,7 @@ def started(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: o
     It loads yet.
     """
     [port], log = free_ports(1), folder / "server.log"
-    wanted = {
+    values = {
         "run.name": DEFAULT_RUN,
         "model.folder": MODEL,
         "executor.slot": SLOT,
@@ -84,9 +84,9 @@ def started(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: o
         "lender.stop_file": folder / "stop",
         "lender.hang_seconds": HANG_SECONDS,
     } | {name.replace("__", "."): value for name, value in more.items()}
-    said = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
+    settings_flags = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
     command = [sys.executable, "-m", "rose.pipeline.cli.main", "lend", "--model", str(MODEL), f"--name=executor-{SLOT}"]
-    command += [*arguments, *said, "--", *server_flags(port), "--kv-cache-memory-bytes", str(8 << 20), *vllm]
+    command += [*arguments, *settings_flags, "--", *server_flags(port), "--kv-cache-memory-bytes", str(8 << 20), *vllm]
     environment = os.environ | SERVING | {HANG: str(folder / "hang"), FAULT: str(folder / "fault")}
     environment[NOTES] = str(folder / "notes")
     with log.open("wb") as output:
@@ -126,7 +126,10 @@ def test_server_runs_turns_and_serves_over_a_sidecar_kill_until_its_guest_hangs(
         answer = server.complete(CONTEXT).text
         router.publish_tensors(load_file(MODEL / "model.safetensors"), 0)
         router.until(lambda: router.serves(0))
-        assert (router.beats[-1].worker_class, router.beats[-1].state) == (WorkerClass.SERVING, ExecutorState.READY)
+        assert (router.heartbeats[-1].worker_class, router.heartbeats[-1].state) == (
+            WorkerClass.SERVING,
+            ExecutorState.READY,
+        )
         router.dispatch("alone", CONTEXT)
         prove(router.result("alone"))
         for number in range(8):
@@ -136,10 +139,10 @@ def test_server_runs_turns_and_serves_over_a_sidecar_kill_until_its_guest_hangs(
             prove(router.result(f"beside-{number}"))
 
         goes_on_after_a_park(router)
-        incarnation = router.beats[-1].incarnation
+        incarnation = router.heartbeats[-1].incarnation
         child(server, "beside").kill()
         assert server.complete(CONTEXT).text == answer
-        router.until(lambda: router.beats[-1].incarnation > incarnation and router.serves(0))
+        router.until(lambda: router.heartbeats[-1].incarnation > incarnation and router.serves(0))
         assert server.log.read_text().count("guest_built") == 2
         router.dispatch("after", CONTEXT)
         prove(router.result("after"))
@@ -155,7 +158,7 @@ def test_server_runs_turns_and_serves_over_a_sidecar_kill_until_its_guest_hangs(
         assert server.process.wait(WAIT_SECONDS) == CORE_LOST_STATUS
         assert "a_step_that_hangs" in server.log.read_text()
         assert "has had the thread" in (tmp_path / "stop").read_text()
-        router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
+        router.until(lambda: router.heartbeats[-1].state is ExecutorState.STOPPING)
 
 
 @best_broker
@@ -190,22 +193,22 @@ def goes_on_after_a_park(router: Router) -> None:
         if seed == 3:
             router.dispatch("soon", CONTEXT, max_tokens=5, stop=())
     router.result("soon")  # those before it have as many tokens, and are far from their end
-    offered = router.beats[-1].token_budget
+    offered = router.heartbeats[-1].token_budget
     grant(router, lend=False)
     parts = {name: router.result(name) for name in names}
-    router.until(lambda: router.beats[-1].paused_reason == "a grant parked it: test")
-    begun = {name: part for name, part in parts.items() if part.outcome is TurnOutcome.PREEMPTED}
-    assert any(part.tokens for part in begun.values())
+    router.until(lambda: router.heartbeats[-1].paused_reason == "a grant parked it: test")
+    preempted_parts = {name: part for name, part in parts.items() if part.outcome is TurnOutcome.PREEMPTED}
+    assert any(part.tokens for part in preempted_parts.values())
     grant(router, lend=True)
-    router.until(lambda: router.serves(0) and router.beats[-1].state is ExecutorState.READY)
-    router.until(lambda: router.beats[-1].token_budget >= offered)
+    router.until(lambda: router.serves(0) and router.heartbeats[-1].state is ExecutorState.READY)
+    router.until(lambda: router.heartbeats[-1].token_budget >= offered)
     for seed, name in enumerate(names):
-        if name in begun:
-            part = begun[name].part if begun[name].tokens else None  # as a router sends it
+        if name in preempted_parts:
+            part = preempted_parts[name].part if preempted_parts[name].tokens else None  # as a router sends it
             router.dispatch(name, CONTEXT, max_tokens=LONG, stop=(), seed=seed, attempt=1, begun=part)
-    for name in begun:
+    for name in preempted_parts:
         assert router.result(name, 1).tokens == router.result(f"whole-{name}").tokens
-        assert router.result(name, 1).context_tokens == len(CONTEXT) + len(unpack_tokens(begun[name].tokens))
+        assert router.result(name, 1).context_tokens == len(CONTEXT) + len(unpack_tokens(preempted_parts[name].tokens))
 
 
 def grant(router: Router, *, lend: bool) -> None:
@@ -222,15 +225,15 @@ def test_stop_file_stops_lending_during_a_broker_outage(own_broker: Broker, tmp_
     with lending(tmp_path, *flags(settings)) as server:
         router = Router(settings, server.process)
         router.publish_tensors(load_file(MODEL / "model.safetensors"), 0)
-        router.until(lambda: bool(router.beats) and "file" in router.beats[-1].paused_reason)
-        assert not server.said("guest_built"), "what was there before it began counts too"
+        router.until(lambda: bool(router.heartbeats) and "file" in router.heartbeats[-1].paused_reason)
+        assert not server.has_logged("guest_built"), "what was there before it began counts too"
         (tmp_path / "stop").unlink()
         router.until(lambda: router.serves(0))
         router.dispatch("long", CONTEXT, max_tokens=LONG, stop=())
         own_broker.stop()
         (tmp_path / "stop").touch()
         began = time.monotonic()
-        until(lambda: server.said("guest_suspended"))
+        until(lambda: server.has_logged("guest_suspended"))
         print(f"parked {time.monotonic() - began:.2f} s after the file was there", file=sys.__stderr__)
         assert time.monotonic() - began < 5.0, "a second, on a machine with nothing else to do"
         assert server.complete(CONTEXT).text
@@ -249,8 +252,8 @@ def test_observed_server_lends_nothing_and_reports_its_potential(tmp_path: Path)
         until(lambda: metric(port, "rose_lender_idle_seconds_total") > idle)
         seconds = metric(port, "rose_lender_observed_seconds_total")
         assert metric(port, "rose_lender_idle_seconds_total") < seconds
-        until(lambda: server.said("idle_capacity_observed"))
-        assert not server.said("guest_built")
+        until(lambda: server.has_logged("idle_capacity_observed"))
+        assert not server.has_logged("guest_built")
 
 
 def metric(port: int, name: str, labels: str = "") -> float:
@@ -273,11 +276,11 @@ def child(server: Server, name: str) -> psutil.Process:
 
 def is_cut_and_recovers(router: Router, server: Server) -> None:
     """A burst of serving's wants all KV memory that there is."""
-    offered = router.beats[-1].token_budget
-    assert offered > 0 and not router.beats[-1].frozen
+    offered = router.heartbeats[-1].token_budget
+    assert offered > 0 and not router.heartbeats[-1].frozen
     for number in range(8):
         router.dispatch(f"cut-{number}", CONTEXT, max_tokens=220, stop=())
-    router.until(lambda: router.beats[-1].rollout.running > 4)
+    router.until(lambda: router.heartbeats[-1].rollout.running > 4)
     clients = [threading.Thread(target=server.complete, args=([3 + number] * 400, 64)) for number in range(16)]
     for client in clients:
         client.start()
@@ -286,8 +289,10 @@ def is_cut_and_recovers(router: Router, server: Server) -> None:
     results = [router.result(f"cut-{number}") for number in range(8)]
     assert {result.reason for result in results if result.outcome is TurnOutcome.PREEMPTED} == {"cut"}
     assert any(result.tokens for result in results)
-    router.until(lambda: any(beat.frozen and beat.cuts > 0 and beat.token_budget < offered for beat in router.beats))
-    router.until(lambda: not router.beats[-1].frozen and router.beats[-1].token_budget > offered // 2)
+    router.until(
+        lambda: any(beat.frozen and beat.cuts > 0 and beat.token_budget < offered for beat in router.heartbeats)
+    )
+    router.until(lambda: not router.heartbeats[-1].frozen and router.heartbeats[-1].token_budget > offered // 2)
     router.dispatch("again", CONTEXT)
     prove(router.result("again"))
 

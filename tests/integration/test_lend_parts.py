@@ -74,15 +74,15 @@ def test_server_keeps_serving_over_any_fault_of_sidecar_and_watchdog(
             assert server.complete(CONTEXT).text == answer
         lends(router, "after a watchdog that was halted for a moment")
         with halted(watchdog, 0.0):
-            router.until(lambda: "watchdog is silent" in router.beats[-1].paused_reason)
+            router.until(lambda: "watchdog is silent" in router.heartbeats[-1].paused_reason)
             assert server.complete(CONTEXT).text == answer
         lends(router, "after a watchdog that was halted for longer")
 
-        incarnation = router.beats[-1].incarnation
+        incarnation = router.heartbeats[-1].incarnation
         with halted(child(server, "beside"), dice.uniform(*HALTED_SECONDS)):
             assert server.complete(CONTEXT).text == answer
         lends(router, "after the sidecar was halted")
-        assert router.beats[-1].incarnation == incarnation
+        assert router.heartbeats[-1].incarnation == incarnation
 
         with halted(server.core, 2 * WATCHDOG_SILENT_SECONDS):  # longer than its guest may hang
             pass
@@ -91,13 +91,13 @@ def test_server_keeps_serving_over_any_fault_of_sidecar_and_watchdog(
 
         child(server, "beside").kill()
         assert server.complete(CONTEXT).text == answer
-        router.until(lambda: router.beats[-1].incarnation > incarnation)
+        router.until(lambda: router.heartbeats[-1].incarnation > incarnation)
         lends(router, "after the sidecar was killed")
         assert server.log.read_text().count("guest_dropped") == 0
 
         watchdog.kill()
         router.executor = None
-        router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
+        router.until(lambda: router.heartbeats[-1].state is ExecutorState.STOPPING)
         assert server.complete(CONTEXT).text == answer
         [left] = folders.glob(f"{PREFIX}*")
     assert server.process.returncode == 0 and left.exists(), "nobody was there to remove it"
@@ -150,8 +150,8 @@ def lends(router: Router, when: str) -> None:
     """It runs a turn, sooner or later: one that it refuses is sent again, as a router would."""
     name = when.replace(" ", "-")
     for attempt in count():
-        router.beats.clear()
-        router.until(lambda: router.serves(0) and router.beats[-1].state is ExecutorState.READY)
+        router.heartbeats.clear()
+        router.until(lambda: router.serves(0) and router.heartbeats[-1].state is ExecutorState.READY)
         router.dispatch(name, CONTEXT, attempt=attempt)
         result = router.result(name, attempt)
         if result.outcome is TurnOutcome.COMPLETED:

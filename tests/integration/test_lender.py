@@ -59,7 +59,7 @@ def alone(server: Server) -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
-def beside(server: Server, alone: list[Answer]) -> PlayedSidecar:
+def sidecar(server: Server, alone: list[Answer]) -> PlayedSidecar:
     return PlayedSidecar(server.config)
 
 
@@ -72,17 +72,17 @@ def standalone(server: Server) -> Iterator[Engine]:
 
 
 def test_serving_output_is_unchanged_while_a_guest_is_built_and_runs(
-    server: Server, alone: list[Answer], beside: PlayedSidecar
+    server: Server, alone: list[Answer], sidecar: PlayedSidecar
 ) -> None:
     with traffic(server) as answers:
-        run_guest(beside)
+        run_guest(sidecar)
         built = len(answers)
         deadline = time.monotonic() + 5.0
         while time.monotonic() < deadline:
-            beside.forget()
+            sidecar.forget()
             for number, (context, sampling) in enumerate(TURNS):
-                beside.take(f"more {number}", context, replace_tokens(sampling, 100), -1)
-            beside.done(len(TURNS))
+                sidecar.take(f"more {number}", context, replace_tokens(sampling, 100), -1)
+            sidecar.done(len(TURNS))
     assert len(answers) > built > 0
     assert same(answers, alone)
 
@@ -92,7 +92,7 @@ def replace_tokens(sampling: Sampling, tokens: int) -> Sampling:
 
 
 def test_process_globals_are_unchanged_in_every_serving_step(server: Server, alone: list[Answer]) -> None:
-    start, *steps = server.noted()
+    start, *steps = server.step_notes()
     states = [note["state"] for note in steps if "state" in note]
     differences = [
         (name, before, after)
@@ -112,110 +112,115 @@ def test_process_globals_are_unchanged_in_every_serving_step(server: Server, alo
 
 
 def test_guest_computes_the_same_as_a_dedicated_engine(
-    server: Server, beside: PlayedSidecar, standalone: Engine
+    server: Server, sidecar: PlayedSidecar, standalone: Engine
 ) -> None:
     with traffic(server):
-        made = run_guest(beside)
+        made = run_guest(sidecar)
     assert made == run_standalone(standalone)
 
 
-def test_turn_impossible_for_the_engine_is_refused(beside: PlayedSidecar) -> None:
-    beside.forget()
-    beside.take("unknown token", [VOCABULARY + 1], Sampling(max_tokens=2))
-    assert "vocabulary" in beside.hear(TurnRejected)[0].reason
+def test_turn_impossible_for_the_engine_is_refused(sidecar: PlayedSidecar) -> None:
+    sidecar.forget()
+    sidecar.take("unknown token", [VOCABULARY + 1], Sampling(max_tokens=2))
+    assert "vocabulary" in sidecar.wait_for_reports(TurnRejected)[0].reason
 
 
 def test_version_is_staged_in_pieces_and_activated_between_two_steps(
-    server: Server, alone: list[Answer], beside: PlayedSidecar, standalone: Engine
+    server: Server, alone: list[Answer], sidecar: PlayedSidecar, standalone: Engine
 ) -> None:
     torch.manual_seed(5)
     version = {
         name: tensor + 0.05 * torch.randn_like(tensor)
         for name, tensor in load_file(MODEL / "model.safetensors").items()
     }
-    layout = write_tensors(beside.end.channel.weight_buffers[1], version)
-    before = run_guest(beside)
-    beside.forget()
+    layout = write_tensors(sidecar.end.channel.weight_buffers[1], version)
+    before = run_guest(sidecar)
+    sidecar.forget()
     with traffic(server) as answers:
-        beside.order(StageWeights(1, 1, layout))
-        beside.hear(WeightsStaged)
-        assert run_guest(beside) == before, "the old version serves on"
-        beside.forget()
-        beside.order(ActivateWeights(1))
-        assert beside.hear(WeightsActivated)[0].version == 1
-        made = run_guest(beside, version=1)
+        sidecar.send(StageWeights(1, 1, layout))
+        sidecar.wait_for_reports(WeightsStaged)
+        assert run_guest(sidecar) == before, "the old version serves on"
+        sidecar.forget()
+        sidecar.send(ActivateWeights(1))
+        assert sidecar.wait_for_reports(WeightsActivated)[0].version == 1
+        made = run_guest(sidecar, version=1)
     standalone.swap(1, version.items())
     assert made == run_standalone(standalone) != before
     assert same(answers, alone)
 
 
-def test_idle_guest_sends_heartbeats_and_takes_no_time(server: Server, beside: PlayedSidecar) -> None:
-    assert beside.silent_for() < 1.0
+def test_idle_guest_sends_heartbeats_and_takes_no_time(server: Server, sidecar: PlayedSidecar) -> None:
+    assert sidecar.silent_for() < 1.0
     core, began = server.core, time.monotonic()
     before = core.cpu_times()
     time.sleep(MEASURED_SECONDS)
     after = core.cpu_times()
     used = (after.user + after.system - before.user - before.system) / (time.monotonic() - began)
     assert used < 0.2
-    beside.forget()
-    assert beside.silent_for() < 1.0
+    sidecar.forget()
+    assert sidecar.silent_for() < 1.0
 
 
-def test_restarted_sidecar_reconnects_to_its_guest(server: Server, beside: PlayedSidecar) -> None:
+def test_restarted_sidecar_reconnects_to_its_guest(server: Server, sidecar: PlayedSidecar) -> None:
     for number in range(20):
-        beside.take(f"left {number}", PROMPTS[0], Sampling(max_tokens=200), 1)
-    beside.end.close()
+        sidecar.take(f"left {number}", PROMPTS[0], Sampling(max_tokens=200), 1)
+    sidecar.end.close()
     other = PlayedSidecar(server.config)
-    beside.end, beside.orders, beside.reports, beside.heard = other.end, other.orders, other.reports, other.heard
-    assert beside.hear(EngineStatus)[0].version == 1
-    until(lambda: beside.hear(EngineStatus)[-1].running == 0 or beside.forget() is not None)  # type: ignore[func-returns-value]
-    first = run_guest(beside, version=1)
-    assert first == run_guest(beside, version=1)
+    sidecar.end, sidecar.commands, sidecar.reports, sidecar.received = (
+        other.end,
+        other.commands,
+        other.reports,
+        other.received,
+    )
+    assert sidecar.wait_for_reports(EngineStatus)[0].version == 1
+    until(lambda: sidecar.wait_for_reports(EngineStatus)[-1].running == 0 or sidecar.forget() is not None)  # type: ignore[func-returns-value]
+    first = run_guest(sidecar, version=1)
+    assert first == run_guest(sidecar, version=1)
     assert server.log.read_text().count("guest_built") == 1
 
 
 def test_failed_guest_is_dropped_reported_and_rebuilt(
-    server: Server, alone: list[Answer], beside: PlayedSidecar
+    server: Server, alone: list[Answer], sidecar: PlayedSidecar
 ) -> None:
     threads = server.core.num_threads()
     with traffic(server) as answers:
         for _ in range(3):
-            beside.forget()
-            beside.orders.write(b"\xc1 is no word")
-            beside.end.channel.wake_engine()
-            assert "DecodeError" in beside.hear(EngineLost)[0].reason
-            beside.forget()
-            run_guest(beside)
+            sidecar.forget()
+            sidecar.commands.write(b"\xc1 is no word")
+            sidecar.end.channel.wake_engine()
+            assert "DecodeError" in sidecar.wait_for_reports(EngineLost)[0].reason
+            sidecar.forget()
+            run_guest(sidecar)
     assert same(answers, alone)
     assert server.core.num_threads() <= threads + 1
     assert server.log.read_text().count("guest_dropped") == 3
 
 
-def test_ten_wakes_and_parks_leak_no_thread_and_no_memory(server: Server, beside: PlayedSidecar) -> None:
+def test_ten_wakes_and_parks_leak_no_thread_and_no_memory(server: Server, sidecar: PlayedSidecar) -> None:
     core = server.core
     for _ in range(2):
-        wake_and_park(beside)
+        wake_and_park(sidecar)
     threads, memory = core.num_threads(), core.memory_info().rss
     for _ in range(10):
-        wake_and_park(beside)
+        wake_and_park(sidecar)
     grown = core.memory_info().rss - memory
     print(f"ten wakes and parks: {grown / 1024:.0f} KiB more", file=sys.__stderr__)
     assert core.num_threads() <= threads
     assert grown < server.config.kv_cache_bytes, "less than one guest's cache"
 
 
-def test_turn_interrupted_by_a_park_returns_its_sampled_tokens(beside: PlayedSidecar, standalone: Engine) -> None:
+def test_turn_interrupted_by_a_park_returns_its_sampled_tokens(sidecar: PlayedSidecar, standalone: Engine) -> None:
     """A guest that was built anew has the version of the folder."""
     standalone.swap(2, load_file(MODEL / "model.safetensors").items())
     sampling = Sampling(max_tokens=230, temperature=0.0)
-    beside.order(Resume())
-    beside.awake()
-    beside.forget()
-    beside.take("parked", PROMPTS[0], sampling)
-    until(lambda: any(tick.steps > 5 for tick in beside.hear(EngineStatus)))
-    beside.order(Suspend())
-    given = beside.done(1)["parked"]
-    assert "told" in beside.parked()
+    sidecar.send(Resume())
+    sidecar.awake()
+    sidecar.forget()
+    sidecar.take("parked", PROMPTS[0], sampling)
+    until(lambda: any(tick.steps > 5 for tick in sidecar.wait_for_reports(EngineStatus)))
+    sidecar.send(Suspend())
+    given = sidecar.done(1)["parked"]
+    assert "told" in sidecar.parked()
     sampled = unpack_tokens(given.turn.sampled.tokens)
     assert given.turn.finish_reason == ABORTED and 0 < len(sampled) < 230
     assert run_alone(standalone, PROMPTS[0], sampling)[: len(sampled)] == sampled
@@ -230,41 +235,44 @@ def run_alone(engine: Engine, context: list[int], sampling: Sampling) -> list[in
 
 
 def test_never_idle_server_reports_that_and_returns_aborted_turns(
-    server: Server, alone: list[Answer], beside: PlayedSidecar
+    server: Server, alone: list[Answer], sidecar: PlayedSidecar
 ) -> None:
-    beside.order(Resume())
-    beside.awake()
+    sidecar.send(Resume())
+    sidecar.awake()
     with ExitStack() as clients:
         answers = [clients.enter_context(traffic(server, 0.0)) for _ in range(4)]
         until(lambda: all(answers))
-        beside.forget()
+        sidecar.forget()
         for number in range(8):
-            beside.take(f"held {number}", PROMPTS[0], Sampling(max_tokens=240))
+            sidecar.take(f"held {number}", PROMPTS[0], Sampling(max_tokens=240))
         began = time.monotonic()
-        beside.order(AbortTurn("held 3"))
-        assert "held 3" in {done.turn.name for done in beside.hear(TurnFinished)}
-        beside.order(Suspend())
-        assert {f"held {number}" for number in range(8)} == set(beside.done(8))
-        assert beside.parked()
+        sidecar.send(AbortTurn("held 3"))
+        assert "held 3" in {done.turn.name for done in sidecar.wait_for_reports(TurnFinished)}
+        sidecar.send(Suspend())
+        assert {f"held {number}" for number in range(8)} == set(sidecar.done(8))
+        assert sidecar.parked()
         assert time.monotonic() - began < 5.0, "a second, on a machine with nothing else to do"
-        print(f"held {max(tick.blocked_seconds for tick in beside.hear(EngineStatus)):.2f} s", file=sys.__stderr__)
+        print(
+            f"held {max(tick.blocked_seconds for tick in sidecar.wait_for_reports(EngineStatus)):.2f} s",
+            file=sys.__stderr__,
+        )
     assert all(same(each, alone) for each in answers)
-    beside.order(Resume())
-    beside.awake()
+    sidecar.send(Resume())
+    sidecar.awake()
 
 
-def test_server_log_has_no_error_of_the_server(server: Server, beside: PlayedSidecar) -> None:
+def test_server_log_has_no_error_of_the_server(server: Server, sidecar: PlayedSidecar) -> None:
     errors = [line for line in server.log.read_text().splitlines() if "ERROR" in line or "Traceback" in line]
     assert all("guest_dropped" in line for line in errors), errors
 
 
-def test_guest_with_turns_does_not_delay_a_server_exit(server: Server, beside: PlayedSidecar) -> None:
+def test_guest_with_turns_does_not_delay_a_server_exit(server: Server, sidecar: PlayedSidecar) -> None:
     """The last test. How vLLM ends, with what lines in its log, is chance with and without a guest."""
     for number in range(8):
-        beside.take(f"last {number}", PROMPTS[0], Sampling(max_tokens=200))
+        sidecar.take(f"last {number}", PROMPTS[0], Sampling(max_tokens=200))
     core = server.core
     server.process.terminate()
     server.process.wait(WAIT_SECONDS)
     psutil.wait_procs([core], timeout=WAIT_SECONDS)
     assert not core.is_running()
-    until(lambda: beside.ended)
+    until(lambda: sidecar.ended)

@@ -16,12 +16,12 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 def test_parked_guest_wakes_on_every_command(tmp_path: Path) -> None:
     with lending_server(tmp_path, "--distributed-executor-backend", "mp") as server:
         answer = server.complete(PROMPTS[0]).text
-        beside = PlayedSidecar(server.config)
-        beside.awake()
-        wake_and_park(beside)
+        sidecar = PlayedSidecar(server.config)
+        sidecar.awake()
+        wake_and_park(sidecar)
         threads, descriptors = server.core.num_threads(), server.core.num_fds()
         for _ in range(3):
-            wake_and_park(beside)
+            wake_and_park(sidecar)
         assert server.core.num_threads() <= threads and server.core.num_fds() <= descriptors
         assert server.complete(PROMPTS[0]).text == answer
-        assert not server.said("guest_dropped")
+        assert not server.has_logged("guest_dropped")

@@ -119,9 +119,9 @@ def test_cuda_server_keeps_every_module_attribute(mode: str, tmp_path: Path) -> 
         [sys.executable, "-c", ATTACH, str(configuration)], capture_output=True, text=True, timeout=240
     )
     assert ran.returncode == 0, ran.stderr
-    told = json.loads(ran.stdout.splitlines()[-1])
-    assert told["changed"] == told["states"] == told["imported"] == []
-    assert told["served"]
-    [sentence] = told["heard"]
+    report = json.loads(ran.stdout.splitlines()[-1])
+    assert report["changed"] == report["states"] == report["imported"] == []
+    assert report["served"]
+    [sentence] = report["heard"]
     expected = "observation_enabled" if mode == "observe" else "beside a device that is not a CPU"
     assert expected in sentence

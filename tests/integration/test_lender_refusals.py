@@ -53,7 +53,7 @@ def test_untested_server_configurations_are_refused_in_one_sentence() -> None:
     core.vllm_config = config
     core.scheduler = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=["one"]))
     assert guest_error(core) is None
-    for place, name, value, said in [
+    for place, name, value, message in [
         (current_process(), "name", "EngineCore_DP0", "data parallelism"),
         (current_process(), "name", "another of vLLM's names", "data parallelism"),
         (config, "speculative_config", object(), "speculative decoding"),
@@ -68,7 +68,7 @@ def test_untested_server_configurations_are_refused_in_one_sentence() -> None:
     ]:
         usual = getattr(place, name)
         setattr(place, name, value)
-        assert said in str(guest_error(core))
+        assert message in str(guest_error(core))
         setattr(place, name, usual)
     several: Any = object.__new__(DPEngineCoreProc)
     several.__dict__ |= vars(core)

@@ -56,44 +56,50 @@ def test_never_idle_server_wakes_its_guest_only_if_the_dial_allows(server: Serve
         for client in clients:
             client.start()
         server.complete(PROMPTS[0], ANSWER_TOKENS)
-        beside = PlayedSidecar(server.config)
+        sidecar = PlayedSidecar(server.config)
         if server.config.promise.dial > 0:
-            beside.awake()
-            beside.take("first", PROMPTS[0], Sampling(max_tokens=20, seed=1))
-            assert len(beside.done(1)) == 1
+            sidecar.awake()
+            sidecar.take("first", PROMPTS[0], Sampling(max_tokens=20, seed=1))
+            assert len(sidecar.done(1)) == 1
         else:
             time.sleep(STRICT_SECONDS)
-            assert "being built" in beside.parked() or "not told" in beside.parked()
+            assert "being built" in sidecar.parked() or "not told" in sidecar.parked()
     finally:
         ended.set()
         for client in clients:
             client.join()
-    assert server.said("guest_built") is (server.config.promise.dial > 0)
-    beside.end.close()
+    assert server.has_logged("guest_built") is (server.config.promise.dial > 0)
+    sidecar.end.close()
 
 
 def test_guest_computes_beside_serving_only_if_the_dial_allows(server: Server) -> None:
     """And serving's answers are the same, token for token."""
     alone = answers(server)
-    beside = PlayedSidecar(server.config)
-    beside.awake()
-    beside.take("warm", PROMPTS[0], Sampling(max_tokens=50, seed=1))
-    beside.done(1)
-    beside.forget()
+    sidecar = PlayedSidecar(server.config)
+    sidecar.awake()
+    sidecar.take("warm", PROMPTS[0], Sampling(max_tokens=50, seed=1))
+    sidecar.done(1)
+    sidecar.forget()
     slo = server.config.promise.dial > 0
     served: list[list[Answer]] = []
     client = threading.Thread(target=lambda: served.append(answers(server)))
     client.start()
-    until(lambda: any(tick.serving is not None and tick.serving.running for tick in beside.hear(EngineStatus)))
-    beside.forget()
+    until(
+        lambda: any(
+            tick.serving is not None and tick.serving.running for tick in sidecar.wait_for_reports(EngineStatus)
+        )
+    )
+    sidecar.forget()
     for number in range(4):
-        beside.take(f"turn {number}", PROMPTS[0], Sampling(max_tokens=100, seed=number))
+        sidecar.take(f"turn {number}", PROMPTS[0], Sampling(max_tokens=100, seed=number))
     client.join()
-    assert len(beside.done(4)) == 4
+    assert len(sidecar.done(4)) == 4
     assert [answer.text for answer in served[0]] == [answer.text for answer in alone]
-    meanwhile = [
-        (tick.steps, tick.serving) for tick in beside.hear(EngineStatus) if tick.serving and tick.serving.running
+    observed = [
+        (tick.steps, tick.serving)
+        for tick in sidecar.wait_for_reports(EngineStatus)
+        if tick.serving and tick.serving.running
     ]
-    assert any(slack.decode_headroom is not None for _, slack in meanwhile)
-    steps = sum(steps for steps, _ in meanwhile)
-    assert steps > 0 if slo else (steps == 0 and any(slack.held_back.get("occupancy") for _, slack in meanwhile))
+    assert any(slack.decode_headroom is not None for _, slack in observed)
+    steps = sum(steps for steps, _ in observed)
+    assert steps > 0 if slo else (steps == 0 and any(slack.held_back.get("occupancy") for _, slack in observed))

@@ -19,7 +19,7 @@ from rose.topics.log_reader import read_keyed_messages, topic_starts
 from rose.topics.settings import BusSettings
 from tests.support import brokers as kinds
 from tests.support.brokers import AnyBroker
-from tests.support.environment_worker_fixtures import PARTITIONS, letters
+from tests.support.environment_worker_fixtures import PARTITIONS, dead_letters
 from tests.support.scripted_executors import ScriptedExecutors, worker_process
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "guides" / "producers.md").read_text()
@@ -82,7 +82,7 @@ def test_external_prompts_are_run_refused_and_reported_by_outcome(
     submit(settings, tmp_path)
     with worker_process(settings, 0, {"model_folder": model}):
         executors.pump_until(lambda: len(executors.samples) == 2 * len(GROUPS), what="samples of all groups")
-        executors.pump_until(lambda: len(letters(settings)) == 1, what="a dead letter")
+        executors.pump_until(lambda: len(dead_letters(settings)) == 1, what="a dead letter")
     executors.pump()
     executors.close()
     dead = said_by(shell(DEAD_LETTERS), settings, tmp_path)

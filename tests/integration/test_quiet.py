@@ -130,10 +130,10 @@ def test_run_continues_after_a_quiet_week(tmp_path: Path, namespace: str) -> Non
         forget(settings)
         run(tmp_path / "after", broker, settings, lambda roles: roles.complete)
         log, audit = read_log(settings), audit_log(settings)
-    asked = {f"g{number}:{index}" for number in range(GROUPS) for index in range(GROUP_SIZE)}
-    assert {trajectory: len(ends) for trajectory, ends in log.outcomes.items()} == dict.fromkeys(asked, 1)
+    requested = {f"g{number}:{index}" for number in range(GROUPS) for index in range(GROUP_SIZE)}
+    assert {trajectory: len(ends) for trajectory, ends in log.outcomes.items()} == dict.fromkeys(requested, 1)
     assert "infra_failed" not in {end for ends in log.outcomes.values() for end in ends}
-    assert log.samples == Counter(asked)
+    assert log.samples == Counter(requested)
     assert set(log.requests.values()) == {1}, "no turn was asked for twice"
     assert not log.letters
-    assert audit.clean and audit.settled == len(asked)
+    assert audit.clean and audit.settled == len(requested)

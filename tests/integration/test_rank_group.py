@@ -19,7 +19,7 @@ FAILS = 0
 """The rank that does."""
 
 
-def live(number: int, port: int, told: Connection) -> None:
+def live(number: int, port: int, connection: Connection) -> None:
     """A rank's process: the guest's group, then a long call amid which one rank fails and the others compute."""
     os.environ.update(SERVING)
     import torch
@@ -47,8 +47,8 @@ def live(number: int, port: int, told: Connection) -> None:
 
     assert until_done("join") == ""
     rank._guest = SimpleNamespace()
-    told.send(until_done("run", compute, (), {}))
-    told.recv()  # no end of this process ends the others' wait
+    connection.send(until_done("run", compute, (), {}))
+    connection.recv()  # no end of this process ends the others' wait
 
 
 @pytest.mark.long

@@ -29,7 +29,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.slow
 
 
-def begun(settings: BusSettings) -> list[RoleBegun]:
+def role_starts(settings: BusSettings) -> list[RoleBegun]:
     return [each.record for each in read_whole_topics(settings, [ROLE_STARTS]) if isinstance(each.record, RoleBegun)]
 
 
@@ -38,11 +38,11 @@ def test_each_start_is_on_the_log_once(broker: AnyBroker, namespace: str, monkey
     settings, health = broker.settings(namespace), Health()
     create_topics(settings, PARTITIONS)
     with announce_starts(settings, "router-0", health):
-        until(lambda: [(each.role, each.times, each.reason) for each in begun(settings)] == [("router-0", 1, "")])
+        until(lambda: [(each.role, each.times, each.reason) for each in role_starts(settings)] == [("router-0", 1, "")])
         for _ in range(5):
             health.report_restart("the topic refuses it")
-        until(lambda: sum(each.times for each in begun(settings)) == 6)
-    assert {(each.role, each.reason) for each in begun(settings)[1:]} == {("router-0", "the topic refuses it")}
+        until(lambda: sum(each.times for each in role_starts(settings)) == 6)
+    assert {(each.role, each.reason) for each in role_starts(settings)[1:]} == {("router-0", "the topic refuses it")}
 
 
 def test_concurrent_namesakes_have_own_partitions_and_a_restart_keeps_its_partition(
@@ -53,8 +53,8 @@ def test_concurrent_namesakes_have_own_partitions_and_a_restart_keeps_its_partit
     create_topics(settings, PARTITIONS)
 
     def places(count: int) -> list[str]:
-        until(lambda: len(begun(settings)) == count)
-        return [each.place for each in begun(settings)]
+        until(lambda: len(role_starts(settings)) == count)
+        return [each.place for each in role_starts(settings)]
 
     with announce_starts(settings, "router-0", Health()):
         places(1)
@@ -76,7 +76,7 @@ def test_missing_topic_of_starts_prevents_no_start_and_no_stop(
     with announce_starts(settings, "router-0", health):
         health.report_restart("there are no topics")
     with pytest.raises(TopicMissing):
-        begun(settings)
+        role_starts(settings)
 
 
 def test_log_without_the_topic_of_starts_can_be_observed(broker: AnyBroker, namespace: str) -> None:
@@ -130,4 +130,4 @@ def test_role_that_cannot_work_is_unhealthy_in_status(refusing: BusSettings) -> 
         until(lambda: bool(accused()))
         [sentence] = accused()
     assert sentence.startswith("router-0 begins anew again and again, ")
-    assert sum(each.times for each in begun(refusing)) >= RESTART_LIMIT
+    assert sum(each.times for each in role_starts(refusing)) >= RESTART_LIMIT

@@ -196,10 +196,10 @@ def test_undecodable_message_is_dead_lettered_once_over_router_changes(bus: Rout
         bus.ask("g0:1", home=1)
         bus.until_dispatched(2)
     assert list(read_dead_letters(bus.settings, COMPLETED)) == []
-    letter, *others = read_dead_letters(bus.settings, REQUESTED)
+    dead_letter, *others = read_dead_letters(bus.settings, REQUESTED)
     assert [other.raw.value for other in others] == [bent, bent] and "appended" in others[0].reason
-    assert (letter.raw.value, letter.raw.key) == (poison, b"g0:0")
-    assert (letter.partition, letter.offset) == (1, 0) and "turn-request" in letter.reason
+    assert (dead_letter.raw.value, dead_letter.raw.key) == (poison, b"g0:0")
+    assert (dead_letter.partition, dead_letter.offset) == (1, 0) and "turn-request" in dead_letter.reason
     reader = Reader(bus.settings, "test-letters", group="test")
     dead = Topic(REQUESTED.dead_letters, None, "", REQUESTED.partition_setting)
     assert reader.watermarks((dead, 0))[1] == 3, "there is one copy of each"
@@ -249,7 +249,7 @@ def test_turns_without_context_do_not_hold_back_their_anchors(bus: RouterHarness
         bus.ask(f"g{number}:0", 1)
         bus.until(lambda: len(bus.inboxes) > number, short_of_room.run_once)  # noqa: B023
         torn = bus.fleet.held[0].pop()
-        bus.say(COMPLETED, result(torn, TurnOutcome.REFUSED, refusal=Refusal.CONTEXT), "", torn.home)
+        bus.write(COMPLETED, result(torn, TurnOutcome.REFUSED, refusal=Refusal.CONTEXT), "", torn.home)
         bus.until(lambda: reign.router.counters.context_missing > number, short_of_room.run_once)  # noqa: B023
     for number in range(3):
         bus.ask(f"g{number}:0", 1, anchors=True)

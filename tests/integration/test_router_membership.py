@@ -129,14 +129,14 @@ def test_departed_router_owns_no_cell_despite_late_assignments(
     bus: RouterHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An assignment that lies unread is still told as its member leaves."""
-    asked: list[tuple[IdleConsumer, dict[str, Any]]] = []
-    monkeypatch.setattr(IdleConsumer, "subscribe", lambda self, _, **answers: asked.append((self, answers)))
+    subscriptions: list[tuple[IdleConsumer, dict[str, Any]]] = []
+    monkeypatch.setattr(IdleConsumer, "subscribe", lambda self, _, **answers: subscriptions.append((self, answers)))
     settings = replace(bus.settings, embedded=True)
     seats = RouterMembership(settings, "router-0")
-    ((former, answers),) = asked
+    ((former, answers),) = subscriptions
     cell = TopicPartition(settings.topic(HEARTBEATS), 0)
     answers["on_assign"](former, [cell])
-    assert [seat.cell for seat in seats.owned] == [0]
+    assert [ownership.cell for ownership in seats.owned] == [0]
     seats.rejoin()
     answers["on_assign"](former, [cell])
     assert not seats.owned

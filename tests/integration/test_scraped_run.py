@@ -60,14 +60,14 @@ class Prometheus:
 
     def scrape(self, roles: dict[str, int]) -> None:
         """These, each by its port on loopback, under the label `role`."""
-        said = [{"targets": [f"127.0.0.1:{port}"], "labels": {"role": role}} for role, port in roles.items()]
+        targets = [{"targets": [f"127.0.0.1:{port}"], "labels": {"role": role}} for role, port in roles.items()]
         new = self.targets.with_suffix(".new")
-        new.write_text(json.dumps(said))
+        new.write_text(json.dumps(targets))
         new.rename(self.targets)
 
     def ask(self, path: str, **arguments: str) -> Any:
-        asked = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(arguments)}"
-        with urllib.request.urlopen(asked, timeout=60) as answer:
+        url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(arguments)}"
+        with urllib.request.urlopen(url, timeout=60) as answer:
             return json.loads(answer.read())["data"]
 
     def values(self, query: str, *, since: float) -> list[list[float]]:
@@ -127,8 +127,8 @@ def test_every_panel_shows_a_run_and_every_role_exports_the_metrics_of_the_table
     executor = neighbours()
     ports = {"router": router, "trainer": trainer, "environment worker": environment}
     ports |= {"executor": executor, "lender": executor + 1, "control app": control}
-    said = [f"metrics.router={router}", f"metrics.trainer={trainer}", f"metrics.environment={environment}"]
-    settings = [word for each in [*said, f"metrics.executor={executor}"] for word in ("--set", each)]
+    settings_values = [f"metrics.router={router}", f"metrics.trainer={trainer}", f"metrics.environment={environment}"]
+    settings = [word for each in [*settings_values, f"metrics.executor={executor}"] for word in ("--set", each)]
     with prometheus(tmp_path) as found:
         found.scrape(ports)
         began = time.time()
@@ -140,10 +140,10 @@ def test_every_panel_shows_a_run_and_every_role_exports_the_metrics_of_the_table
             assert server is not None, run.communicate()[0]
             found.scrape({**ports, "vLLM server": server})
             deciding = rose.start("control", "--run", "demo", *CONTROL, "--set", f"metrics.control={control}")
-            told = run.communicate(timeout=900)[0]
+            output = run.communicate(timeout=900)[0]
             deciding.kill()  # its broker went with the demo
             deciding.communicate()
-        assert run.returncode == 0, told
+        assert run.returncode == 0, output
         check_panels(found, began)
         check_roles(found, began)
         check_rules(found)

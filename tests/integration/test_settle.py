@@ -32,9 +32,9 @@ def settle(settings: BusSettings, name: str, reason: str = "it ends its worker")
 
 
 @kafka_first
-@pytest.mark.parametrize("lives", [True, False], ids=["its worker lives", "no worker is there"])
+@pytest.mark.parametrize("has_started", [True, False], ids=["its worker lives", "no worker is there"])
 def test_manually_settled_trajectory_ends_before_its_next_result(
-    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, lives: bool
+    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, has_started: bool
 ) -> None:
     name, settings = "g0:1", executors.settings
     executors.answers = lambda request: request.trajectory_id != name
@@ -46,16 +46,16 @@ def test_manually_settled_trajectory_ends_before_its_next_result(
 
     with worker_process(settings, 0, {"model_folder": model}) as worker:
         finish(executors, 2 * SIZE - 1)
-        if lives:
+        if has_started:
             settle(settings, name)
             finish(executors, 2 * SIZE)
         else:
             kill(worker)
         executors.answer([executors.requests[name, 0]])
         executors.pump()
-        if lives:
+        if has_started:
             executors.pump_until(all_settled, what="settled groups")
-    if not lives:
+    if not has_started:
         settle(settings, name)
         with worker_process(settings, 0, {"model_folder": model}):
             finish(executors, 2 * SIZE)

@@ -47,7 +47,7 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
     return settings
 
 
-def say(settings: BusSettings, number: int, state: GroupState) -> None:
+def write_group(settings: BusSettings, number: int, state: GroupState) -> None:
     """What an environment worker says of a group."""
     name, writer = group_name(number), Writer(settings, "test")
     record = Group(group_id=name, group_size=GROUP_SIZE, state=state, offset=0, changed_at=0.0)
@@ -211,8 +211,8 @@ def test_newer_stream_fences_the_older(settings: BusSettings) -> None:
 def test_invalid_sample_is_dead_lettered_once(settings: BusSettings) -> None:
     writer = Writer(settings, "test")
     samples = make_samples(groups=range(2))
-    stranger = msgspec.structs.replace(samples[0], trajectory_id="g00:77")
-    write_samples(settings, [samples[0], stranger])
+    foreign_sample = msgspec.structs.replace(samples[0], trajectory_id="g00:77")
+    write_samples(settings, [samples[0], foreign_sample])
     no_sample = RawMessage(b"g00", b"no record", (("rose-schema", b"sample/3"),))
     writer.forward(SAMPLES, no_sample, partition=0, key=b"g00")
     writer.flush()
@@ -222,8 +222,8 @@ def test_invalid_sample_is_dead_lettered_once(settings: BusSettings) -> None:
     write_samples(settings, samples[1:])
     with SampleStream(settings, "policy") as stream:
         stream.settle(outcomes_of(stream.take(2)))
-    letters = list(read_dead_letters(settings, SAMPLES))
-    assert sorted(letter.raw.value == b"no record" for letter in letters) == [False, True]
+    dead_letters = list(read_dead_letters(settings, SAMPLES))
+    assert sorted(dead_letter.raw.value == b"no record" for dead_letter in dead_letters) == [False, True]
     assert on_log(settings) == everyone(range(2))
 
 
@@ -267,10 +267,10 @@ def test_samples_of_another_model_are_left_to_its_trainer(settings: BusSettings)
 def test_refused_prompt_does_not_prevent_the_end_of_the_run(settings: BusSettings) -> None:
     write_prompts(settings, range(8))
     for state in (GroupState.REFUSED, GroupState.REFUSED):  # told twice, counted once
-        say(settings, 3, state)
-    say(settings, 4, GroupState.REFUSED)
-    say(settings, 4, GroupState.OPEN)  # mended
-    say(settings, 7, GroupState.SETTLED)  # so long ago that its outcomes are no longer there
+        write_group(settings, 3, state)
+    write_group(settings, 4, GroupState.REFUSED)
+    write_group(settings, 4, GroupState.OPEN)  # mended
+    write_group(settings, 7, GroupState.SETTLED)  # so long ago that its outcomes are no longer there
     write_samples(settings, make_samples(groups=[0, 1, 2, 4, 5, 6]))
     sizes = []
     with SampleStream(settings, "policy", total_groups=8) as stream:
@@ -285,8 +285,8 @@ def test_run_ends_when_its_last_prompts_are_refused_while_it_waits(settings: Bus
     write_samples(settings, make_samples(groups=range(2)))
     with SampleStream(settings, "policy", total_groups=4) as stream:
         stream.settle(outcomes_of(stream.take(1)))
-        say(settings, 8, GroupState.REFUSED)
-        say(settings, 9, GroupState.REFUSED)
+        write_group(settings, 8, GroupState.REFUSED)
+        write_group(settings, 9, GroupState.REFUSED)
         groups = stream.take(3)
         assert len(groups) == 1
         stream.settle(outcomes_of(groups))

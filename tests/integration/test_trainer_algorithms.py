@@ -52,7 +52,7 @@ def test_run_with_another_algorithm_trains_and_settles_everything(
 
 
 @pytest.mark.parametrize(
-    ("said", "says"),
+    ("setting", "says"),
     [
         ("algorithm=gpro", "rose: unknown algorithm 'gpro': use grpo, rloo, or package.module:Class of your own\n"),
         ("algorithm=json:JSONDecoder", "rose: algorithm 'json:JSONDecoder': JSONDecoder lacks advantages, loss; use "),
@@ -60,10 +60,10 @@ def test_run_with_another_algorithm_trains_and_settles_everything(
     ],
 )
 def test_trainer_with_an_unknown_algorithm_exits_with_2_and_one_sentence(
-    settings: BusSettings, policy_folder: Path, tmp_path: Path, said: str, says: str
+    settings: BusSettings, policy_folder: Path, tmp_path: Path, setting: str, says: str
 ) -> None:
     common = ("--set", f"run.folder={tmp_path}", "--set", f"model.folder={policy_folder}", *flags(settings))
-    done = rose("trainer", "--set", f"trainer.{said}", *common)
+    done = rose("trainer", "--set", f"trainer.{setting}", *common)
     assert done.returncode == 2, done.stderr
     assert says in done.stderr and "Traceback" not in done.stderr
     assert result_of(settings).digests == {}

@@ -68,8 +68,8 @@ def test_slow_coordinator_does_not_end_a_trainer(settings: BusSettings, monkeypa
     assert on_log(settings) == everyone([0])
 
 
-def give_up(
-    writer: Writer, monkeypatch: pytest.MonkeyPatch, *, committed: bool, meanwhile: Callable[[], None] = lambda: None
+def abandon_commit(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch, *, committed: bool, on_wait: Callable[[], None] = lambda: None
 ) -> None:
     """Have the writer's next commit be given up, when all of the transaction is on the broker, or its end as well."""
     commit = writer.commit
@@ -79,7 +79,7 @@ def give_up(
             commit(offsets, reader, metadata=metadata)
         else:
             writer.flush()
-        meanwhile()
+        on_wait()
         raise BusError("committing offsets (it has not returned)", KafkaError(KafkaError._TIMED_OUT))
 
     monkeypatch.setattr(writer, "commit", hang)
@@ -95,7 +95,7 @@ def test_abandoned_settlement_is_repeated_only_if_absent_from_the_log(
     write_samples(settings, make_samples(groups=range(3)))
     with SampleStream(settings, "policy") as stream:
         stream.settle(outcomes_of(stream.take(1)))
-        give_up(stream._committer.writer, monkeypatch, committed=committed)
+        abandon_commit(stream._committer.writer, monkeypatch, committed=committed)
         second = outcomes_of(stream.take(1))
         given_up = [] if publishes_alone else second
         if settings.embedded:
@@ -130,7 +130,7 @@ def test_abandoned_settlement_is_not_repeated_after_another_trainer_settled(
     names = [group_name(number) for number in settles]
     with SampleStream(settings, "policy") as stream:
         taken = stream.take(3)
-        give_up(stream._committer.writer, monkeypatch, committed=committed, meanwhile=another)
+        abandon_commit(stream._committer.writer, monkeypatch, committed=committed, on_wait=another)
         with pytest.raises(BusError) as refused:
             stream.settle(outcomes_of(group for group in taken if group.group_id != group_name(0)))
     assert refused.value.is_fenced is not settings.embedded  # which has it make nothing again
@@ -147,7 +147,7 @@ def test_settlement_of_the_same_group_by_another_trainer_is_not_the_own_settleme
             stream.settle(outcomes_of(stream.take(1)))
 
     with SampleStream(settings, "policy") as stream:
-        give_up(stream._committer.writer, monkeypatch, committed=False, meanwhile=another)
+        abandon_commit(stream._committer.writer, monkeypatch, committed=False, on_wait=another)
         with pytest.raises(BusError) as refused:
             stream.settle(outcomes_of(stream.take(1)))
     assert refused.value.is_fenced is not settings.embedded  # which has it make nothing again
@@ -160,11 +160,11 @@ def test_abandoned_settlement_keeps_the_position_of_a_newer_stream(
     write_samples(settings, make_samples(groups=range(2)))
     newer: list[SampleStream] = []
     with SampleStream(settings, "policy") as stream:
-        give_up(
+        abandon_commit(
             stream._committer.writer,
             monkeypatch,
             committed=False,
-            meanwhile=lambda: newer.append(SampleStream(settings, "policy")),
+            on_wait=lambda: newer.append(SampleStream(settings, "policy")),
         )
         with pytest.raises(BusError) as refused:
             stream.settle(outcomes_of(stream.take(1)))
@@ -191,7 +191,7 @@ def test_stream_that_hangs_at_its_start_keeps_the_position_of_a_newer_stream(
             came.append(True)
             newer.append(SampleStream(settings, "policy"))
             newer[0].settle(outcomes_of(newer[0].take(1)))
-            give_up(writer, monkeypatch, committed=False)
+            abandon_commit(writer, monkeypatch, committed=False)
         return found
 
     monkeypatch.setattr("rose.workers.trainer.fencing.committed_offsets", amid)

@@ -284,8 +284,8 @@ def test_late_and_continuous_receivers_have_the_same_weights(trainer: Trainer) -
             assert delta.base_version == version - 1
             assert delta.payload_bytes < anchor.payload_bytes / 8
             trainer.write(delta)
-            with receiving(trainer.settings) as joiner:
-                assert_equal(staged(joiner), tensors)
+            with receiving(trainer.settings) as receiver:
+                assert_equal(staged(receiver), tensors)
         followed = staged(follower)
         while followed.version < 3:
             followed = staged(follower)
@@ -346,8 +346,8 @@ def test_slices_in_an_index_are_received(trainer: Trainer, monkeypatch: pytest.M
     assert newest is not None
     assert newest.index
     assert not newest.slices
-    with receiving(trainer.settings, key) as joiner:
-        assert_equal(staged(joiner), tensors_of(1))
+    with receiving(trainer.settings, key) as receiver:
+        assert_equal(staged(receiver), tensors_of(1))
 
 
 def test_sharded_receiver_fetches_slices_that_overlap_its_shard(trainer: Trainer) -> None:

@@ -90,8 +90,8 @@ def test_forged_manifest_of_any_number_blocks_no_honest_version(settings: BusSet
             publish(publisher, version)
         assert_equal(staged_at(receiver, 4), tensors_of(4))
         assert receiver.refusals[Refusal.UNSIGNED] == 1
-    with receiving(settings, KEY) as joiner:
-        assert_equal(staged(joiner), tensors_of(4))
+    with receiving(settings, KEY) as receiver:
+        assert_equal(staged(receiver), tensors_of(4))
     assert WeightPublisher(settings, MODEL, key=KEY).next_version == 5
 
 
@@ -100,13 +100,13 @@ def test_forged_anchors_delete_no_honest_chunk(settings: BusSettings) -> None:
     with WeightPublisher(settings, MODEL, key=KEY) as publisher:
         first = publish(publisher, 0)
         late = tuple(FirstChunk(partition=partition, offset=10**6) for partition in range(2))
-        lies = [msgspec.structs.replace(first, version=2**50 + n, first=late) for n in range(2)]
-        write(settings, *lies)
+        forged_manifests = [msgspec.structs.replace(first, version=2**50 + n, first=late) for n in range(2)]
+        write(settings, *forged_manifests)
     with WeightPublisher(settings, MODEL, key=KEY) as publisher:
         publish(publisher, 1)
     assert list(begins(settings)) == [0, 0]
-    with receiving(settings, KEY) as joiner:
-        assert_equal(staged(joiner), tensors_of(1))
+    with receiving(settings, KEY) as receiver:
+        assert_equal(staged(receiver), tensors_of(1))
 
 
 def test_chunks_before_their_manifest_survive_deletion_by_another_run(settings: BusSettings) -> None:
@@ -119,8 +119,8 @@ def test_chunks_before_their_manifest_survive_deletion_by_another_run(settings: 
             publish(quick, version)
         quick.close()  # and with it what it deletes
         slow.commit(put)
-    with receiving(settings, run="slow") as joiner:
-        assert_equal(staged(joiner), tensors_of(7))
+    with receiving(settings, run="slow") as receiver:
+        assert_equal(staged(receiver), tensors_of(7))
 
 
 def test_broken_version_of_any_number_falls_back_to_the_next_best(settings: BusSettings) -> None:
@@ -137,10 +137,10 @@ def test_broken_version_of_any_number_falls_back_to_the_next_best(settings: BusS
         assert receiver.refused(Refusal.MISSING_CHUNK, WAIT_SECONDS) == 1
         assert_equal(staged(receiver), tensors_of(0))
         wait_until_refused(receiver, 2**50)
-    with WeightPublisher(settings, MODEL, key=KEY) as publisher, receiving(settings, KEY) as joiner:
-        assert_equal(staged(joiner), tensors_of(0))
+    with WeightPublisher(settings, MODEL, key=KEY) as publisher, receiving(settings, KEY) as receiver:
+        assert_equal(staged(receiver), tensors_of(0))
         publish(publisher, publisher.next_version, seed=1)
-        assert_equal(staged(joiner), tensors_of(1))
+        assert_equal(staged(receiver), tensors_of(1))
 
 
 @kafka_first
@@ -163,8 +163,8 @@ def test_receivers_follow_a_rolled_back_trainer_and_not_its_predecessor(settings
             publish(after, 10)
             assert_equal(staged(receiver), tensors_of(10))
         before.close()
-    with receiving(settings, KEY) as joiner:
-        assert_equal(staged(joiner), tensors_of(10))
+    with receiving(settings, KEY) as receiver:
+        assert_equal(staged(receiver), tensors_of(10))
 
 
 @kafka_first
@@ -176,8 +176,8 @@ def test_version_republished_at_a_start_causes_no_swap(settings: BusSettings) ->
             assert staged_at(receiver, 2).manifest.base_version == 1
         with WeightPublisher(settings, MODEL) as publisher:
             assert publish(publisher, 2).base_version is None
-            with receiving(settings) as joiner:
-                assert staged(joiner).manifest.base_version is None
+            with receiving(settings) as receiver:
+                assert staged(receiver).manifest.base_version is None
             assert publish(publisher, 3).base_version == 2
             assert_equal(staged(receiver), tensors_of(3))
             assert sum(receiver.refusals.values()) == 0
@@ -194,8 +194,8 @@ def test_old_anchor_is_followed_by_another(settings: BusSettings) -> None:
 def test_versions_of_another_run_are_refused_despite_the_same_key(settings: BusSettings, how: str) -> None:
     """Its manifest is copied here byte for byte; its chunks are here."""
     with receiving(settings, KEY) as receiver:
-        stranger = WeightPublisher(settings, MODEL, key=KEY, run="other")
-        manifest = publish(stranger, 7)
+        other_publisher = WeightPublisher(settings, MODEL, key=KEY, run="other")
+        manifest = publish(other_publisher, 7)
         if how == "another namespace":
             write(settings, msgspec.structs.replace(manifest, run="other.:run"), key=KEY)
         assert receiver.refused(Refusal.STRANGER, WAIT_SECONDS) >= 1
@@ -207,7 +207,7 @@ def test_versions_of_another_run_are_refused_despite_the_same_key(settings: BusS
             assert publisher.next_version == 8, "nobody takes one run's number for another's"
             publish(publisher, 8)
         assert_equal(staged(receiver), tensors_of(8))
-        stranger.close()
+        other_publisher.close()
 
 
 @pytest.mark.slow

@@ -134,9 +134,9 @@ def test_anchor_waits_for_a_slow_uplink_instead_of_filling_memory(
 ) -> None:
     monkeypatch.setattr(chunk_stores, "MAX_UNACKED_BYTES", 4 * chunk_stores.CHUNK_BYTES)
     writer = CountingWriter(settings, "test")
-    shelf = chunk_stores.LogChunkSink(writer, 2)
+    sink = chunk_stores.LogChunkSink(writer, 2)
     payload = bytes(20 * chunk_stores.CHUNK_BYTES)
-    stored = chunk_stores.put_payload(shelf, payload, model_id=MODEL, version=1, tensor="embed")
-    shelf.close()
+    stored = chunk_stores.put_payload(sink, payload, model_id=MODEL, version=1, tensor="embed")
+    sink.close()
     assert sorted((each.partition, each.offset) for each in stored) == [(p, o) for p in range(2) for o in range(10)]
     assert writer.most <= 4 * chunk_stores.CHUNK_BYTES

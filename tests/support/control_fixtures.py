@@ -121,9 +121,9 @@ class ControlSimulation:
                 self.lenders[grant.worker].read(grant, self.now)
             self.control.on_grant(grant.worker, grant, self.now)  # as it is read back from the log
         self.log += written
-        for worker, voice in self.control.expired_grants(self.now):
-            self.control.on_grant(worker, None, self.now, source=voice)
-            self.deleted.append((worker, voice))
+        for worker, grant_source in self.control.expired_grants(self.now):
+            self.control.on_grant(worker, None, self.now, source=grant_source)
+            self.deleted.append((worker, grant_source))
         return written
 
     def seconds(self, count: int, waiting: int, *, silent: bool = False) -> list[CapacityGrant]:

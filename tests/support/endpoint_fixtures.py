@@ -159,9 +159,9 @@ class ScriptedEndpoint:
         await self.answers.wait()
         if called["method"] == "check_health":
             return await _json({"results": [None]})
-        asked = called["kwargs"]
-        folder = Path(asked["weights_path"])
-        if not asked.get("is_checkpoint_format", True):
+        arguments = called["kwargs"]
+        folder = Path(arguments["weights_path"])
+        if not arguments.get("is_checkpoint_format", True):
             there = (
                 f"PolicyForCausalLM has no attribute `{VISIBILITY_TENSOR}`"
                 if self.sees_folders
@@ -174,8 +174,8 @@ class ScriptedEndpoint:
         return await _json({"results": [None]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        asked = await request.json()
-        streams, context = asked.get("stream", False), asked["prompt"]
+        body = await request.json()
+        streams, context = body.get("stream", False), body["prompt"]
         response, fault = web.StreamResponse(), None
         if streams:
             self.turns += 1
@@ -192,11 +192,11 @@ class ScriptedEndpoint:
             await self.goes_on.wait()
             if fault is not None and len(tokens) == fault.tokens:
                 return await _ended(request, response, fault)
-            token, place = self._draw([*context, *tokens], asked)
+            token, place = self._draw([*context, *tokens], body)
             tokens.append(token)
             places.append(place)
-            stopped = token in asked["stop_token_ids"]
-            reason = "stop" if stopped else "length" if len(tokens) == asked["max_tokens"] else None
+            stopped = token in body["stop_token_ids"]
+            reason = "stop" if stopped else "length" if len(tokens) == body["max_tokens"] else None
             if streams:
                 first = {"prompt_token_ids": context} if len(tokens) == 1 else {}
                 await response.write(_line({**self._choice([token], [place], reason), **first}))
@@ -209,12 +209,12 @@ class ScriptedEndpoint:
         return response
 
     @torch.no_grad()
-    def _draw(self, context: list[int], asked: dict[str, Any]) -> tuple[int, dict[str, float]]:
+    def _draw(self, context: list[int], body: dict[str, Any]) -> tuple[int, dict[str, float]]:
         """A token, and the likeliest ones behind it."""
         logits = self.model(input_ids=torch.tensor([context])).logits[0, -1]
-        logprobs = torch.log_softmax(logits / (asked["temperature"] or 1.0), -1)
-        token = int(torch.multinomial(logprobs.exp(), 1) if asked["temperature"] else logprobs.argmax())
-        likeliest = [token, *logprobs.topk(asked["logprobs"]).indices.tolist()]
+        logprobs = torch.log_softmax(logits / (body["temperature"] or 1.0), -1)
+        token = int(torch.multinomial(logprobs.exp(), 1) if body["temperature"] else logprobs.argmax())
+        likeliest = [token, *logprobs.topk(body["logprobs"]).indices.tolist()]
         return token, {f"token_id:{each}": float(logprobs[each]) for each in likeliest}
 
     def _choice(self, tokens: list[int], places: list[dict[str, float]], reason: str | None) -> dict[str, Any]:
@@ -247,7 +247,7 @@ class Lending:
     """`lend_endpoint` on a thread; ends as a process does, with a status."""
 
     def __init__(self, settings: BusSettings, policy: Path, endpoint: EndpointConfig) -> None:
-        self.said = ""
+        self.message = ""
         """Its last words."""
         self._stop = Event()
         self._status: int | None = None
@@ -267,7 +267,7 @@ class Lending:
             lend_endpoint(settings, config, endpoint, WeightsConfig(), self._stop)
             self._status = 0
         except RoseError as error:
-            self.said, self._status = str(error), error.exit_status
+            self.message, self._status = str(error), error.exit_status
 
     def poll(self) -> int | None:
         return self._status

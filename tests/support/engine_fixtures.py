@@ -30,7 +30,7 @@ MAX_RUNNING = 16
 
 
 @dataclass
-class Rig:
+class EngineFixture:
     """An engine, and the transformers model whose weights it should serve."""
 
     engine: Engine
@@ -76,12 +76,12 @@ class Rig:
 
 
 @contextmanager
-def started_rig(folder: Path, *, tied: bool) -> Iterator[Rig]:
+def started_engine(folder: Path, *, tied: bool) -> Iterator[EngineFixture]:
     """A small policy, kept in the folder, and an engine that serves it as version 0."""
     model = new_policy(0, tied=tied)
     engine = Engine(folder_config(save_policy(folder, model), policy_version=0))
     with closing(engine):
-        yield Rig(engine, model, tied)
+        yield EngineFixture(engine, model, tied)
 
 
 def contexts_of(rng: random.Random, length: int) -> list[int]:

@@ -27,14 +27,14 @@ class Panic(BaseException):
     """As an extension module may raise it."""
 
 
-class Mute(Exception):
+class UnprintableError(Exception):
     """Does not let itself be told."""
 
     def __str__(self) -> str:
         raise RuntimeError
 
 
-class MuteRefusal(Mute, EnvironmentArgumentError):
+class UnprintableRefusal(UnprintableError, EnvironmentArgumentError):
     pass
 
 
@@ -60,7 +60,7 @@ class Counter:
         if "break" in arguments:
             raise RuntimeError("no container")
         if "mute" in arguments:
-            raise MuteRefusal
+            raise UnprintableRefusal
         return self.text if "text" in arguments else f"seed {seed}"
 
     async def step(self, action: str) -> Step:
@@ -171,7 +171,7 @@ def pool_of(
     known = RunnerLimits(**{"max_live": 8, "timeout_seconds": WAIT_SECONDS, "max_context_tokens": 1024, **limits})
     turn_format = TurnFormat(folder)
     stage = RunnerPool(
-        lambda _kind, answer, life: ThreadRunner(turn_format, create, answer, known, generation=life), known
+        lambda _kind, answer, generation: ThreadRunner(turn_format, create, answer, known, generation=generation), known
     )
     stage.begin_generation(1)
     try:

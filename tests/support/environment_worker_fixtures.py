@@ -78,9 +78,11 @@ def homes_of_members(settings: BusSettings) -> list[set[int]]:
     ]
 
 
-def letters(settings: BusSettings) -> list[DeadLetter]:
+def dead_letters(settings: BusSettings) -> list[DeadLetter]:
     """Dead prompts, by place."""
-    return sorted(read_dead_letters(settings, PROMPTS), key=lambda letter: (letter.partition, letter.offset))
+    return sorted(
+        read_dead_letters(settings, PROMPTS), key=lambda dead_letter: (dead_letter.partition, dead_letter.offset)
+    )
 
 
 def groups(settings: BusSettings) -> dict[str, Group]:

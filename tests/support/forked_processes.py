@@ -114,11 +114,11 @@ def fork_all(number: int, paths: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=number) as line:
         while True:
-            asked, _ = line.accept()
-            code, streams, _, _ = socket.recv_fds(asked, MOST_BYTES, 3)
+            connection, _ = line.accept()
+            code, streams, _, _ = socket.recv_fds(connection, MOST_BYTES, 3)
             if os.fork() == 0:
                 break
-            for descriptor in (asked.detach(), *streams):
+            for descriptor in (connection.detach(), *streams):
                 os.close(descriptor)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -51,14 +51,14 @@ def same(answers: Sequence[tuple[int, Answer]], alone: Sequence[Answer]) -> bool
     return all(answer.text == alone[prompt].text for prompt, answer in answers)
 
 
-def run_guest(beside: PlayedSidecar, version: int = -1) -> list[tuple[bytes, bytes]]:
+def run_guest(sidecar: PlayedSidecar, version: int = -1) -> list[tuple[bytes, bytes]]:
     """TURNS one after another: tokens and logprobs."""
     made = []
-    beside.awake()
+    sidecar.awake()
     for number, (context, sampling) in enumerate(TURNS):
-        beside.forget()
-        beside.take(f"turn {number}", context, sampling, version)
-        done = beside.done(1)[f"turn {number}"]
+        sidecar.forget()
+        sidecar.take(f"turn {number}", context, sampling, version)
+        done = sidecar.done(1)[f"turn {number}"]
         made.append((done.turn.sampled.tokens, done.turn.sampled.logprobs))
     return made
 
@@ -74,9 +74,9 @@ def run_standalone(engine: Engine) -> list[tuple[bytes, bytes]]:
     return made
 
 
-def wake_and_park(beside: PlayedSidecar) -> None:
-    beside.order(Resume())
-    beside.awake()
-    beside.order(Suspend())
-    assert beside.parked()
-    beside.forget()
+def wake_and_park(sidecar: PlayedSidecar) -> None:
+    sidecar.send(Resume())
+    sidecar.awake()
+    sidecar.send(Suspend())
+    assert sidecar.parked()
+    sidecar.forget()

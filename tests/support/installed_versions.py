@@ -52,5 +52,5 @@ def install(wheel: Path, site: Path) -> None:
         "from rose.workers.weights import codec; codec.warm_up(); print(codec.__file__)",
     ]
     environment = {**os.environ, "PYTHONPATH": str(site)}
-    told = subprocess.run(warm, env=environment, cwd=site, check=True, stdout=subprocess.PIPE, text=True).stdout
-    assert Path(told.strip()).is_relative_to(site), f"{told.strip()} is not of {site}"
+    output = subprocess.run(warm, env=environment, cwd=site, check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert Path(output.strip()).is_relative_to(site), f"{output.strip()} is not of {site}"

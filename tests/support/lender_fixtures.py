@@ -66,11 +66,11 @@ class Seen:
     served: int
 
 
-def run(world: LenderSimulation, dial: float | None, seed: int) -> Seen:
+def run(simulation: LenderSimulation, dial: float | None, seed: int) -> Seen:
     """Serve the load beside a guest under this dial; None serves alone."""
     promise = Promise(ttft_seconds=0.5, tpot_seconds=0.03, yield_seconds=0.02, dial=dial or 0.0)
     admission = Admission(promise, serving_step_tokens=STEP_TOKENS)
-    coming, noise = deque(world.arrivals(seed)), random.Random(seed + 1)
+    coming, noise = deque(simulation.arrivals(seed)), random.Random(seed + 1)
     waiting: deque[Held] = deque()
     running: list[Held] = []
     now = stays = longest = 0.0
@@ -80,13 +80,17 @@ def run(world: LenderSimulation, dial: float | None, seed: int) -> Seen:
             now = max(now, coming[0][0])
         while coming and coming[0][0] <= now:
             waiting.append(Held(*coming.popleft()))
-            admission.on_arrival(world.prompt, now)
+            admission.on_arrival(simulation.prompt, now)
         if running or waiting:
             decoding = len(running)
-            while waiting and len(running) < world.slots and (len(running) - decoding) * world.prompt < STEP_TOKENS:
+            while (
+                waiting
+                and len(running) < simulation.slots
+                and (len(running) - decoding) * simulation.prompt < STEP_TOKENS
+            ):
                 running.append(waiting.popleft())
-            prompts = (len(running) - decoding) * world.prompt
-            seconds = (world.base + world.token * (prompts + decoding)) * noise.uniform(0.9, 1.1)
+            prompts = (len(running) - decoding) * simulation.prompt
+            seconds = (simulation.base + simulation.token * (prompts + decoding)) * noise.uniform(0.9, 1.1)
             now += seconds
             admission.on_serving_step(prompt_tokens=prompts, decoding=decoding, held=len(running), seconds=seconds)
             for held in running:

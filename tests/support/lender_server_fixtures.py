@@ -92,10 +92,10 @@ class Server:
         children = self.core.children(recursive=True)
         return sorted((child for child in children if "Worker" in child.name()), key=lambda child: child.name())
 
-    def said(self, text: str) -> bool:
+    def has_logged(self, text: str) -> bool:
         return text in self.log.read_text()
 
-    def noted(self) -> list[dict[str, Any]]:
+    def step_notes(self) -> list[dict[str, Any]]:
         """What the witness saw, step by step."""
         return [json.loads(line) for line in self.notes.read_text().splitlines()]
 
@@ -136,13 +136,13 @@ class PlayedSidecar:
     def __init__(self, config: LendConfig) -> None:
         until(lambda: Path(config.socket).is_socket())
         self.end = connect(Path(config.socket))
-        self.orders = RingBuffer(self.end.channel.commands)
+        self.commands = RingBuffer(self.end.channel.commands)
         self.reports = RingBuffer(self.end.channel.reports)
-        self.heard: list[Report] = []
-        self.order(Resume())
+        self.received: list[Report] = []
+        self.send(Resume())
 
-    def order(self, word: Command) -> None:
-        MessageSender(self.orders).send(word)
+    def send(self, word: Command) -> None:
+        MessageSender(self.commands).send(word)
         self.end.channel.wake_engine()
 
     @property
@@ -150,19 +150,19 @@ class PlayedSidecar:
         return bool(select.select([self.end.connection], [], [], 0)[0])
 
     def take(self, name: str, context: Sequence[int], sampling: Sampling, version: int = -1) -> None:
-        self.order(SubmitTurn(name, pack_tokens(context), sampling, version))
+        self.send(SubmitTurn(name, pack_tokens(context), sampling, version))
 
-    def hear(self, kind: type[Wanted], count: int = 1) -> list[Wanted]:
+    def wait_for_reports(self, kind: type[Wanted], count: int = 1) -> list[Wanted]:
         """Wait until that many reports of a kind have come since the last `forget`."""
         until(lambda: len(self._of(kind)) >= count)
         return self._of(kind)
 
     def done(self, count: int) -> dict[str, TurnFinished]:
-        return {done.turn.name: done for done in self.hear(TurnFinished, count)}
+        return {done.turn.name: done for done in self.wait_for_reports(TurnFinished, count)}
 
     def forget(self) -> None:
         self._read()
-        self.heard.clear()
+        self.received.clear()
 
     def awake(self) -> None:
         """Wait until the guest lends: it is built beside serving, on ranks of a busy server for minutes."""
@@ -177,15 +177,15 @@ class PlayedSidecar:
         """Seconds until the next report of how the engine stands."""
         self.forget()
         began = time.monotonic()
-        self.hear(EngineStatus)
+        self.wait_for_reports(EngineStatus)
         return time.monotonic() - began
 
     def _of(self, kind: type[Wanted]) -> list[Wanted]:
         self._read()
-        return [report for report in self.heard if isinstance(report, kind)]
+        return [report for report in self.received if isinstance(report, kind)]
 
     def _read(self) -> None:
-        self.heard += [REPORT_DECODER.decode(message) for message in self.reports.read()]
+        self.received += [REPORT_DECODER.decode(message) for message in self.reports.read()]
 
 
 def server_flags(port: int) -> list[str]:

@@ -98,8 +98,10 @@ class Log:
 
     def dispatch(self, request: TurnRequest) -> None:
         example = next(record for record in EXAMPLES if isinstance(record, TurnDispatch))
-        asked, queued_at = msgspec.Raw(encode(request)), request.requested_at + 0.02
-        record = msgspec.structs.replace(example, asked=asked, home=request.home, attempt=0, queued_at=queued_at)
+        request_bytes, queued_at = msgspec.Raw(encode(request)), request.requested_at + 0.02
+        record = msgspec.structs.replace(
+            example, asked=request_bytes, home=request.home, attempt=0, queued_at=queued_at
+        )
         self.put(DISPATCHED, record, partition=record.slot, key=request.trajectory_id)
 
     def result(self, request: TurnRequest) -> TurnResult:

@@ -17,7 +17,7 @@ from rose.workers.weights.assembly import Assembly
 from rose.workers.weights.checks import check_manifest
 from rose.workers.weights.folder_names import FolderTensors
 from rose.workers.weights.model_folder import folder_shapes
-from tests.support.weights_fixtures import Shelf
+from tests.support.weights_fixtures import MemoryChunkSink
 
 Turn = tuple[list[int], list[float]]
 """Sampled tokens and their logprobs."""
@@ -105,13 +105,13 @@ def _disturb(model: Any, change: Callable[[Tensor], Tensor]) -> None:
 
 def sent(folder: Path, versions: Sequence[FolderTensors]) -> dict[str, Tensor]:
     """The last of these versions as a receiver has it that knows the folder: the first is whole, others are deltas."""
-    shelf, assembly, shapes = Shelf(), Assembly(None, None), folder_shapes(folder)
+    sink, assembly, shapes = MemoryChunkSink(), Assembly(None, None), folder_shapes(folder)
     before = None
     for version, tensors in enumerate(versions):
         now = {name: tensor.detach().clone() for name, tensor in tensors}
-        manifest = shelf.store(now, version, base=before, base_version=version - 1, chunk_bytes=1 << 16)
+        manifest = sink.store(now, version, base=before, base_version=version - 1, chunk_bytes=1 << 16)
         check_manifest(manifest, shapes, engine_dtype="float32")
-        assembly.add(manifest, shelf.fetch)
+        assembly.add(manifest, sink.fetch)
         before = now
     return assembly.done.tensors
 

@@ -114,10 +114,10 @@ def role_process(
     What it prints is appended to `log`.
     """
     values = {key: json.dumps(value) if isinstance(value, list) else str(value) for key, value in config.items()}
-    said = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+    options = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
     with tempfile.TemporaryDirectory() as folder:
         output = log or Path(folder) / "log"
-        arguments = (command, f"--number={number}", *flags(settings), *said)
+        arguments = (command, f"--number={number}", *flags(settings), *options)
         role = fork_server().start(arguments, name=f"{command}-{number}", log=output)
         try:
             yield role

@@ -41,9 +41,9 @@ class Rose:
 
     def __call__(self, *arguments: str) -> str:
         with self.start(*arguments) as process:
-            told = process.communicate(timeout=600)[0]
-        assert process.returncode == 0, told
-        return told
+            output = process.communicate(timeout=600)[0]
+        assert process.returncode == 0, output
+        return output
 
 
 def small(**more: int | Path) -> list[str]:

@@ -54,32 +54,32 @@ class RouterHarness:
         self.fleet = Fleet()
         self.most_held = 0
         """Turns that one executor held at once."""
-        self.asked = 0
+        self.requested = 0
         self._next_beat = 0.0
 
-    def say(self, topic: Topic, record: Record, key: str, partition: int = 0) -> None:
+    def write(self, topic: Topic, record: Record, key: str, partition: int = 0) -> None:
         self.writer.write(topic, record, key=key, partition=partition)
         self.writer.flush()
 
     def ask(self, trajectory: str, turn: int = 0, home: int = 1, **fields: object) -> None:
-        said: dict[str, Any] = {"patience_seconds": 600.0, "requested_at": time.time(), **fields}
-        asked = request(trajectory, turn, home=home, **said)
-        self.asked += 1
-        self.say(REQUESTED, asked, trajectory, home)
+        request_fields: dict[str, Any] = {"patience_seconds": 600.0, "requested_at": time.time(), **fields}
+        turn_request = request(trajectory, turn, home=home, **request_fields)
+        self.requested += 1
+        self.write(REQUESTED, turn_request, trajectory, home)
 
     def beat(self, worker: int, **fields: object) -> None:
         """Send a heartbeat, and from now on more of it whenever somebody waits."""
         self.fleet.alive[worker] = fields
         holds = packed(self.fleet.held.get(worker, []))
-        said = heartbeat(worker, **{"holds": holds, "sent_at": time.time(), **fields})
-        self.writer.write(HEARTBEATS, said, key=f"w{worker}", partition=said.slot % self.cells)
+        record = heartbeat(worker, **{"holds": holds, "sent_at": time.time(), **fields})
+        self.writer.write(HEARTBEATS, record, key=f"w{worker}", partition=record.slot % self.cells)
         self.writer.flush()
 
     def answer(self, dispatch: TurnDispatch, outcome: TurnOutcome = TurnOutcome.COMPLETED) -> None:
         held = self.fleet.held.get(_number(dispatch), [])
         if dispatch in held:
             held.remove(dispatch)
-        self.say(COMPLETED, result(dispatch, outcome), dispatch.request.trajectory_id, dispatch.home)
+        self.write(COMPLETED, result(dispatch, outcome), dispatch.request.trajectory_id, dispatch.home)
 
     def look(self) -> list[TurnDispatch]:
         """Let the executors that are alive take what there is and send heartbeats; all dispatches so far."""
@@ -103,12 +103,12 @@ class RouterHarness:
                 self.beat(worker, **fields)
         return self.inboxes
 
-    def until(self, condition: Callable[[], object], meanwhile: Callable[[], None] = lambda: None) -> None:
+    def until(self, condition: Callable[[], object], on_wait: Callable[[], None] = lambda: None) -> None:
         """Look until something is so; the executors that are alive go on all the while."""
         deadline = time.monotonic() + WAIT_SECONDS
         while not condition():
-            assert time.monotonic() < deadline, f"{self.asked} asked for, {len(self.inboxes)} dispatched"
-            meanwhile()
+            assert time.monotonic() < deadline, f"{self.requested} asked for, {len(self.inboxes)} dispatched"
+            on_wait()
             self.look()
 
     def until_dispatched(self, count: int) -> None:
@@ -123,7 +123,7 @@ class RouterHarness:
     def keep_turns_moving(self, seconds: float, turns: int = 6) -> None:
         """Executors answer, and so many trajectories are begun, all the while."""
         for _ in range(turns):
-            self.ask(f"g:{self.asked}", home=self.asked % self.homes)
+            self.ask(f"g:{self.requested}", home=self.requested % self.homes)
             for held in self.fleet.held.values():
                 if held:
                     self.answer(held[0])
@@ -137,10 +137,10 @@ class RouterHarness:
                 if held:
                     self.answer(held[0])
 
-        self.until(lambda: len({each.request.trajectory_id for each in self.inboxes}) == self.asked, answer_next)
+        self.until(lambda: len({each.request.trajectory_id for each in self.inboxes}) == self.requested, answer_next)
         self.until(lambda: not any(self.fleet.held.values()), answer_next)
         results = self.results()
-        assert len(results) == len({each.trajectory_id for each in results}) == self.asked
+        assert len(results) == len({each.trajectory_id for each in results}) == self.requested
         assert {each.attempt for each in self.inboxes} == {0}
 
     def results(self) -> list[TurnResult]:

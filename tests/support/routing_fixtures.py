@@ -89,7 +89,7 @@ def heartbeat(worker: int, **other: object) -> SlackHeartbeat:
     )
 
 
-def dispatched(asked: TurnRequest, worker: int = 0, **other: object) -> TurnDispatch:
+def dispatched(turn_request: TurnRequest, worker: int = 0, **other: object) -> TurnDispatch:
     fields: dict[str, object] = {
         "slot": worker % INBOXES,
         "incarnation": 1,
@@ -99,8 +99,8 @@ def dispatched(asked: TurnRequest, worker: int = 0, **other: object) -> TurnDisp
     }
     cost = PlacementCost(wait_seconds=0, prefill_seconds=0, decode_seconds=0)
     return TurnDispatch(
-        asked=msgspec.Raw(encode(asked)),
-        home=asked.home,
+        asked=msgspec.Raw(encode(turn_request)),
+        home=turn_request.home,
         offset=0,
         worker=f"w{worker}",
         cost=cost,
@@ -115,12 +115,12 @@ def result(
     refusal: Refusal | None = None,
 ) -> TurnResult:
     """`tokens`: sampled by this attempt, behind what it went on from."""
-    asked, so_far = dispatch.request, begun_tokens(dispatch) + tokens
+    turn_request, so_far = dispatch.request, begun_tokens(dispatch) + tokens
     return TurnResult(
-        trajectory_id=asked.trajectory_id,
-        group_id=asked.group_id,
+        trajectory_id=turn_request.trajectory_id,
+        group_id=turn_request.group_id,
         home=dispatch.home,
-        turn=asked.turn,
+        turn=turn_request.turn,
         attempt=dispatch.attempt,
         outcome=outcome,
         refusal=refusal,
@@ -143,7 +143,7 @@ def packed(dispatches: list[TurnDispatch]) -> bytes:
 
 
 @dataclass
-class Model:
+class ExecutorModel:
     """One executor as it really is."""
 
     incarnation: int = 1
@@ -161,8 +161,8 @@ class RoutingSimulation:
     version: int = 0
     loses: bool = False
     """Whether the next dispatch never reaches its executor."""
-    executors: dict[str, Model] = field(default_factory=dict)
-    asked: dict[str, tuple[TurnRequest, float]] = field(default_factory=dict)
+    executors: dict[str, ExecutorModel] = field(default_factory=dict)
+    requested: dict[str, tuple[TurnRequest, float]] = field(default_factory=dict)
     """By trajectory: its newest request, as it was asked, and when."""
     done: dict[str, int] = field(default_factory=dict)
     """By trajectory: its newest finished turn."""
@@ -206,15 +206,15 @@ class RoutingSimulation:
         self._check_nobody_waits_for_nothing()
         return decisions
 
-    def ask(self, asked: TurnRequest) -> None:
-        before = self.asked.get(asked.trajectory_id)
-        if before is not None and self.done.get(asked.trajectory_id, -1) < before[0].turn:
-            self._settle(asked.trajectory_id, before[0].turn)
-        self.asked[asked.trajectory_id] = asked, self.now
-        self.feed(asked)
+    def ask(self, requested: TurnRequest) -> None:
+        before = self.requested.get(requested.trajectory_id)
+        if before is not None and self.done.get(requested.trajectory_id, -1) < before[0].turn:
+            self._settle(requested.trajectory_id, before[0].turn)
+        self.requested[requested.trajectory_id] = requested, self.now
+        self.feed(requested)
 
     def beat(self, worker: int, *, restart: bool = False, **other: object) -> None:
-        model = self.executors.setdefault(f"w{worker}", Model())
+        model = self.executors.setdefault(f"w{worker}", ExecutorModel())
         if restart:
             for dispatch in model.held.values():
                 self._fault(dispatch)
@@ -242,7 +242,7 @@ class RoutingSimulation:
 
     def hand_back(self, worker: int) -> None:
         """It stops; the router hears of that before it reads the results."""
-        model = self.executors.setdefault(f"w{worker}", Model())
+        model = self.executors.setdefault(f"w{worker}", ExecutorModel())
         given = list(model.held.values())
         for dispatch in given:  # charged if the results take longer than the executor's TTL
             self._fault(dispatch)
@@ -257,11 +257,11 @@ class RoutingSimulation:
             self.feed(result(dispatch, TurnOutcome.PREEMPTED))
 
     def complete(self, dispatch: TurnDispatch) -> None:
-        asked = dispatch.request
+        requested = dispatch.request
         self.executors[dispatch.worker].held.pop(dispatch.key, None)
-        present, _ = self.asked[asked.trajectory_id]
-        if present.turn == asked.turn and self.done.get(asked.trajectory_id, -1) < asked.turn:
-            self._settle(asked.trajectory_id, asked.turn)
+        present, _ = self.requested[requested.trajectory_id]
+        if present.turn == requested.turn and self.done.get(requested.trajectory_id, -1) < requested.turn:
+            self._settle(requested.trajectory_id, requested.turn)
         self.feed(result(dispatch))
 
     def reject(self, dispatch: TurnDispatch, outcome: TurnOutcome, refusal: Refusal | None = None) -> None:
@@ -274,12 +274,12 @@ class RoutingSimulation:
 
     def mend(self) -> None:
         """Whoever reads that a chain is torn asks again with the whole context, once."""
-        for asked, at in list(self.asked.values()):
-            name, place = asked.trajectory_id, (asked.trajectory_id, asked.turn)
-            if place in self.torn and self.done.get(name, -1) < asked.turn:
-                whole = context_fields(bytes(4 * asked.context_tokens))
-                self.asked[name] = msgspec.structs.replace(asked, **whole), at
-                self.feed(self.asked[name][0])
+        for requested, at in list(self.requested.values()):
+            name, place = requested.trajectory_id, (requested.trajectory_id, requested.turn)
+            if place in self.torn and self.done.get(name, -1) < requested.turn:
+                whole = context_fields(bytes(4 * requested.context_tokens))
+                self.requested[name] = msgspec.structs.replace(requested, **whole), at
+                self.feed(self.requested[name][0])
         self.torn.clear()
 
     def pass_time(self, seconds: float) -> None:
@@ -338,11 +338,11 @@ class RoutingSimulation:
         if isinstance(decision, TurnResult):
             self._note_failure(decision)
             return
-        asked = decision.request
+        requested = decision.request
         assert decision.key not in self.sent, "an attempt was numbered twice"
         self.sent[decision.key] = decision
         assert decision.failures < CONFIG.max_attempts
-        generated = self.generated.get((asked.trajectory_id, asked.turn), 0)
+        generated = self.generated.get((requested.trajectory_id, requested.turn), 0)
         assert begun_tokens(decision) >= generated, "generated tokens are sampled again"
         model = self.executors[decision.worker]
         beat = model.beat
@@ -363,9 +363,9 @@ class RoutingSimulation:
 
     def _note_failure(self, failed: TurnResult) -> None:
         assert failed.outcome is TurnOutcome.FAILED
-        asked, at = self.asked[failed.trajectory_id]
+        requested, at = self.requested[failed.trajectory_id]
         faults = self.faults.get((failed.trajectory_id, failed.turn), 0)
-        assert faults >= CONFIG.max_attempts or self.now >= at + asked.patience_seconds, "given up for nothing"
+        assert faults >= CONFIG.max_attempts or self.now >= at + requested.patience_seconds, "given up for nothing"
         self._settle(failed.trajectory_id, failed.turn)
 
     def _settle(self, trajectory: str, turn: int) -> None:
@@ -389,9 +389,9 @@ class RoutingSimulation:
                 )
             assert not executor.holds.keys() & executor.ghosts.keys()
         assert sum(len(each.holds) for each in router.liveness.executors.values()) == router.outstanding
-        for seat in router.placement.candidates.values():
-            known = router.assignments.reservations(router.liveness.executors[seat.heartbeat.worker])
-            assert (seat.held_turns, seat.held_tokens) == (len(known), sum(room for room, _ in known))
+        for candidate in router.placement.candidates.values():
+            known = router.assignments.reservations(router.liveness.executors[candidate.heartbeat.worker])
+            assert (candidate.held_turns, candidate.held_tokens) == (len(known), sum(room for room, _ in known))
 
     def _check_nobody_waits_for_nothing(self) -> None:
         """The first waiting turn that some open executor could run finds no room: it is next, and nobody passes."""
@@ -418,5 +418,5 @@ class RoutingSimulation:
 
 def load(dispatches: list[TurnDispatch]) -> tuple[int, int]:
     """Turns and tokens that they hold."""
-    asked = [dispatch.request for dispatch in dispatches]
-    return len(asked), sum(each.context_tokens + each.sampling.max_tokens for each in asked)
+    turn_request = [dispatch.request for dispatch in dispatches]
+    return len(turn_request), sum(each.context_tokens + each.sampling.max_tokens for each in turn_request)

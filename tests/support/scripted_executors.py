@@ -65,8 +65,8 @@ def worker_process(
 ) -> Iterator[ForkedProcess]:
     """An environment worker in a process of its own; asked to stop at the end if it still runs."""
     own = {f"environment.{name}": value for name, value in config.items() if name != "model_folder"}
-    said = {"model.folder": config["model_folder"], "trainer.groups_per_step": 1, **own}
-    with role_process("environment", settings, number, said, log=log) as worker:
+    settings_values = {"model.folder": config["model_folder"], "trainer.groups_per_step": 1, **own}
+    with role_process("environment", settings, number, settings_values, log=log) as worker:
         yield worker
         stop(worker)
 
@@ -94,7 +94,7 @@ class ScriptedExecutors:
         self.requests: dict[tuple[str, int], TurnRequest] = {}
         self._links: dict[int, dict[int, TurnRequest]] = defaultdict(dict)
         """By home and offset."""
-        self.asked = 0
+        self.requested = 0
         """Requests read, each time that one came."""
         self.samples: dict[str, list[Sample]] = defaultdict(list)
         self.settles = True
@@ -145,7 +145,7 @@ class ScriptedExecutors:
     def _take(self, envelope: Envelope) -> None:
         record = envelope.record
         if isinstance(record, TurnRequest):
-            self.asked += 1
+            self.requested += 1
             self._links[envelope.partition][envelope.offset] = record
             self.requests[record.trajectory_id, record.turn] = record
             if self.answers(record):

@@ -65,15 +65,15 @@ class Users:
         settings, file = self.settings(role), self.folder / f"{role.name}.properties"
         file.touch(mode=0o600)
         file.write_text("".join(f"{name}={value}\n" for name, value in settings.properties.items()))
-        told = ("--bootstrap-server", settings.bootstrap, "--namespace", self.namespace)
-        return (*told, "--command-config", str(file))
+        options = ("--bootstrap-server", settings.bootstrap, "--namespace", self.namespace)
+        return (*options, "--command-config", str(file))
 
     def seen(self) -> Iterator[Seen]:
         """What the node saw the users of this namespace do."""
-        for said in _SAID.finditer(self.node.broker.log.read_text(errors="replace")):
-            if said["user"].startswith(self.namespace):
-                verdict, kind = said["verdict"] == "Allowed", KINDS[said["kind"]]
-                yield Seen(said["user"], verdict, said["operation"], kind, said["name"], said["request"])
+        for match in _SAID.finditer(self.node.broker.log.read_text(errors="replace")):
+            if match["user"].startswith(self.namespace):
+                verdict, kind = match["verdict"] == "Allowed", KINDS[match["kind"]]
+                yield Seen(match["user"], verdict, match["operation"], kind, match["name"], match["request"])
 
     def unused(self) -> dict[str, set[str]]:
         """By role, the rights that it has and that it made no use of."""

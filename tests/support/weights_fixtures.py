@@ -91,7 +91,7 @@ def with_slice(manifest: WeightManifest, number: int, **change: object) -> Weigh
 
 
 @dataclass(slots=True)
-class Shelf:
+class MemoryChunkSink:
     """A log of chunks in three partitions."""
 
     chunks: dict[Place, WeightChunk] = field(default_factory=dict)

@@ -72,13 +72,13 @@ def test_kafka_acl_commands_grant_the_acls_of_the_role(role: Role) -> None:
         parser.add_argument(resource.flag, dest=resource.value, action="append")
     found = []
     for line in kafka_acls(role, "team.", "User:CN=one two"):
-        said = parser.parse_args(shlex.split(line))
-        assert said.allow_principal == "User:CN=one two"
+        parsed = parser.parse_args(shlex.split(line))
+        assert parsed.allow_principal == "User:CN=one two"
         found += [
-            Acl(Operation(operation), resource, name, prefixed=said.resource_pattern_type == "prefixed")
+            Acl(Operation(operation), resource, name, prefixed=parsed.resource_pattern_type == "prefixed")
             for resource in Resource
-            for name in getattr(said, resource.value) or ()
-            for operation in said.operation
+            for name in getattr(parsed, resource.value) or ()
+            for operation in parsed.operation
         ]
     assert sorted(map(str, found)) == sorted(map(str, acls(role, "team.")))
     assert set(found) == set(acls(role, "team."))
@@ -113,9 +113,9 @@ def test_missing_right_is_reported_in_one_sentence() -> None:
         (KafkaError.GROUP_AUTHORIZATION_FAILED, "Read on group rose.environment"),
         (KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, "some right to a transactional id"),
     ):
-        told = BusError("storing a record", KafkaError(code), *rights)
-        assert f"storing a record failed: this client has no right to {named}: `rose topics acl" in str(told)
-        assert told.is_permanent
+        error = BusError("storing a record", KafkaError(code), *rights)
+        assert f"storing a record failed: this client has no right to {named}: `rose topics acl" in str(error)
+        assert error.is_permanent
 
 
 @pytest.mark.parametrize(

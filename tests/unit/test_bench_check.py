@@ -88,11 +88,11 @@ def test_storm_bench_prints_one_json_object(
         return Report(seed, "embedded", Path(), breaches=["lost"] * (seed == 8))
 
     monkeypatch.setattr(storm, "storm", blown)
-    status, said = printed(storm.main, "--first", "7", "--seeds", "2", "--json", "-", capsys=capsys)
-    found = json.loads(said)
+    status, output = printed(storm.main, "--first", "7", "--seeds", "2", "--json", "-", capsys=capsys)
+    found = json.loads(output)
     assert (status, [each["seed"] for each in found["storms"]], found["checks"][0]["value"]) == (1, [7, 8], 1)
-    status, said = printed(storm.main, "--first", "7", "--seeds", "1", capsys=capsys)
-    assert status == 0 and said.startswith("1 storms, 1 clean")
+    status, output = printed(storm.main, "--first", "7", "--seeds", "1", capsys=capsys)
+    assert status == 0 and output.startswith("1 storms, 1 clean")
 
 
 def test_storm_that_misses_a_bound_fails_by_exit_status(
@@ -106,8 +106,8 @@ def test_storm_that_misses_a_bound_fails_by_exit_status(
     monkeypatch.setattr(
         storm, "storm", lambda seed, _shape, leaves: Report(seed, "kafka", Path(), faults=faults, left=left)
     )
-    status, said = printed(storm.main, "--leaves", "30", "--seeds", "1", capsys=capsys)
-    assert status == 1 and said.startswith("1 storms, 1 clean")
+    status, output = printed(storm.main, "--leaves", "30", "--seeds", "1", capsys=capsys)
+    assert status == 1 and output.startswith("1 storms, 1 clean")
 
 
 def test_departures_after_the_storm_do_not_count_as_requested_in_it() -> None:
@@ -136,9 +136,9 @@ def test_demo_bench_prints_one_json_object(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "run", demo)
     monkeypatch.setattr(learning, "run_reference", reference)
-    _, said = printed(learning.main, "--seeds", "1", "--reference", "--json", "-", capsys=capsys)
-    found = json.loads(said)
+    _, output = printed(learning.main, "--seeds", "1", "--reference", "--json", "-", capsys=capsys)
+    found = json.loads(output)
     assert [each["value"] for each in found["checks"]] == [0.3, 0.8]
     assert found["reference"][0]["points"] and found["runs"][0]["curve"] == [0.5]
-    _, said = printed(learning.main, "--seeds", "1", capsys=capsys)
-    assert "over the bus, seed 0: 0.300 -> 0.800" in said and "at least 0.7: met" in said
+    _, output = printed(learning.main, "--seeds", "1", capsys=capsys)
+    assert "over the bus, seed 0: 0.300 -> 0.800" in output and "at least 0.7: met" in output

@@ -30,15 +30,15 @@ from tests.unit.test_health import Clock
 NOBODY = BusSettings("127.0.0.1:9")
 
 
-class Words(logging.Handler):
+class LogMessages(logging.Handler):
     """What a client says."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        self.messages.append(record.getMessage())
 
 
 class StartedAgain:
@@ -90,15 +90,15 @@ class Leaders:
     """Of partitions that begin at 3 and end at 7; of those named here one does not answer, or refuses."""
 
     def __init__(self, silent: int = -1, refuses: int = -1) -> None:
-        self.asked: list[str] = []
+        self.calls: list[str] = []
         self.silent, self.refuses = silent, refuses
 
     def get_watermark_offsets(self, partition: TopicPartition, timeout: float) -> tuple[int, int]:
-        self.asked.append("one")
+        self.calls.append("one")
         return 3, 7
 
     def offsets_for_times(self, partitions: list[TopicPartition], timeout: float) -> list[SimpleNamespace]:
-        self.asked.append("all")
+        self.calls.append("all")
         found = {-2: 3, -1: 7}
         refusal = KafkaError(KafkaError.NOT_LEADER_FOR_PARTITION)
         return [
@@ -123,9 +123,11 @@ class Leaders:
 def test_end_offsets_are_queried_in_one_call_and_singly_if_a_leader_is_silent(
     leaders: Leaders, partitions: int, questions: list[str]
 ) -> None:
-    wanted = [TopicPartition("topic", each) for each in range(partitions)]
-    assert all_watermarks_of(leaders, wanted, lambda: leaders.asked.append("meanwhile")) == [(3, 7)] * partitions
-    assert leaders.asked == questions
+    partitions_asked = [TopicPartition("topic", each) for each in range(partitions)]
+    assert (
+        all_watermarks_of(leaders, partitions_asked, lambda: leaders.calls.append("meanwhile")) == [(3, 7)] * partitions
+    )
+    assert leaders.calls == questions
 
 
 @pytest.mark.parametrize(
@@ -138,14 +140,14 @@ def test_end_offsets_are_queried_in_one_call_and_singly_if_a_leader_is_silent(
     ],
 )
 def test_user_setting_overrides_the_default_under_any_alias(given: dict[str, str], means: str) -> None:
-    heard = Words()
+    log_messages = LogMessages()
     logger = logging.Logger("client", logging.DEBUG)
-    logger.addHandler(heard)
+    logger.addHandler(log_messages)
     settings = BusSettings(NOBODY.bootstrap, properties={**given, "debug": "conf", "log_level": "7"})
     reads = "max.partition.fetch.bytes" in given
     config = settings.consumer("test", "test") if reads else settings.transactional("test", "test")
     client = (Consumer if reads else Producer)({**config, "logger": logger})
-    until(lambda: client.poll(0.0) or any(said.endswith(means) for said in heard.said))
+    until(lambda: client.poll(0.0) or any(messages.endswith(means) for messages in log_messages.messages))
 
 
 def test_offset_query_past_its_deadline_does_not_wait() -> None:
@@ -169,20 +171,20 @@ def test_closed_writer_is_freed_with_its_unstored_records() -> None:
 
 def test_closing_a_writer_does_not_wait_for_broker_threads(capfd: pytest.CaptureFixture[str]) -> None:
     """One may be held by a name server that does not answer, and who waits for it holds up the whole process."""
-    said = ""
+    messages = ""
 
-    def told() -> bool:
-        nonlocal said
-        said += capfd.readouterr().err
-        return "Purging queues" in said.rpartition("\n")[0]
+    def is_logged() -> bool:
+        nonlocal messages
+        messages += capfd.readouterr().err
+        return "Purging queues" in messages.rpartition("\n")[0]
 
     with socket.create_server(("127.0.0.1", 0)) as silent:  # of one that refuses it the thread may end before it purges
         nobody = f"127.0.0.1:{silent.getsockname()[1]}"
         writer = Writer(BusSettings(nobody, properties={"debug": "queue", "log_level": "7"}), "test")
         writer.tombstone(HEARTBEATS, key="a", partition=0)
         writer.close()
-        until(told)
-    assert "Purging queues with flags queue,inflight,non-blocking" in said
+        until(is_logged)
+    assert "Purging queues with flags queue,inflight,non-blocking" in messages
 
 
 class Client:
@@ -331,13 +333,13 @@ def test_offsets_are_committed_to_the_new_coordinator_after_a_move(
 def test_offset_commit_is_aborted_only_if_the_coordinator_answers_other_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    never, asked, away_for = Event(), 0, 50
+    never, calls, away_for = Event(), 0, 50
 
     def reach_coordinator(place: tuple[object, int]) -> None:
-        nonlocal asked
+        nonlocal calls
         assert place == (PROMPTS, 0)
-        asked += 1
-        if asked <= away_for:
+        calls += 1
+        if calls <= away_for:
             raise BusError("reaching the coordinator of a group", KafkaError(KafkaError._TIMED_OUT))
 
     monkeypatch.setattr("rose.topics.writer.connect", lambda _: None)
@@ -349,13 +351,13 @@ def test_offset_commit_is_aborted_only_if_the_coordinator_answers_other_calls(
     reader = SimpleNamespace(right_to_group="", group_metadata=lambda: None, reach_coordinator=reach_coordinator)
     with pytest.raises(BusError, match="it has not returned"):
         writer.commit({(PROMPTS, 0): 1}, reader)  # type: ignore[arg-type]
-    assert asked == away_for + 4, "at one look less than half of them, of which there are ten"
+    assert calls == away_for + 4, "at one look less than half of them, of which there are ten"
     never.set()
     writer.close()
 
 
 @pytest.mark.parametrize(
-    ("servers", "age", "said", "told"),
+    ("servers", "age", "messages", "is_reported"),
     [
         (["a:1"], 0, "1/1 brokers are down", True),
         (["a:1", "a:1"], 0, "1/1 brokers are down", True),
@@ -365,17 +367,17 @@ def test_offset_commit_is_aborted_only_if_the_coordinator_answers_other_calls(
     ],
 )
 def test_one_unreachable_bootstrap_server_is_tolerated_and_all_brokers_are_not(
-    monkeypatch: pytest.MonkeyPatch, servers: list[str], age: float, said: str, told: bool
+    monkeypatch: pytest.MonkeyPatch, servers: list[str], age: float, messages: str, is_reported: bool
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(settings, "time", SimpleNamespace(monotonic=clock))
-    heard = BusSettings(",".join(servers)).client("test")["error_cb"]
-    assert callable(heard)
+    error_callback = BusSettings(",".join(servers)).client("test")["error_cb"]
+    assert callable(error_callback)
     settings._warned_at.clear()
     clock.now += age
     with structlog.testing.capture_logs() as logs:
-        heard(KafkaError(KafkaError._ALL_BROKERS_DOWN, said))
-    assert [line["reason"] for line in logs] == [said] * told
+        error_callback(KafkaError(KafkaError._ALL_BROKERS_DOWN, messages))
+    assert [line["reason"] for line in logs] == [messages] * is_reported
 
 
 DISCONNECTED = KafkaError(KafkaError._TRANSPORT, "host:9/bootstrap: Disconnected")
@@ -390,7 +392,7 @@ BROKEN_OFF = (
 
 
 @pytest.mark.parametrize(
-    ("said", "raised", "why"),
+    ("messages", "raised", "why"),
     [
         ((DISCONNECTED, ALL_DOWN, UNTRUSTED, DISCONNECTED), AuthenticationFailed, "certificate verify failed"),
         ((UNKNOWN, ALL_DOWN), AuthenticationFailed, "wrong password"),
@@ -400,7 +402,7 @@ BROKEN_OFF = (
     ],
 )
 def test_authentication_failure_is_reported_before_any_other_error(
-    monkeypatch: pytest.MonkeyPatch, said: tuple[KafkaError, ...], raised: type[RoseError], why: str
+    monkeypatch: pytest.MonkeyPatch, messages: tuple[KafkaError, ...], raised: type[RoseError], why: str
 ) -> None:
     class Refused:
         def __init__(self, config: dict[str, Any], **_: Any) -> None:
@@ -410,7 +412,7 @@ def test_authentication_failure_is_reported_before_any_other_error(
             raise KafkaException(KafkaError(KafkaError._TRANSPORT))
 
         def poll(self, *_: Any, **__: Any) -> int:
-            return len([self.complain(error) for error in said])
+            return len([self.complain(error) for error in messages])
 
     monkeypatch.setattr(admin, "AdminClient", Refused)
     with pytest.raises(raised, match=why):
@@ -418,9 +420,9 @@ def test_authentication_failure_is_reported_before_any_other_error(
 
 
 def test_record_refused_for_its_timestamp_is_reported_with_the_fix() -> None:
-    told = str(BusError("storing a record", KafkaError(KafkaError.INVALID_TIMESTAMP)))
-    assert "the clock of this host is off" in told
-    assert "`rose topics check`" in told
+    message = str(BusError("storing a record", KafkaError(KafkaError.INVALID_TIMESTAMP)))
+    assert "the clock of this host is off" in message
+    assert "`rose topics check`" in message
 
 
 @pytest.mark.parametrize("answers", [True, False])

@@ -21,15 +21,15 @@ def soon(call: Callable[[], object], reach: Callable[[], object]) -> None:
     run_guarded(call, CallWatchdog(reach, check_seconds=0.01, seconds=0.05))
 
 
-class Away:
+class UnreachableBroker:
     """A broker that does not answer until it is back."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.calls = 0
         self.back = threading.Event()
 
     def reach(self) -> None:
-        self.asked += 1
+        self.calls += 1
         if not self.back.is_set():
             raise BrokerUnreachable("127.0.0.1:9")
 
@@ -59,7 +59,7 @@ def test_exception_of_the_call_is_raised() -> None:
 
 
 def test_call_waits_while_no_broker_answers_and_the_loop_is_not_hung() -> None:
-    never, away, clock = threading.Event(), Away(), Clock()
+    never, away, clock = threading.Event(), UnreachableBroker(), Clock()
     health = Health(clock)
     health.report("owns homes [0]")
 
@@ -69,14 +69,14 @@ def test_call_waits_while_no_broker_answers_and_the_loop_is_not_hung() -> None:
             away.reach()
             return
         assert health.status.alive, health.status
-        if away.asked == 100:  # many times as many looks as would have been too many
+        if away.calls == 100:  # many times as many looks as would have been too many
             away.back.set()
         raise BrokerUnreachable("127.0.0.1:9")
 
     with pytest.raises(HungCall):
         wait = CallWatchdog(reach, on_broker_away=health.report_progress, check_seconds=0.01, seconds=0.05)
         run_guarded(never.wait, wait)
-    assert away.asked > 100
+    assert away.calls > 100
     never.set()
 
 
@@ -103,36 +103,36 @@ def test_exception_during_a_check_keeps_no_reference_to_the_call() -> None:
 
 
 def test_stopping_process_does_not_wait_for_an_unreachable_broker() -> None:
-    never, away = threading.Event(), Away()
+    never, away = threading.Event(), UnreachableBroker()
 
     def wait() -> CallWatchdog:  # asked to leave at the tenth look at which no broker answers
-        begins = away.asked
-        wanted = lambda: away.asked - begins < 10  # noqa: E731
+        begins = away.calls
+        still_needed = lambda: away.calls - begins < 10  # noqa: E731
         return CallWatchdog(
-            away.reach, on_broker_away=lambda: None, still_needed=wanted, check_seconds=LOOK, seconds=0.05
+            away.reach, on_broker_away=lambda: None, still_needed=still_needed, check_seconds=LOOK, seconds=0.05
         )
 
     with pytest.raises(HungCall, match="answers nobody"):
         run_guarded(never.wait, wait())
     with pytest.raises(HungCall, match="answers nobody"):
         poll_until_done(lambda seconds: never.wait(seconds), wait())
-    assert away.asked == 20
+    assert away.calls == 20
     never.set()
 
 
 def test_call_that_returns_after_a_long_broker_outage_is_not_aborted() -> None:
-    away = Away()
+    away = UnreachableBroker()
 
     def call() -> None:
         away.back.wait()
 
     def reach() -> None:
-        if away.asked == 100:
+        if away.calls == 100:
             away.back.set()
         away.reach()
 
     run_guarded(call, CallWatchdog(reach, on_broker_away=lambda: None, check_seconds=0.01, seconds=2.0))
-    assert away.asked >= 100
+    assert away.calls >= 100
 
 
 class Slow:
@@ -161,7 +161,7 @@ def test_call_that_returns_during_the_last_check_is_not_aborted() -> None:
 
 
 def test_stopping_process_waits_for_a_shorter_time() -> None:
-    never, away = threading.Event(), Away()
+    never, away = threading.Event(), UnreachableBroker()
 
     def leaving(reach: Callable[[], object]) -> CallWatchdog:
         return CallWatchdog(reach, still_needed=lambda: False, check_seconds=LOOK, seconds=60.0, leaving_seconds=0.05)
@@ -170,18 +170,18 @@ def test_stopping_process_waits_for_a_shorter_time() -> None:
         run_guarded(never.wait, leaving(away.reach))
     with pytest.raises(HungCall, match="though the broker answers others"):
         run_guarded(never.wait, leaving(lambda: None))
-    assert away.asked == 1
+    assert away.calls == 1
     never.set()
 
 
 def test_call_is_aborted_after_twelve_checks_if_the_broker_answered_others_at_five() -> None:
-    asked: list[int] = []
-    wait = CallWatchdog(lambda: asked.append(looks))
+    calls: list[int] = []
+    wait = CallWatchdog(lambda: calls.append(looks))
     for looks in range(1, 12):  # noqa: B007
         wait.check()
     with pytest.raises(HungCall, match="for 12 s"):
         wait.check()
-    assert asked == [7, 8, 9, 10, 11]
+    assert calls == [7, 8, 9, 10, 11]
 
 
 LOOK = 0.01
@@ -220,7 +220,7 @@ def test_callback_runs_during_a_call_and_may_end_it() -> None:
 
 
 def test_commit_waits_for_a_broker_that_answers_no_client() -> None:
-    away, slow = Away(), Transaction(turns=100)
+    away, slow = UnreachableBroker(), Transaction(turns=100)
     wait = CallWatchdog(away.reach, on_broker_away=lambda: None, check_seconds=LOOK, seconds=0.05)
     poll_until_done(slow.commit, wait)
-    assert not slow.left and away.asked > 90
+    assert not slow.left and away.calls > 90

@@ -29,9 +29,9 @@ from tests.golden.examples import EXAMPLES
 def fields_of(topic: Topic) -> set[str]:
     if topic.record is None:
         return {name.removeprefix(HEADER_PREFIX) for name in ORIGIN}
-    asked = TurnRequest.__struct_fields__ if topic.record is TurnDispatch else ()
+    request_fields = TurnRequest.__struct_fields__ if topic.record is TurnDispatch else ()
     file = ["file"] if topic.record is WeightManifest else []
-    return {*topic.record.__struct_fields__, *asked, *file}
+    return {*topic.record.__struct_fields__, *request_fields, *file}
 
 
 @pytest.mark.parametrize("topic", [*RECORD_TOPICS, DEAD_LETTERS[0]], ids=lambda topic: topic.name)
@@ -44,16 +44,16 @@ def test_record_keys_are_built_from_record_fields(topic: Topic) -> None:
 def test_grant_has_one_key_per_source() -> None:
     (grant,) = (each for each in EXAMPLES if isinstance(each, CapacityGrant))
     keys = {form.format(worker=grant.worker) for form in keys_of(GRANTS)}
-    assert keys == {grant_key(grant.worker, voice) for voice in GrantSource}
+    assert keys == {grant_key(grant.worker, source) for source in GrantSource}
 
 
 def test_manifest_has_one_key_with_its_anchor_file_and_one_without() -> None:
     (manifest,) = (each for each in EXAMPLES if isinstance(each, WeightManifest))
     plain, filed = keys_of(MANIFESTS)
-    said = msgspec.structs.asdict(manifest)
+    fields = msgspec.structs.asdict(manifest)
     for files, form in (((), plain), (("anchor-a", "anchor-b"), filed)):
         key = manifest_key(msgspec.structs.replace(manifest, files=files))
-        assert key == form.format(**said, file="anchor-a")
+        assert key == form.format(**fields, file="anchor-a")
 
 
 @pytest.mark.parametrize("topic", CATALOG, ids=lambda topic: topic.name)

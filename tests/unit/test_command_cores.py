@@ -52,10 +52,10 @@ def test_valid_prompt_file_is_read_completely(tmp_path: Path) -> None:
 
 def test_prompt_larger_as_json_than_as_msgpack_is_read(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
-    said = {"group_id": "g1", "group_size": 2, "environment": "calculator", "arguments": {"text": "\u8bed" * 160_000}}
-    file.write_text(json.dumps(said))
+    fields = {"group_id": "g1", "group_size": 2, "environment": "calculator", "arguments": {"text": "\u8bed" * 160_000}}
+    file.write_text(json.dumps(fields))
     assert file.stat().st_size > Prompt.MAX_BYTES
-    assert read_prompts(file, BUILT_IN) == [msgspec.convert(said, Prompt)]
+    assert read_prompts(file, BUILT_IN) == [msgspec.convert(fields, Prompt)]
 
 
 def test_every_invalid_line_is_named_with_its_reason(tmp_path: Path) -> None:
@@ -225,12 +225,12 @@ def test_view_shows_recent_records() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.0, 1000.0)), max_size=12))
 def test_view_forgets_an_executor_after_a_long_silence_among_live_ones(
-    beats: list[tuple[str, float]],
+    heartbeats: list[tuple[str, float]],
 ) -> None:
     view = RunState(began=0.0)
     last: dict[str, float] = {}
     now = 0.0
-    for worker, later in beats:
+    for worker, later in heartbeats:
         now += later
         view.on_record(beat(worker=worker, ttl_seconds=2.0), now)
         last[worker] = now

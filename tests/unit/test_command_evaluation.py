@@ -37,8 +37,8 @@ def test_file_without_write_permission_is_refused_before_a_task_runs(
     """Modes mean nothing to root, as whom tests may run."""
     monkeypatch.setattr(evaluate, "held_out", lambda *_: pytest.fail("played"))
     (tmp_path / "kept.json").touch()
-    for file, asked in ((tmp_path / "new.json", tmp_path), (tmp_path / "kept.json", tmp_path / "kept.json")):
-        monkeypatch.setattr(os, "access", lambda path, _, asked=asked: path != asked)
+    for file, denied in ((tmp_path / "new.json", tmp_path), (tmp_path / "kept.json", tmp_path / "kept.json")):
+        monkeypatch.setattr(os, "access", lambda path, _, denied=denied: path != denied)
         with pytest.raises(UsageError, match="cannot be written"):
             evaluate_folder(Common(), None, file)
 

@@ -61,10 +61,10 @@ def test_flags_override_environment_file_and_defaults_in_that_order(
     router, run = config.settings.router, config.settings.run
     assert (router.max_attempts, router.max_lag_versions, run.executors, run.seed) == (3, 4, 5, 6)
     assert run.environment_workers == section_types()["run"]().environment_workers
-    said = [
+    flags = [
         config.origins.get(f"{path}") for path in ("router.max_attempts", "router.max_lag_versions", "run.executors")
     ]
-    assert said == [str(tmp_path / "rose.toml"), "ROSE_ROUTER__MAX_LAG_VERSIONS", "--set run.executors"]
+    assert flags == [str(tmp_path / "rose.toml"), "ROSE_ROUTER__MAX_LAG_VERSIONS", "--set run.executors"]
     assert config.origins["run.seed"] == "--seed"
     assert "run.environment_workers" not in config.origins
 
@@ -151,8 +151,8 @@ def test_kubernetes_service_variable_is_not_a_setting(monkeypatch: pytest.Monkey
 def test_variables_that_differ_only_by_case_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROSE_RUN__SEED", "1")
     monkeypatch.setenv("rose_run__seed", "2")
-    told = refusal(Common())
-    assert "ROSE_RUN__SEED" in told and "rose_run__seed" in told
+    message = refusal(Common())
+    assert "ROSE_RUN__SEED" in message and "rose_run__seed" in message
 
 
 @pytest.mark.parametrize(
@@ -183,13 +183,13 @@ def test_line_end_is_not_part_of_a_value(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_error_in_a_file_names_the_file_and_the_key(tmp_path: Path, text: str, words: str) -> None:
-    told = refusal(in_file(tmp_path, text))
-    assert words in told and "rose.toml" in told
+    message = refusal(in_file(tmp_path, text))
+    assert words in message and "rose.toml" in message
 
 
 def test_value_that_breaks_the_toml_syntax_is_not_shown(tmp_path: Path) -> None:
-    told = refusal(in_file(tmp_path, '[broker.properties]\n"sasl.password" = hidden\n'))
-    assert 'at "sasl.password"' in told and "hidden" not in told
+    message = refusal(in_file(tmp_path, '[broker.properties]\n"sasl.password" = hidden\n'))
+    assert 'at "sasl.password"' in message and "hidden" not in message
 
 
 def test_flag_table_with_a_duplicate_key_is_refused() -> None:
@@ -203,7 +203,7 @@ def test_count_outside_its_bounds_is_refused(field: str, count: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "assignment",
     [
         "acks=0",
         "request.required.acks=1",
@@ -228,8 +228,8 @@ def test_count_outside_its_bounds_is_refused(field: str, count: str) -> None:
         "logger=x",
     ],
 )
-def test_kafka_property_that_rose_relies_on_cannot_be_changed(said: str) -> None:
-    assert f"broker.properties: {said.partition('=')[0]} " in refusal(Common(properties=[said]))
+def test_kafka_property_that_rose_relies_on_cannot_be_changed(assignment: str) -> None:
+    assert f"broker.properties: {assignment.partition('=')[0]} " in refusal(Common(properties=[assignment]))
 
 
 def test_missing_import_folder_is_named() -> None:
@@ -247,8 +247,8 @@ def test_path_that_a_shell_would_expand_is_refused(setting: str) -> None:
 
 def test_kafka_property_that_rose_relies_on_may_be_repeated_unchanged() -> None:
     assert load(Common(bootstrap_server="b:1", properties=["bootstrap.servers=b:1"])).bus().bootstrap == "b:1"
-    said = ["acks=ALL", "enable.idempotence=true", "max.in.flight=5", "isolation.level=read_committed"]
-    assert load(Common(properties=said)).settings.broker.properties["acks"] == "ALL"
+    assignments = ["acks=ALL", "enable.idempotence=true", "max.in.flight=5", "isolation.level=read_committed"]
+    assert load(Common(properties=assignments)).settings.broker.properties["acks"] == "ALL"
 
 
 def test_numeric_name_in_a_file_is_refused_in_one_sentence(tmp_path: Path) -> None:
@@ -449,21 +449,21 @@ def test_resolved_configuration_round_trips(
 
 
 def test_secrets_are_left_out_of_shown_configurations() -> None:
-    said = 'a"b\\c } \n\u00fc hidden'
+    secret = 'a"b\\c } \n\u00fc hidden'
     secrets = ("sasl.password", "ssl.key.password", "ssl.key.pem", "sasl.oauthbearer.client.secret")
-    properties = {"sasl.username": "rose", **dict.fromkeys(secrets, said), "ssl.key.location": "/etc/key.pem"}
-    variables = {"HF_TOKEN": said, "VLLM_API_KEY": said, "AWS_SECRET_ACCESS_KEY": said, "TZ": "UTC"}
-    flags = ["--api-key", said, "--max-num-seqs", "8", f"--hf_token={said}", "--api-key=hidden"]
+    properties = {"sasl.username": "rose", **dict.fromkeys(secrets, secret), "ssl.key.location": "/etc/key.pem"}
+    variables = {"HF_TOKEN": secret, "VLLM_API_KEY": secret, "AWS_SECRET_ACCESS_KEY": secret, "TZ": "UTC"}
+    flags = ["--api-key", secret, "--max-num-seqs", "8", f"--hf_token={secret}", "--api-key=hidden"]
     settings = load(Common()).settings
     broker = dataclasses.replace(settings.broker, properties=properties)
     serving = dataclasses.replace(settings.serving, environment=variables, flags=flags)
     config = Config(settings.model_copy(update={"broker": broker, "serving": serving}), {})
     shown = without_secrets(resolved_toml(config, explained=True))
     assert "hidden" not in shown
-    told, kept = tomllib.loads(shown), "(not shown)"
-    assert told["broker"]["properties"] == properties | dict.fromkeys(secrets, kept)
-    assert told["serving"]["environment"] == dict.fromkeys(variables, kept) | {"TZ": "UTC"}
-    assert told["serving"]["flags"] == [
+    message, kept = tomllib.loads(shown), "(not shown)"
+    assert message["broker"]["properties"] == properties | dict.fromkeys(secrets, kept)
+    assert message["serving"]["environment"] == dict.fromkeys(variables, kept) | {"TZ": "UTC"}
+    assert message["serving"]["flags"] == [
         "--api-key",
         kept,
         "--max-num-seqs",
@@ -480,8 +480,8 @@ def test_refused_value_is_not_shown_if_it_may_be_a_password(tmp_path: Path) -> N
     assert "sasl.password" in refusal(numeric) and "12345678" not in refusal(numeric)
     nameless = tmp_path / "client.properties"
     nameless.write_text("sasl.username=me\nsasl.password hidden\n")
-    for said in (Common(command_config=nameless), Common(properties=["sasl.password hidden"])):
-        assert "no key=value" in refusal(said) and "hidden" not in refusal(said)
+    for options in (Common(command_config=nameless), Common(properties=["sasl.password hidden"])):
+        assert "no key=value" in refusal(options) and "hidden" not in refusal(options)
 
 
 LONG = "a" * 300
@@ -511,15 +511,15 @@ def test_address_with_blanks_is_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "assignments",
     [
         ["run.name=a", "run.name.x=3"],
         ["broker.properties=a", "broker.properties.x=3"],
         ["broker.namespace=a", "broker.namespace.x.y=3"],
     ],
 )
-def test_key_below_a_scalar_setting_is_refused_with_its_source(said: list[str]) -> None:
-    assert refusal(Common(settings=said)).startswith(f"--set {said[1].partition('=')[0]}: ")
+def test_key_below_a_scalar_setting_is_refused_with_its_source(assignments: list[str]) -> None:
+    assert refusal(Common(settings=assignments)).startswith(f"--set {assignments[1].partition('=')[0]}: ")
 
 
 @pytest.mark.parametrize(
@@ -531,27 +531,27 @@ def test_key_below_a_scalar_setting_is_refused_with_its_source(said: list[str]) 
     ],
 )
 def test_librdkafka_settings_mean_the_same_quoted_and_unquoted(tmp_path: Path, text: str) -> None:
-    wanted = {"security.protocol": "ssl", "client.rack": "a"}
-    assert load(in_file(tmp_path, text)).settings.broker.properties == wanted
-    flags = Common(settings=[f"broker.properties.{name}={value}" for name, value in wanted.items()])
-    assert load(flags).settings.broker.properties == wanted
+    expected = {"security.protocol": "ssl", "client.rack": "a"}
+    assert load(in_file(tmp_path, text)).settings.broker.properties == expected
+    flags = Common(settings=[f"broker.properties.{name}={value}" for name, value in expected.items()])
+    assert load(flags).settings.broker.properties == expected
 
 
 def test_password_placeholder_is_not_accepted_as_a_password(tmp_path: Path) -> None:
-    said = Common(properties=["sasl.password=hidden", "client.rack=a"])
-    shown = in_file(tmp_path, without_secrets(resolved_toml(load(said), explained=True)))
+    options = Common(properties=["sasl.password=hidden", "client.rack=a"])
+    shown = in_file(tmp_path, without_secrets(resolved_toml(load(options), explained=True)))
     assert "broker.properties has (not shown) in it" in refusal(shown)
     again = dataclasses.replace(shown, properties=["sasl.password=hidden"])
     assert load(again).settings.broker.properties == {"sasl.password": "hidden", "client.rack": "a"}
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("value_text", "words"),
     [
         ("environment.environments=guessing:Guessing", 'must be a list, as ["a", "b"]'),
         ("serving.flags=--enforce-eager", "must be a list"),
         ("tasks.arguments=3", "must be a table"),
     ],
 )
-def test_list_or_table_given_as_text_is_refused_with_the_syntax(said: str, words: str) -> None:
-    assert words in refusal(Common(settings=[said]))
+def test_list_or_table_given_as_text_is_refused_with_the_syntax(value_text: str, words: str) -> None:
+    assert words in refusal(Common(settings=[value_text]))

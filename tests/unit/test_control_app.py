@@ -52,11 +52,11 @@ def test_librdkafka_security_settings_map_to_faust_settings(tmp_path: Path) -> N
     assert (found.username, found.password, found.mechanism.value) == ("rose-control", "hidden", "SCRAM-SHA-512")
     assert (found.protocol.value, found.ssl_context.verify_mode) == ("SASL_SSL", ssl.CERT_REQUIRED)
     assert found.ssl_context.check_hostname and len(found.ssl_context.get_ca_certs()) == 1
-    said = {"security.protocol": "ssl", "ssl.ca.location": file}
-    encrypted = credentials({**said, "ssl.endpoint.identification.algorithm": "none"})
+    librdkafka_settings = {"security.protocol": "ssl", "ssl.ca.location": file}
+    encrypted = credentials({**librdkafka_settings, "ssl.endpoint.identification.algorithm": "none"})
     assert isinstance(encrypted, SSLCredentials) and not encrypted.context.check_hostname
     assert encrypted.context.verify_mode is ssl.CERT_REQUIRED
-    trusting = credentials({**said, "enable.ssl.certificate.verification": "false"})
+    trusting = credentials({**librdkafka_settings, "enable.ssl.certificate.verification": "false"})
     assert isinstance(trusting, SSLCredentials) and trusting.context.verify_mode is ssl.CERT_NONE
 
 
@@ -76,13 +76,13 @@ def test_setting_without_a_faust_equivalent_is_refused_by_name(properties: dict[
 
 
 def test_control_page_shows_decisions_with_reasons_and_escapes_input() -> None:
-    world = fleet("a", "b")
-    world.seconds(20, waiting=500)
+    simulation = fleet("a", "b")
+    simulation.seconds(20, waiting=500)
     by_hand = CapacityGrant(
         worker="b", lend=False, kv_bytes=0, token_budget=0, granted_at=0.0, reason="<script>night</script>"
     )
-    world.control.on_grant("b", by_hand, world.now, source=GrantSource.BY_HAND)
-    state = state_of(world.control, reversed(world.log), world.now)
+    simulation.control.on_grant("b", by_hand, simulation.now, source=GrantSource.BY_HAND)
+    state = state_of(simulation.control, reversed(simulation.log), simulation.now)
     one, other = state["lenders"]
     assert (one["told"], other["told"]) == ("lends", "by hand: parked")
     assert "turns wait: done in" in one["reason"] and state["cells"][0]["waiting_turns"] == 500

@@ -40,5 +40,5 @@ def test_forecast_completes_the_sum_of_its_shares(
     flow = CompletionForecast(first)
     for share in more:
         flow.add(share)
-    wanted = sum(each.rate * max(0.0, seconds - each.free_at) for each in [*first, *more])
-    assert math.isclose(flow.turns_done_by(seconds), wanted, rel_tol=1e-6, abs_tol=1e-6)
+    expected = sum(each.rate * max(0.0, seconds - each.free_at) for each in [*first, *more])
+    assert math.isclose(flow.turns_done_by(seconds), expected, rel_tol=1e-6, abs_tol=1e-6)

@@ -13,7 +13,7 @@ from rose.schemas.grants import CapacityGrant
 from tests.support.control_fixtures import CONFIG, JOB, at_work, changed, line, summary
 
 
-def told(
+def grants_of(
     seconds: Iterable[Sequence[ExecutorLine]], config: ControlConfig = CONFIG
 ) -> Iterator[tuple[ElasticityCore, list[CapacityGrant]]]:
     """A core that hears of these second after second, nothing waits; and what it grants."""
@@ -25,7 +25,7 @@ def told(
 
 def parked_of(seconds: Iterable[Sequence[ExecutorLine]], config: ControlConfig = CONFIG) -> list[str]:
     """Those that it parks, in order."""
-    return [grant.worker for _, granted in told(seconds, config) for grant in granted if not grant.lend]
+    return [grant.worker for _, granted in grants_of(seconds, config) for grant in granted if not grant.lend]
 
 
 RUNS = at_work("a", serving_running=4, held_turns=2, held_tokens=200, load_seconds=0.1)
@@ -61,7 +61,8 @@ def test_lender_that_finishes_its_turns_is_parked_only_if_others_can_run_them() 
 def test_all_lenders_are_parked_at_once_if_no_turn_waits_or_runs(rates: list[float]) -> None:
     lines = [at_work(f"w{number}", decode_tokens_per_second=rate) for number, rate in enumerate(rates)]
     granted = [
-        [each.worker for each in said if not each.lend] for _, said in told([lines] * 30, changed(most_lenders=0))
+        [each.worker for each in grants if not each.lend]
+        for _, grants in grants_of([lines] * 30, changed(most_lenders=0))
     ]
     assert [each for each in granted if each] == [sorted(line.worker for line in lines)]
 
@@ -86,7 +87,7 @@ def test_no_lender_with_turns_is_parked_before_an_idle_useless_lender(
         for seconds, lenders in history
         for _ in range(seconds)
     ]
-    for control, granted in told(lines, changed(most_lenders=0)):
+    for control, granted in grants_of(lines, changed(most_lenders=0)):
         for each in granted:
             if not each.lend and control.lenders[each.worker].line.held_turns:
                 left = [lender for lender in control.lenders.values() if lender.lends and not lender.line.held_turns]

@@ -48,16 +48,16 @@ LAST = {
 }
 
 
-async def answer_of(*chunks: object, wanted: int) -> StreamedCompletion:
+async def answer_of(*chunks: object, token_count: int) -> StreamedCompletion:
     async def handler(request: web.Request) -> web.StreamResponse:
         return await streamed(request, *chunks)
 
     async with serving(handler) as url, http_session(5) as client:
-        return await stream_completion(client, url, {"prompt": [5, 6], "max_tokens": wanted}, due=time.monotonic())
+        return await stream_completion(client, url, {"prompt": [5, 6], "max_tokens": token_count}, due=time.monotonic())
 
 
 async def test_tokens_of_one_chunk_have_one_timestamp() -> None:
-    answer = await answer_of(tokens(7), tokens(8, 9), LAST, b"[DONE]", wanted=3)
+    answer = await answer_of(tokens(7), tokens(8, 9), LAST, b"[DONE]", token_count=3)
     assert answer.error == ""
     assert (answer.tokens, answer.counts, len(answer.moments)) == (3, [1, 2], 2)
     assert (answer.prompt_tokens, answer.cached_tokens) == (2, 1)
@@ -74,7 +74,7 @@ async def test_tokens_of_one_chunk_have_one_timestamp() -> None:
     ],
 )
 async def test_incomplete_answer_is_an_error_in_one_sentence(chunks: tuple[object, ...], says: str) -> None:
-    answer = await answer_of(*chunks, wanted=3)
+    answer = await answer_of(*chunks, token_count=3)
     assert says in answer.error
     assert "\n" not in answer.error
 
@@ -108,9 +108,9 @@ async def test_next_turn_of_a_trajectory_has_all_its_tokens() -> None:
     seen: list[list[int]] = []
 
     async def handler(request: web.Request) -> web.StreamResponse:
-        asked = await request.json()
-        seen.append(asked["prompt"])
-        return await streamed(request, tokens(*range(7, 7 + asked["max_tokens"])), LAST)
+        body = await request.json()
+        seen.append(body["prompt"])
+        return await streamed(request, tokens(*range(7, 7 + body["max_tokens"])), LAST)
 
     rolled = Rolled([], [], [])
     async with serving(handler) as url:

@@ -85,13 +85,13 @@ def test_harvest_is_relative_to_the_time_that_serving_leaves() -> None:
 def test_request_rate_is_found_if_the_busy_share_grows_with_it(
     busy_of: Callable[[float], float], service: float, held: float
 ) -> None:
-    pace = search(lambda pace: busy_of(pace * service), held / service)
-    assert LEAST <= busy_of(pace * service) <= MOST
+    request_rate = search(lambda request_rate: busy_of(request_rate * service), held / service)
+    assert LEAST <= busy_of(request_rate * service) <= MOST
 
 
 def test_search_ends_if_no_request_rate_fits() -> None:
     with pytest.raises(PaceError, match="give one"):
-        search(lambda pace: 0.9, 1.0)
+        search(lambda request_rate: 0.9, 1.0)
 
 
 def answer(due: float, wait: float, *, tokens: int = 5, gap: float = 0.01, error: str = "") -> StreamedCompletion:
@@ -236,8 +236,8 @@ def test_client_lateness_is_the_larger_of_requests_and_timer() -> None:
 
 def test_rejected_window_has_a_reason() -> None:
     def flaw_of(some: Window, *, guests: bool = False, made: int = 50) -> str:
-        told = {"vllm:generation_tokens": float(made)}
-        return flaw(replace(some, server=told), guests=guests, most_late=0.01)
+        counters = {"vllm:generation_tokens": float(made)}
+        return flaw(replace(some, server=counters), guests=guests, most_late=0.01)
 
     some = window("alone", 0, 0.04)
     assert flaw_of(some) == ""
@@ -313,12 +313,12 @@ def test_every_round_has_every_arm_and_rotates_the_first() -> None:
 
 
 def test_discarded_window_is_repeated_and_reported() -> None:
-    arms, told, tries = [Arm("alone"), Arm("cap")], list[str](), iter(["late", "", "", "late", "late", "late", ""])
+    arms, counters, tries = [Arm("alone"), Arm("cap")], list[str](), iter(["late", "", "", "late", "late", "late", ""])
 
     def run(arm: Arm, number: int) -> Window:
         return window(arm.name, number, 0.04, thrown=next(tries))
 
-    windows = run_rounds(arms, 2, run, told.append)
+    windows = run_rounds(arms, 2, run, counters.append)
     assert [(each.arm, each.round, each.thrown) for each in windows] == [
         ("alone", 0, "late"),
         ("alone", 0, ""),
@@ -328,4 +328,4 @@ def test_discarded_window_is_repeated_and_reported() -> None:
         ("cap", 1, "late"),
         ("alone", 1, ""),
     ]
-    assert len(told) == 4
+    assert len(counters) == 4

@@ -74,11 +74,11 @@ def test_dead_letters_are_listed_without_their_values_in_memory(before: list[Cop
         burials = read_dead_letter_infos(SETTINGS, PROMPTS, SAMPLES)
         assert dead.most_held <= 1
         assert all(len(burial.key or b"") < 5000 for burial in burials)
-        letters = read_dead_letters(SETTINGS, PROMPTS, SAMPLES)
-        told = [(each.place, each.reason, each.dead_lettered_at, each.sent_back_at) for each in letters]
-        assert told == [(each.place, each.reason, each.dead_lettered_at, each.sent_back_at) for each in burials]
+        dead_letters = read_dead_letters(SETTINGS, PROMPTS, SAMPLES)
+        summaries = [(each.place, each.reason, each.dead_lettered_at, each.sent_back_at) for each in dead_letters]
+        assert summaries == [(each.place, each.reason, each.dead_lettered_at, each.sent_back_at) for each in burials]
         for topic in (PROMPTS, SAMPLES):
-            of = [each for each in letters if each.topic is topic]
+            of = [each for each in dead_letters if each.topic is topic]
             assert here.count(topic) == len(of)
             assert here.places(topic) == {(each.partition, each.offset) for each in of if each.partition >= 0}
             nowhere = sum(each.partition < 0 for each in of)
@@ -88,8 +88,8 @@ def test_dead_letters_are_listed_without_their_values_in_memory(before: list[Cop
 def test_only_selected_dead_letters_are_held_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     dead = Dead([(PROMPTS, offset, False) for offset in range(50)])
     monkeypatch.setattr(rose.topics.dead_letters, "read_messages", dead.messages)
-    [letter] = read_dead_letters(SETTINGS, PROMPTS, selects=lambda letter: letter.offset == 7)
-    assert (letter.offset, letter.raw.value) == (7, b"v" * 100) and dead.most_held <= 3
+    [dead_letter] = read_dead_letters(SETTINGS, PROMPTS, selects=lambda dead_letter: dead_letter.offset == 7)
+    assert (dead_letter.offset, dead_letter.raw.value) == (7, b"v" * 100) and dead.most_held <= 3
 
 
 NAMES = st.sampled_from(["topic", "partition", "offset", "key", "exception", "sent-back", "rose-schema"]) | st.text()
@@ -109,10 +109,10 @@ def letter_at(offset: int, raw: RawMessage, *, sent_back: bool = False) -> RawMe
 
 @given(MESSAGES, st.booleans())
 def test_dead_letter_gives_the_original_message_back(raw: RawMessage, sent_back: bool) -> None:
-    letter = letter_at(7, raw, sent_back=sent_back)
-    assert from_dead_letter(letter) == raw
-    assert letter.key == b"team.prompts/0/7" and letter.header(OFFSET) == b"7"
-    assert ((SENT_BACK, b"") in letter.headers) is sent_back
+    dead_letter = letter_at(7, raw, sent_back=sent_back)
+    assert from_dead_letter(dead_letter) == raw
+    assert dead_letter.key == b"team.prompts/0/7" and dead_letter.header(OFFSET) == b"7"
+    assert ((SENT_BACK, b"") in dead_letter.headers) is sent_back
 
 
 @given(MESSAGES)
@@ -149,11 +149,11 @@ def test_any_dead_letter_bytes_can_be_shown(value: bytes) -> None:
 
 
 def check(value: bytes) -> None:
-    letter = letter_of(value)
-    assert show_value(letter) or not value
+    dead_letter = letter_of(value)
+    assert show_value(dead_letter) or not value
     for change in ("environment=x", "environment=" + "[" * 5000):
         try:
-            fields: Any = msgspec.msgpack.decode(edited_message(letter, None, [change]).value or b"")
+            fields: Any = msgspec.msgpack.decode(edited_message(dead_letter, None, [change]).value or b"")
         except UsageError:
             continue
         assert "environment" in fields

@@ -35,14 +35,14 @@ STILL = {"applied_seconds": 12.0, "dispatched_seconds": 12.0, "settled_seconds":
 """As it is when nothing has moved for 12 s."""
 
 
-def said(**changes: object) -> tuple[list[str], str | None]:
+def diagnosis_of(**changes: object) -> tuple[list[str], str | None]:
     facts = dataclasses.replace(WELL, **changes)  # type: ignore[arg-type]
     found = diagnose(facts)
     return [each.sentence for each in found if each.severity is Severity.UNWELL], headline(facts, found)
 
 
 def test_progressing_run_is_healthy_and_has_no_headline() -> None:
-    assert said() == ([], None)
+    assert diagnosis_of() == ([], None)
 
 
 WIRE = "float32 on the wire, the engine holds bfloat16"
@@ -95,7 +95,7 @@ WIRE = "float32 on the wire, the engine holds bfloat16"
     ],
 )
 def test_fault_is_unhealthy_and_in_the_headline(changes: dict[str, object], sentence: str) -> None:
-    unwell, why = said(**changes, **STILL)
+    unwell, why = diagnosis_of(**changes, **STILL)
     assert sentence in unwell
     assert why is not None
     assert why.startswith("nothing moves: ")
@@ -133,13 +133,13 @@ def many(count: int, **changes: object) -> tuple[ExecutorFacts, ...]:
     ],
 )
 def test_waiting_is_explained_if_no_part_is_faulty(changes: dict[str, object], why: str) -> None:
-    assert said(**changes, **STILL) == ([], why)
+    assert diagnosis_of(**changes, **STILL) == ([], why)
 
 
 def test_prompts_behind_an_open_transaction_are_named_and_finally_unhealthy() -> None:
     held = {"held_homes": (1, 4), "prompts_waiting": 0}
-    assert said(**held, held_seconds=9.0) == ([], None), "its producer may be about to end it"
-    [sentence] = said(**held, held_seconds=10.0)[0]
+    assert diagnosis_of(**held, held_seconds=9.0) == ([], None), "its producer may be about to end it"
+    [sentence] = diagnosis_of(**held, held_seconds=10.0)[0]
     assert "nobody can read the prompts of homes 1, 4, which lie behind a transaction that is open" in sentence
 
 
@@ -160,10 +160,10 @@ def test_paused_executor_is_shown_with_its_reason() -> None:
 
 
 def test_minor_findings_are_notes() -> None:
-    letters = {"rose.prompts.submitted.v1": 2}
+    dead_letters_by_topic = {"rose.prompts.submitted.v1": 2}
     facts = dataclasses.replace(
         WELL,
-        letters=letters,
+        letters=dead_letters_by_topic,
         executors=(executor(held=1, clock_off_seconds=-90.0), executor("lender-0", cuts=3, frozen=True)),
     )
     notes = [each.sentence for each in diagnose(facts)]
@@ -279,19 +279,19 @@ PATIENT = Patience(step_seconds=200.0, turn_seconds=300.0, training_seconds=900.
 def test_work_in_progress_is_awaited_for_its_allowed_time(changes: dict[str, object], seconds: float) -> None:
     for still, unwell in ((seconds - 1.0, False), (seconds + 1.0, True)):
         since = {"applied_seconds": still, "dispatched_seconds": still, "settled_seconds": still}
-        assert bool(said(**changes, **since, patience=PATIENT)[0]) == unwell
+        assert bool(diagnosis_of(**changes, **since, patience=PATIENT)[0]) == unwell
 
 
 def test_time_without_executor_room_counts_against_no_part() -> None:
     asking: dict[str, object] = {"executors": (executor(),), **STILL}
-    assert not said(**asking, able_seconds=2.0)[0]
-    [sentence], _ = said(**asking, able_seconds=11.0)
+    assert not diagnosis_of(**asking, able_seconds=2.0)[0]
+    [sentence], _ = diagnosis_of(**asking, able_seconds=11.0)
     assert "no turn was sent out for 11 s" in sentence
 
 
 def test_time_without_worker_or_prompt_counts_against_no_part() -> None:
     waiting: dict[str, object] = {"open_groups": 1, "in_a_turn": 4, **STILL}
-    assert not said(**waiting, workers_seconds=2.0)[0]
-    assert not said(**waiting, opened_seconds=2.0)[0]
-    assert not said(**waiting, openable=0)[0]
-    assert said(**waiting, workers_seconds=11.0, opened_seconds=11.0, openable=2)[0]
+    assert not diagnosis_of(**waiting, workers_seconds=2.0)[0]
+    assert not diagnosis_of(**waiting, opened_seconds=2.0)[0]
+    assert not diagnosis_of(**waiting, openable=0)[0]
+    assert diagnosis_of(**waiting, workers_seconds=11.0, opened_seconds=11.0, openable=2)[0]

@@ -40,8 +40,8 @@ TURNS = st.lists(
 @settings(max_examples=100, deadline=None)
 @given(TURNS)
 def test_accepted_turns_are_answered_once_within_the_offer(turns: list[tuple[Any, ...]]) -> None:
-    def life() -> list[tuple[TurnKey, TurnTimes, int]]:
-        executor, now, told = EmulatedExecutor(MACHINE, worker="w0", slot=0), 0.0, []
+    def run_once() -> list[tuple[TurnKey, TurnTimes, int]]:
+        executor, now, answers_of = EmulatedExecutor(MACHINE, worker="w0", slot=0), 0.0, []
         held: dict[TurnKey, int] = {}
         for number, (context, new, shared, after) in enumerate(turns):
             now += after
@@ -58,15 +58,15 @@ def test_accepted_turns_are_answered_once_within_the_offer(turns: list[tuple[Any
                 held[dispatch.key] = context + 12
             else:
                 assert (refused.outcome, refused.refusal) == (TurnOutcome.REFUSED, Refusal.ROOM)
-            told += [(each.key, each.times, each.cached_tokens) for each in answers]
+            answers_of += [(each.key, each.times, each.cached_tokens) for each in answers]
             assert len(executor.beat(now).holds) == 8 * len(held)
         while held:
             for result, _ in executor.advance(executor.engine.next_at):
                 del held[result.key]
-                told.append((result.key, result.times, result.cached_tokens))
-        return told
+                answers_of.append((result.key, result.times, result.cached_tokens))
+        return answers_of
 
-    assert life() == life()
+    assert run_once() == run_once()
 
 
 @settings(max_examples=100, deadline=None)

@@ -44,9 +44,9 @@ def dedicated() -> FleetExecutor:
     return FleetExecutor(Terms(name="w0", slot=0, rates=RATES), LENGTHS, INCARNATION, 0.0)
 
 
-def turn(name: str = "g:0", *, attempt: int = 0, begun: Part | None = None) -> TurnDispatch:
-    asked = request(name, sampling=SAMPLING)
-    return dispatched(asked, incarnation=INCARNATION, attempt=attempt, begun=begun)
+def turn(name: str = "g:0", *, attempt: int = 0, partial: Part | None = None) -> TurnDispatch:
+    turn_request = request(name, sampling=SAMPLING)
+    return dispatched(turn_request, incarnation=INCARNATION, attempt=attempt, partial=partial)
 
 
 class Played:
@@ -62,11 +62,13 @@ class Played:
         self.answered_at_beat: frozenset[TurnKey] = frozenset()
         """What it had answered when it said so: a turn may end right after a heartbeat that lists it."""
 
-    def hear(self, said: list[Said]) -> None:
-        for each in said:
+    def on_output(self, outputs: list[Said]) -> None:
+        for each in outputs:
             match each:
                 case Wanted(dispatch):
-                    self.hear(self.executor.context(dispatch, bytes(4 * dispatch.request.context_tokens), self.now))
+                    self.on_output(
+                        self.executor.context(dispatch, bytes(4 * dispatch.request.context_tokens), self.now)
+                    )
                 case Back(results, note):
                     self.answers += results
                     self.notes.append(note)
@@ -79,10 +81,10 @@ class Played:
                     self.notes.append(each)
 
     def dispatch(self, dispatch: TurnDispatch) -> None:
-        self.hear(self.executor.dispatched(dispatch, 10, self.now))
+        self.on_output(self.executor.dispatched(dispatch, 10, self.now))
 
     def grant(self, *, lend: bool = True) -> None:
-        said = CapacityGrant(
+        sent_grant = CapacityGrant(
             worker="w0",
             lend=lend,
             kv_bytes=0,
@@ -91,7 +93,7 @@ class Played:
             lease_seconds=LEASE_SECONDS,
             job=JOB,
         )
-        self.hear(self.executor.granted(said, self.now, voice=GrantSource.LEASED, seen=True))
+        self.on_output(self.executor.granted(sent_grant, self.now, voice=GrantSource.LEASED, seen=True))
 
     def serve(self, running: int, tokens: int) -> None:
         self.users = Step(self.now, running, tokens)
@@ -99,7 +101,7 @@ class Played:
     def go_on(self, seconds: float, step: float = 0.05) -> None:
         for _ in range(round(seconds / step)):
             self.now += step
-            self.hear(self.executor.step(self.users, 0.0 if self.users.running else step, self.now))
+            self.on_output(self.executor.step(self.users, 0.0 if self.users.running else step, self.now))
 
     def what(self) -> list[What]:
         return [note.what for note in self.notes]
@@ -122,12 +124,12 @@ def test_every_turn_is_answered_once_and_none_is_held_behind_a_closed_gate(
     events: list[tuple[str, float]], lends: bool
 ) -> None:
     played = Played(lender() if lends else dedicated())
-    asked: list[TurnKey] = []
+    turn_request: list[TurnKey] = []
     for kind, value in events:
         if kind == "turn":
-            attempt = sum(key.trajectory_id == f"g:{value}" for key in asked)
+            attempt = sum(key.trajectory_id == f"g:{value}" for key in turn_request)
             dispatch = turn(f"g:{value}", attempt=attempt)
-            asked.append(dispatch.key)
+            turn_request.append(dispatch.key)
             played.dispatch(dispatch)
         elif kind == "users" and lends:
             played.serve(int(value > 0), int(value))
@@ -139,13 +141,13 @@ def test_every_turn_is_answered_once_and_none_is_held_behind_a_closed_gate(
             assert not played.executor.holds
         assert played.executor.holds <= RATES.max_turns
         answered = {answer.key for answer in played.answers}
-        assert len(asked) - len(answered) == played.executor.holds
+        assert len(turn_request) - len(answered) == played.executor.holds
     played.go_on(BEAT_SECONDS + 0.1)
     assert played.beat is not None
-    held = {held_hash(key).to_bytes(8, "little") for key in set(asked) - played.answered_at_beat}
+    held = {held_hash(key).to_bytes(8, "little") for key in set(turn_request) - played.answered_at_beat}
     assert {played.beat.holds[at : at + 8] for at in range(0, len(played.beat.holds), 8)} == held
-    played.hear(list(played.executor.stop(played.now)))
-    assert sorted(answer.key for answer in played.answers) == sorted(asked)
+    played.on_output(list(played.executor.stop(played.now)))
+    assert sorted(answer.key for answer in played.answers) == sorted(turn_request)
     assert played.beat.state is ExecutorState.STOPPING
     assert all(answer.part.validation_error is None for answer in played.answers if answer.tokens)
 
@@ -153,27 +155,27 @@ def test_every_turn_is_answered_once_and_none_is_held_behind_a_closed_gate(
 @given(st.lists(st.floats(0.05, 2.0), max_size=6))
 def test_turn_in_parts_equals_an_uninterrupted_turn(times: list[float]) -> None:
     whole, _ = sampled_of("g:0", 0, SAMPLING, LENGTHS)
-    begun: Part | None = None
+    partial: Part | None = None
     for attempt, seconds in enumerate([*times, 60.0]):
         played = Played(dedicated())
         played.go_on(0.05)
-        played.dispatch(turn(attempt=attempt, begun=begun))
+        played.dispatch(turn(attempt=attempt, partial=partial))
         played.go_on(seconds)
-        played.hear(list(played.executor.stop(played.now)))
+        played.on_output(list(played.executor.stop(played.now)))
         [answer] = played.answers
         if answer.outcome is TurnOutcome.COMPLETED:
             assert (answer.tokens, answer.finish_reason) == (whole, "stop")
             assert answer.spans == (VersionSpan(0, count(whole), 0),)
             return
         assert whole.startswith(answer.tokens)
-        begun = answer.part if answer.tokens else None
+        partial = answer.part if answer.tokens else None
     raise AssertionError("it never ended")
 
 
 def test_turn_time_follows_the_rates_and_a_cached_prefix_shortens_the_turn() -> None:
     engine = Engine(RATES)
-    asked = request("g:0", context=100, sampling=SAMPLING)
-    engine.take("first", asked, 100, bytes(4 * 8), "stop", 0.0)
+    turn_request = request("g:0", context=100, sampling=SAMPLING)
+    engine.take("first", turn_request, 100, bytes(4 * 8), "stop", 0.0)
     assert not engine.advance(0.99, 0.99)
     [done] = engine.advance(0.02, 1.01)
     assert (done.turn.cached_tokens, count(done.turn.sampled.tokens), done.device_seconds) == (

@@ -137,7 +137,7 @@ def test_arms_differ_in_lenders_and_none_lends_before_its_grant() -> None:
     arms = {arm: {terms.name for terms in terms_of(shape, arm)} for arm in ("fixed", "whole", "rose")}
     assert len(arms["fixed"]) == 4 and len(arms["rose"]) == 12
     first: dict[str, Deed] = {}
-    for deed in deeds_of(shape, "whole"):
-        first.setdefault(deed.worker, deed)
+    for event in deeds_of(shape, "whole"):
+        first.setdefault(event.worker, event)
     assert arms["whole"] - arms["fixed"] == set(first) != set()
-    assert all(deed.act is Act.START and deed.at >= 34.0 / 6.0 for deed in first.values())
+    assert all(event.act is Act.START and event.at >= 34.0 / 6.0 for event in first.values())

@@ -30,11 +30,11 @@ def new_pace(most: int = MOST) -> AimdLimit:
 
 @given(st.lists(windows, max_size=60), st.integers(0, 100))
 def test_limit_stays_in_bounds_and_grows_only_without_lateness(history: list[LatencyWindow], most: int) -> None:
-    pace, was_late = new_pace(most), False
+    limit_control, was_late = new_pace(most), False
     for now, window in enumerate(history):
-        before = pace.limit
-        after = pace.on_window(window, float(now))
-        assert after == pace.limit and 0 <= after <= most
+        before = limit_control.limit
+        after = limit_control.on_window(window, float(now))
+        assert after == limit_control.limit and 0 <= after <= most
         on_time = not window.others_late and all(s <= TTFT for s in window.ttft) and all(s <= TPOT for s in window.tpot)
         assert after <= before or on_time
         assert after <= before or before == 0 or window.full
@@ -46,26 +46,30 @@ def test_limit_stays_in_bounds_and_grows_only_without_lateness(history: list[Lat
 def test_limit_of_a_persistently_late_endpoint_soon_reaches_zero(
     history: list[LatencyWindow],
 ) -> None:
-    pace = new_pace()
+    limit_control = new_pace()
     for now, window in enumerate(history):
-        pace.on_window(window, float(now))
+        limit_control.on_window(window, float(now))
     for _ in range(2 * MOST.bit_length() + 1):
-        pace.on_window(LATE, 40.0)
-    assert pace.limit == 0
-    assert pace.on_window(LatencyWindow([], [], full=False), 41.0) == 0
+        limit_control.on_window(LATE, 40.0)
+    assert limit_control.limit == 0
+    assert limit_control.on_window(LatencyWindow([], [], full=False), 41.0) == 0
 
 
 def test_window_after_a_cut_is_ignored() -> None:
-    pace = new_pace(8)
-    assert [pace.on_window(CALM, 0.0) for _ in range(3)] == [2, 4, 8]
-    assert [pace.on_window(LATE, 1.0), pace.on_window(LATE, 2.0), pace.on_window(CALM, 3.0)] == [4, 4, 5]
+    limit_control = new_pace(8)
+    assert [limit_control.on_window(CALM, 0.0) for _ in range(3)] == [2, 4, 8]
+    assert [
+        limit_control.on_window(LATE, 1.0),
+        limit_control.on_window(LATE, 2.0),
+        limit_control.on_window(CALM, 3.0),
+    ] == [4, 4, 5]
 
 
 def test_exceeded_limit_is_retried_with_exponential_backoff() -> None:
-    pace, now, tries = new_pace(), 0.0, []
+    limit_control, now, tries = new_pace(), 0.0, []
     for _ in range(400):
-        before = pace.limit
-        after = pace.on_window(LATE if before else LatencyWindow([], [], full=False), now)
+        before = limit_control.limit
+        after = limit_control.on_window(LATE if before else LatencyWindow([], [], full=False), now)
         if before == 0 and after == 1:
             tries.append(now)
         now += 1.0
@@ -76,15 +80,15 @@ def test_exceeded_limit_is_retried_with_exponential_backoff() -> None:
 @given(st.integers(2, MOST - 1), st.floats(0.2, 0.7))
 def test_limit_settles_where_the_endpoint_meets_its_budget(knee: int, base_share: float) -> None:
     """An endpoint whose time per token grows with the turns at it, and is over its budget beyond `knee` of them."""
-    pace, tokens, late_windows = new_pace(), 0, 0
+    limit_control, tokens, late_windows = new_pace(), 0, 0
     base = base_share * TPOT
     for now in range(600):
-        tpot = base + (TPOT - base) * pace.limit / (knee + 0.5)
-        full = pace.limit > 0
+        tpot = base + (TPOT - base) * limit_control.limit / (knee + 0.5)
+        full = limit_control.limit > 0
         if now >= 100:
-            tokens += pace.limit
+            tokens += limit_control.limit
             late_windows += tpot > TPOT
-        pace.on_window(LatencyWindow([0.1], [tpot] if full else [], full=full), float(now))
+        limit_control.on_window(LatencyWindow([0.1], [tpot] if full else [], full=full), float(now))
     spare = int((0.8 - base_share) / (1 - base_share) * (knee + 0.5))
     assert tokens / 500 >= min(spare, knee) / 2
     assert late_windows <= 50

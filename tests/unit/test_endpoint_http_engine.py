@@ -68,15 +68,15 @@ def played(api: Any, check: Callable[[HttpEngine], None] = lambda _: None) -> li
     async def play(channel: ChannelFds) -> None:
         versions: Any = SimpleNamespace(version=1, salt="")
         endpoint = EndpointConfig(url=api.url)
-        player = HttpEngine(api, versions, channel, CONFIG, endpoint, vocabulary=48, kv=KvAllowance(1 << 20, 64))
+        engine = HttpEngine(api, versions, channel, CONFIG, endpoint, vocabulary=48, kv=KvAllowance(1 << 20, 64))
         for number in range(len(api.ends)):
-            player._execute(SubmitTurn(f"turn-{number}", pack_tokens([1, 2]), SAMPLING, 1))
-            player._send_waiting()
-            await asyncio.gather(*player._tasks, return_exceptions=True)
+            engine._execute(SubmitTurn(f"turn-{number}", pack_tokens([1, 2]), SAMPLING, 1))
+            engine._send_waiting()
+            await asyncio.gather(*engine._tasks, return_exceptions=True)
         await asyncio.sleep(0)
-        check(player)
-        if player._broken.done():
-            player._broken.exception()
+        check(engine)
+        if engine._broken.done():
+            engine._broken.exception()
 
     with closing(ChannelFds.create()) as channel:
         asyncio.run(play(channel))
@@ -91,8 +91,8 @@ def sampled(answer: TurnFinished | TurnRejected) -> int:
 def test_tokens_of_one_chunk_give_no_decode_rate() -> None:
     """vLLM merges what its client has not read yet, and `--stream-interval` has it send several at a time."""
 
-    def unmoved(player: HttpEngine) -> None:
-        assert player._rates.decode(1) == pytest.approx(100.0)
+    def unmoved(engine: HttpEngine) -> None:
+        assert engine._rates.decode(1) == pytest.approx(100.0)
 
     [answer] = played(Scripted("length", pieces=(8,)), unmoved)
     assert isinstance(answer, TurnFinished) and answer.turn.finish_reason == "length"
@@ -109,8 +109,8 @@ def test_tokens_in_the_first_chunk_count_in_no_decode_time(monkeypatch: pytest.M
 
 def test_partial_turn_is_returned_and_an_empty_turn_refused_unless_no_room() -> None:
     failed, no_room = TurnLost("error", failed=True), TurnLost("full", failed=False)
-    [begun] = played(Scripted(failed))
-    assert isinstance(begun, TurnFinished) and (begun.turn.finish_reason, begun.reason, sampled(begun)) == (
+    [partial] = played(Scripted(failed))
+    assert isinstance(partial, TurnFinished) and (partial.turn.finish_reason, partial.reason, sampled(partial)) == (
         ABORTED,
         "error",
         2,
@@ -137,11 +137,11 @@ def test_only_the_turn_with_impossible_logprobs_is_refused(logprob: float) -> No
 
 
 def test_broken_turn_ends_the_endpoint_only_if_the_server_was_replaced() -> None:
-    def goes_on(player: HttpEngine) -> None:
-        assert not player._broken.done()
+    def goes_on(engine: HttpEngine) -> None:
+        assert not engine._broken.done()
 
-    def is_over(player: HttpEngine) -> None:
-        assert isinstance(player._broken.exception(), EngineBroken) and list(player._running) == ["turn-0"]
+    def is_over(engine: HttpEngine) -> None:
+        assert isinstance(engine._broken.exception(), EngineBroken) and list(engine._running) == ["turn-0"]
 
     api = Scripted(TurnLost("error", failed=True), "length")
     assert [type(answer) for answer in played(api, goes_on)] == [TurnFinished, TurnFinished] and api.looks == 1
@@ -169,8 +169,8 @@ def test_missing_room_and_constant_failure_count_as_late(ends: list[str], late: 
         "refused": EngineRefusal("unfit"),
     }
 
-    def counts(player: HttpEngine) -> None:
-        window = player._window(others_late=False)
+    def counts(engine: HttpEngine) -> None:
+        window = engine._window(others_late=False)
         assert sum(seconds == float("inf") for seconds in window.ttft) == late
 
     played(Scripted(*(troubles.get(end, end) for end in ends)), counts)
@@ -209,14 +209,14 @@ def test_silent_turn_has_no_room_and_a_disconnected_turn_has_failed(error: Excep
 @pytest.mark.parametrize(("processes", "another"), [(1, True), (2, False)])
 def test_each_of_several_api_processes_has_its_own_id(processes: int, another: bool) -> None:
     def config(instance: str) -> VllmConfig:
-        said = {
+        chunk = {
             "model_config": {"model": "m", "dtype": "torch.float32", "max_model_len": 8, "max_logprobs": 20},
             "parallel_config": {"world_size": 1, "data_parallel_size": 1, "_api_process_count": processes},
             "cache_config": {"block_size": 32},
             "device_config": {"device": "cpu"},
             "instance_id": instance,
         }
-        said["model_config"]["logprobs_mode"] = "processed_logprobs"  # type: ignore[index]
-        return msgspec.convert(said, VllmConfig)
+        chunk["model_config"]["logprobs_mode"] = "processed_logprobs"  # type: ignore[index]
+        return msgspec.convert(chunk, VllmConfig)
 
     assert (config("one").without_instance != config("other").without_instance) is another

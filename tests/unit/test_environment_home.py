@@ -214,8 +214,8 @@ def test_every_prompt_is_decided_once_over_any_crash_and_loss_of_offsets(
         here.begin(prompts_from=begin, results_from=0)
         for message in log[begin - 10 :]:
             here.on_prompt(message)
-        for at, said in enumerate(outcomes):
-            here.on_outcome(said.partition(":")[0], said, at)
+        for at, trajectory in enumerate(outcomes):
+            here.on_outcome(trajectory.partition(":")[0], trajectory, at)
 
     for what, detail in events:
         if what == "submit":
@@ -256,8 +256,8 @@ def test_group_is_open_until_every_trajectory_has_an_outcome() -> None:
     here = home()
     here.on_group(group_record(prompt_of("a", size=3), GroupState.OPEN, offset=10, outcomes_from=5, now=0.0))
     here.on_outcome("a", "a:1", 4)
-    for said in ("a:0", "a:2", "a:2", "a:x", "a:999999999", "b:1"):
-        here.on_outcome(said.partition(":")[0], said, 6)
+    for trajectory in ("a:0", "a:2", "a:2", "a:x", "a:999999999", "b:1"):
+        here.on_outcome(trajectory.partition(":")[0], trajectory, 6)
         assert "a" in here.open_groups, "the outcome at 4 is of an earlier group of this id"
     here.on_outcome("a", "a:1", 7)
     assert not here.open_groups
@@ -369,9 +369,9 @@ def test_manual_settlement_of_a_trajectory_does_not_settle_a_group_of_that_id(of
 
 def test_trajectory_settled_before_its_group_opens_is_not_started() -> None:
     of = home()
-    for asked in (request(HERE[0], 0, 10), request(HERE[0], 1, 9), request(ELSEWHERE, 1, 10)):
-        of.on_settle_request(asked)
+    for turn_request in (request(HERE[0], 0, 10), request(HERE[0], 1, 9), request(ELSEWHERE, 1, 10)):
+        of.on_settle_request(turn_request)
     assert list(of.take_settle_requests()) == []
     of.on_prompt(found(10, HERE[0]))
     assert of.settle_requests_of(decide(of)) == {0: "settled by hand: why"}
-    assert ELSEWHERE not in {asked.group_id for asked in of.settle_requests.values()}
+    assert ELSEWHERE not in {turn_request.group_id for turn_request in of.settle_requests.values()}

@@ -69,9 +69,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def processes(folder: Path, *, timeout_seconds: float = WAIT_SECONDS) -> Iterator[RunnerPool]:
     limits = RunnerLimits(max_live=64, timeout_seconds=timeout_seconds, max_context_tokens=1024)
 
-    def new_runner(name: str, answer: Any, life: int) -> ProcessRunner:
+    def new_runner(name: str, answer: Any, generation: int) -> ProcessRunner:
         kind = ProcessSetup(
-            environment=name, model_folder=str(folder), import_paths=sys.path, limits=limits, generation=life
+            environment=name, model_folder=str(folder), import_paths=sys.path, limits=limits, generation=generation
         )
         return ProcessRunner(kind, answer)
 
@@ -294,17 +294,17 @@ def test_temporary_process_start_failures_fail_no_trajectory(
     monkeypatch.setattr(runner_group, "LONGEST_TRY_SECONDS", 0.01)
     (tmp_path / "away.py").write_text(AWAY)
     monkeypatch.syspath_prepend(tmp_path)
-    kind, away, begun = "away:Wild", tmp_path / "away", tmp_path / "begun"
+    kind, away, started_file = "away:Wild", tmp_path / "away", tmp_path / "begun"
     with processes(folder) as stage:
         assert stepped(answers(stage, [step("first", "go", kind=kind)])["first"]) == b"1"
         away.touch()
-        begun.unlink()
+        started_file.unlink()
         found: dict[str, JobResult] = {}
         stage.start([*(step(name, "go", b"3", kind=kind) for name in "abc"), step("bad", "end", kind=kind)])
 
         def tries() -> int:
             found.update({job.trajectory_id: answer for job, answer in stage.results(0.0)})
-            return begun.stat().st_size if begun.exists() else 0
+            return started_file.stat().st_size if started_file.exists() else 0
 
         until(lambda: tries() >= 6)
         away.unlink()
@@ -533,13 +533,16 @@ def test_module_that_exits_at_import_is_refused_at_worker_start(
     config = EnvironmentConfig(
         model_folder=folder, environments=(name,), import_paths=(tmp_path / "own",), isolation=isolation
     )
-    before, heard = list(sys.path), signal.signal(signal.SIGINT, lambda *_: None)  # as of a role, which stops in order
+    before, handler = (
+        list(sys.path),
+        signal.signal(signal.SIGINT, lambda *_: None),
+    )  # as of a role, which stops in order
     try:
         with pytest.raises(UnknownEnvironment) as refused:
             run_environment_worker(BusSettings("127.0.0.1:9"), config, "w0", threading.Event())
     finally:
         sys.path[:] = before
-        signal.signal(signal.SIGINT, heard)
+        signal.signal(signal.SIGINT, handler)
     assert repr(name) in str(refused.value) and says in str(refused.value)
 
 

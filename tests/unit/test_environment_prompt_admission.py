@@ -77,8 +77,8 @@ def test_any_prompt_line_is_refused_or_writable(line: dict[str, Any]) -> None:
     prompt = read(line)
     if prompt is not None:
         refusal = assert_decided(prompt)
-        asked = line.get("sampling", {"temperature": 1, "top_p": 1})
-        priced = asked["temperature"] >= 0.01 and asked["top_p"] == 1
+        requested_sampling = line.get("sampling", {"temperature": 1, "top_p": 1})
+        priced = requested_sampling["temperature"] >= 0.01 and requested_sampling["top_p"] == 1
         assert refusal or (line["environment"] == "calculator" and priced)
 
 

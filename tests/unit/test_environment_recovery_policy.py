@@ -37,10 +37,10 @@ def bus_error(code: int) -> BusError:
 
 @pytest.mark.parametrize("code", MOVING)
 def test_transient_broker_errors_are_retried_with_backoff_forever(code: int) -> None:
-    troubles = RecoveryPolicy("w0")
-    waits = [troubles.on_error(bus_error(code), float(now), began_at=float(now)) for now in range(200)]
+    policy = RecoveryPolicy("w0")
+    waits = [policy.on_error(bus_error(code), float(now), began_at=float(now)) for now in range(200)]
     assert waits == sorted(waits) and waits[0] < 0.1 and waits[-1] == LONGEST_WAIT_SECONDS
-    assert troubles.on_error(bus_error(code), 199 + waits[-1] + CALM_SECONDS, began_at=0.0) == waits[0], "a new row"
+    assert policy.on_error(bus_error(code), 199 + waits[-1] + CALM_SECONDS, began_at=0.0) == waits[0], "a new row"
 
 
 @pytest.mark.parametrize("code", [KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError._AUTHENTICATION])
@@ -52,39 +52,39 @@ def test_permanent_error_ends_the_worker(code: int) -> None:
 def test_missing_topic_ends_a_new_worker_and_not_a_running_worker() -> None:
     with pytest.raises(TopicMissing):
         RecoveryPolicy("w0").on_error(TopicMissing("t"), 0.0, began_at=0.0)
-    troubles = RecoveryPolicy("w0")
-    troubles.on_success()
+    policy = RecoveryPolicy("w0")
+    policy.on_success()
     for now in range(int(MISSING_SECONDS)):
-        troubles.on_error(TopicMissing("t"), float(now), began_at=0.0)
+        policy.on_error(TopicMissing("t"), float(now), began_at=0.0)
     with pytest.raises(TopicMissing):
-        troubles.on_error(TopicMissing("t"), MISSING_SECONDS + 1, began_at=0.0)
+        policy.on_error(TopicMissing("t"), MISSING_SECONDS + 1, began_at=0.0)
 
 
 @pytest.mark.parametrize("code", [KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED])
 def test_repeated_fencing_means_a_duplicate_name_and_single_fencing_does_not(code: int) -> None:
-    troubles = RecoveryPolicy("w0")
+    policy = RecoveryPolicy("w0")
     for now in range(10):
-        troubles.on_error(bus_error(code), 100.0 * now + 12.0, began_at=100.0 * now)  # frozen: the broker ended it
-        troubles.on_error(bus_error(code), 100.0 * now + 13.0, began_at=100.0 * now)
+        policy.on_error(bus_error(code), 100.0 * now + 12.0, began_at=100.0 * now)  # frozen: the broker ended it
+        policy.on_error(bus_error(code), 100.0 * now + 13.0, began_at=100.0 * now)
     for now in range(10):
-        troubles.on_error(bus_error(code), 2000 + FENCED_SECONDS * now, began_at=2000 + FENCED_SECONDS * now)
+        policy.on_error(bus_error(code), 2000 + FENCED_SECONDS * now, began_at=2000 + FENCED_SECONDS * now)
     for second in range(FENCED_TIMES - 1):
-        troubles.on_error(bus_error(code), 4000.0 + second, began_at=4000.0 + second)
+        policy.on_error(bus_error(code), 4000.0 + second, began_at=4000.0 + second)
     with pytest.raises(WorkerFenced, match="another environment worker was started as 'w0'"):
-        troubles.on_error(bus_error(code), 4010.0, began_at=4010.0)
+        policy.on_error(bus_error(code), 4010.0, began_at=4010.0)
 
 
 def test_two_short_lived_duplicates_do_not_end_a_worker() -> None:
     """Each was seen to fence twice: its question is asked again while what it found open is aborted."""
-    troubles = RecoveryPolicy("w0")
+    policy = RecoveryPolicy("w0")
     for at in (0.0, 0.5, 1.0, 1.5):
-        troubles.on_error(bus_error(KafkaError._FENCED), at, began_at=at)
+        policy.on_error(bus_error(KafkaError._FENCED), at, began_at=at)
 
 
 @pytest.mark.parametrize("recovers_in", [0.5, 20.0])
 def test_one_of_two_duplicate_workers_ends_at_any_recovery_time(recovers_in: float) -> None:
     """Each takes the name when it recovers, and hears at its next transaction that the other has taken it."""
-    troubles, owner = {name: RecoveryPolicy("w0") for name in ("first", "second")}, "first"
+    policy, owner = {name: RecoveryPolicy("w0") for name in ("first", "second")}, "first"
     due = [(0.0, "first", "writes"), (1.0, "second", "recovers")]
     with pytest.raises(WorkerFenced):
         while due[0][0] < FENCED_SECONDS:
@@ -95,7 +95,7 @@ def test_one_of_two_duplicate_workers_ends_at_any_recovery_time(recovers_in: flo
             elif owner == name:
                 heapq.heappush(due, (now + 0.1, name, "writes"))
             else:
-                wait = troubles[name].on_error(bus_error(KafkaError._FENCED), now, began_at=now)
+                wait = policy[name].on_error(bus_error(KafkaError._FENCED), now, began_at=now)
                 heapq.heappush(due, (now + wait, name, "recovers"))
 
 

@@ -31,7 +31,7 @@ class Played:
 
     def cancel(self, trajectory_ids: list[str]) -> None: ...
 
-    def begin_generation(self, life: int) -> None: ...
+    def begin_generation(self, generation: int) -> None: ...
 
     def current_job(self) -> Job | None:
         return self.runs
@@ -43,7 +43,7 @@ class Played:
     def close(self, seconds: float) -> None: ...
 
 
-class World:
+class RunnerGroupFixture:
     """A lane and its processes."""
 
     def __init__(self, *names: str) -> None:
@@ -70,22 +70,22 @@ class World:
 
 
 def test_job_is_not_blamed_for_an_exit_during_another_close() -> None:
-    world = World("long", "brief", "other")
+    group_fixture = RunnerGroupFixture("long", "brief", "other")
     for _ in range(MAX_SHARED_EXITS):
-        assert world.ends("long") == []
-    shared = world.holds("long")
-    assert shared is world.holds("brief") and shared is not world.holds("other")
-    assert world.lane.on_result(shared.number, world.jobs["brief"])
-    assert world.ends("long", runs=NO_JOB) == []
-    assert world.ends("long") == [], "once alone in it"
-    ((job, answer),) = world.ends("long")
+        assert group_fixture.ends("long") == []
+    shared = group_fixture.holds("long")
+    assert shared is group_fixture.holds("brief") and shared is not group_fixture.holds("other")
+    assert group_fixture.lane.on_result(shared.number, group_fixture.jobs["brief"])
+    assert group_fixture.ends("long", runs=NO_JOB) == []
+    assert group_fixture.ends("long") == [], "once alone in it"
+    ((job, answer),) = group_fixture.ends("long")
     assert (
         job.trajectory_id == "long" and isinstance(answer, EnvironmentFailure) and "each of 2 times" in answer.failure
     )
 
 
 def test_job_suspected_of_an_exit_is_retried_alone_and_the_others_together() -> None:
-    world = World("bad", "a", "b")
-    assert world.ends("bad", runs=world.jobs["bad"]) == []
-    assert world.holds("a") is world.holds("b") and len(world.holds("a").jobs) == 2
-    assert len(world.holds("bad").jobs) == 1
+    group_fixture = RunnerGroupFixture("bad", "a", "b")
+    assert group_fixture.ends("bad", runs=group_fixture.jobs["bad"]) == []
+    assert group_fixture.holds("a") is group_fixture.holds("b") and len(group_fixture.holds("a").jobs) == 2
+    assert len(group_fixture.holds("bad").jobs) == 1

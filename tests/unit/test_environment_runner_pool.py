@@ -24,8 +24,8 @@ from tests.support.environment_fixtures import (
     Blocking,
     Counter,
     Freezing,
-    Mute,
     Panic,
+    UnprintableError,
     act,
     answers,
     answers_of,
@@ -38,7 +38,14 @@ from tests.support.waiting import until
 
 END_BYTES = END.to_bytes(4, "little")
 
-RAISED = [Panic("boom"), Mute(), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), ValueError("\ud800")]
+RAISED = [
+    Panic("boom"),
+    UnprintableError(),
+    SystemExit(3),
+    KeyboardInterrupt(),
+    asyncio.CancelledError(),
+    ValueError("\ud800"),
+]
 
 
 @pytest.fixture
@@ -55,9 +62,9 @@ def test_signal_during_a_wait_for_results_does_not_prolong_the_wait(folder: Path
 
 def test_task_continues_from_its_last_state(folder: Path) -> None:
     with pool_of(folder) as stage:
-        begun = answers(stage, [reset("a")])["a"]
-        assert isinstance(begun, ResetResult) and begun.state == b"0"
-        assert begun.observation[-4:] == ACT.to_bytes(4, "little")
+        reset_result = answers(stage, [reset("a")])["a"]
+        assert isinstance(reset_result, ResetResult) and reset_result.state == b"0"
+        assert reset_result.observation[-4:] == ACT.to_bytes(4, "little")
         for turn in range(3):
             stepped = answers(stage, [act("a", "go", b"77")])["a"]
             assert isinstance(stepped, StepResult) and stepped.state == str(turn + 1).encode()
@@ -355,10 +362,10 @@ def test_jobs_wait_for_a_runner_if_the_machine_cannot_start_one(folder: Path, mo
         RunnerLimits(max_live=8, timeout_seconds=WAIT_SECONDS, max_context_tokens=1024),
     )
 
-    def new_runner(_kind: str, answer: ResultCallback, life: int) -> ThreadRunner:
+    def new_runner(_kind: str, answer: ResultCallback, generation: int) -> ThreadRunner:
         if failures:
             raise failures.pop()
-        return ThreadRunner(turn_format, lambda _name: Counter(), answer, limits, generation=life)
+        return ThreadRunner(turn_format, lambda _name: Counter(), answer, limits, generation=generation)
 
     stage = RunnerPool(new_runner, limits)
     stage.begin_generation(1)

@@ -203,14 +203,14 @@ def test_step_size_stays_worth_the_fixed_cost_under_cpu_preemption(
 
 
 def test_heartbeats_are_numbered_list_held_turns_and_count_each_cut_once() -> None:
-    box, beats = inbox(), HeartbeatWriter(ExecutorIncarnation("e", WorkerClass.SERVING, 7), slot=3)
+    box, writer = inbox(), HeartbeatWriter(ExecutorIncarnation("e", WorkerClass.SERVING, 7), slot=3)
     box.on_dispatch(dispatch(), 0, offset=10)
     tick = EngineStatus(
         0, "cpu", 0, 0, 1000, 1000, 10, 1.0, 1.0, 0, 0.0, lending=LendingStats(cuts=2, frozen=True), seeded=False
     )
-    beats.on_status(tick)
-    said = [
-        beats.next_heartbeat(
+    writer.on_status(tick)
+    heartbeats = [
+        writer.next_heartbeat(
             tick,
             box,
             state=ExecutorState.READY,
@@ -220,14 +220,19 @@ def test_heartbeats_are_numbered_list_held_turns_and_count_each_cut_once() -> No
             refused=(4, "off by 2"),
             swap_seconds=0.5,
         ),
-        beats.next_heartbeat(
+        writer.next_heartbeat(
             tick, box, state=ExecutorState.STOPPING, version=0, pause_reason="it stops", now=2.0, turns=[]
         ),
     ]
-    assert [(beat.sequence, beat.cuts, beat.frozen, beat.seeded) for beat in said] == [
+    assert [(beat.sequence, beat.cuts, beat.frozen, beat.seeded) for beat in heartbeats] == [
         (0, 2, True, False),
         (1, 2, True, False),
     ]
-    assert [beat.holds for beat in said] == [packed_hashes(box.listed_hashes), b""]
-    assert (said[0].incarnation, said[0].slot, said[0].swap_seconds, said[0].refused_version) == (7, 3, 0.5, 4)
-    assert said[1].paused_reason == "it stops" and decode(SlackHeartbeat, encode(said[1])) == said[1]
+    assert [beat.holds for beat in heartbeats] == [packed_hashes(box.listed_hashes), b""]
+    assert (
+        heartbeats[0].incarnation,
+        heartbeats[0].slot,
+        heartbeats[0].swap_seconds,
+        heartbeats[0].refused_version,
+    ) == (7, 3, 0.5, 4)
+    assert heartbeats[1].paused_reason == "it stops" and decode(SlackHeartbeat, encode(heartbeats[1])) == heartbeats[1]

@@ -93,9 +93,9 @@ def host(engine: PlayedEngine, channel: ChannelFds) -> EngineLoop:
 
 
 def dispatch(channel: ChannelFds, turns: int) -> None:
-    orders = MessageSender(RingBuffer(channel.commands))
+    commands = MessageSender(RingBuffer(channel.commands))
     for number in range(turns):
-        orders.send(SubmitTurn(f"turn {number}", pack_tokens([1, 2]), Sampling(max_tokens=4), 0))
+        commands.send(SubmitTurn(f"turn {number}", pack_tokens([1, 2]), Sampling(max_tokens=4), 0))
 
 
 def test_burst_of_turns_is_accepted_over_several_guest_ticks(
@@ -202,8 +202,8 @@ def test_aborted_turns_are_reported_once_the_reader_returns(
     for _ in RingBuffer(channel.reports).read():
         pass
     host.tick()
-    said = [REPORT_DECODER.decode(message) for message in RingBuffer(channel.reports).read()]
-    assert {report.turn.name for report in said if isinstance(report, TurnFinished)} == {"turn 0", "turn 1"}
+    decoded_reports = [REPORT_DECODER.decode(message) for message in RingBuffer(channel.reports).read()]
+    assert {report.turn.name for report in decoded_reports if isinstance(report, TurnFinished)} == {"turn 0", "turn 1"}
 
 
 def test_paused_step_sends_heartbeats_and_finishes_for_an_aborted_turn(
@@ -212,7 +212,7 @@ def test_paused_step_sends_heartbeats_and_finishes_for_an_aborted_turn(
     """A turn that comes meanwhile waits for the step's end, and ends nothing."""
     dispatch(channel, 1)
     host.tick()
-    reports, orders = RingBuffer(channel.reports), MessageSender(RingBuffer(channel.commands))
+    reports, commands = RingBuffer(channel.reports), MessageSender(RingBuffer(channel.commands))
     list(reports.read())
     stood: list[bool] = []
     later = time.monotonic()
@@ -228,16 +228,16 @@ def test_paused_step_sends_heartbeats_and_finishes_for_an_aborted_turn(
         ):
             later += 0.2
             if order is not None:
-                orders.send(order)
+                commands.send(order)
             stood.append(host.tick_mid_step(blocked=True))
         return SimpleNamespace(finished=[], tokens=0, seconds=0.001)
 
     monkeypatch.setattr(engine, "step", step)
     host.tick()
     assert stood == [True, True, True, False] and host.granted_bytes == 0
-    heard = [REPORT_DECODER.decode(message) for message in reports.read()]
-    assert sum(isinstance(report, EngineStatus) for report in heard) == 4
-    assert isinstance(heard[-1], TurnFinished) and heard[-1].turn.name == "turn 0", "as soon as the step is made"
+    received = [REPORT_DECODER.decode(message) for message in reports.read()]
+    assert sum(isinstance(report, EngineStatus) for report in received) == 4
+    assert isinstance(received[-1], TurnFinished) and received[-1].turn.name == "turn 0", "as soon as the step is made"
 
 
 @pytest.mark.parametrize("goes_on", [True, False])

@@ -30,8 +30,8 @@ TICK = EngineStatus(0, "cpu", 0, 0, 1000, 1000, 10, 1.0, 1.0, 0, 0.0)
 
 
 PARKED, HELD = (
-    msgspec.structs.replace(TICK, **said)
-    for said in ({"suspended_reason": "it is built"}, {"blocked_seconds": MAX_BLOCKED_SECONDS})
+    msgspec.structs.replace(TICK, **changes)
+    for changes in ({"suspended_reason": "it is built"}, {"blocked_seconds": MAX_BLOCKED_SECONDS})
 )
 
 
@@ -88,12 +88,16 @@ def test_kv_bytes_of_a_permission_are_sent_to_the_guest_on_every_change() -> Non
 
 
 def test_parked_lender_hands_turns_back_and_wakes_on_a_grant() -> None:
-    orders, reports = create_ring_memory(1 << 12, "orders"), create_ring_memory(1 << 12, "reports")
+    commands, reports = create_ring_memory(1 << 12, "orders"), create_ring_memory(1 << 12, "reports")
     serving = ServingStats(5, 2, None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {})
     parked = SuspendedEngine(
-        RingBuffer(orders), MessageSender(RingBuffer(reports)), lambda: serving, lambda: "a reason", status_seconds=0.0
+        RingBuffer(commands),
+        MessageSender(RingBuffer(reports)),
+        lambda: serving,
+        lambda: "a reason",
+        status_seconds=0.0,
     )
-    said, heard = MessageSender(RingBuffer(orders)), RingBuffer(reports)
+    sender, received = MessageSender(RingBuffer(commands)), RingBuffer(reports)
     for word in (
         SubmitTurn("t", b"", Sampling(max_tokens=1), 3),
         AbortTurn("t"),
@@ -101,10 +105,10 @@ def test_parked_lender_hands_turns_back_and_wakes_on_a_grant() -> None:
         ActivateWeights(3),
         Resume(),
     ):
-        said.send(word)
+        sender.send(word)
     assert parked.busy and not parked.granted_bytes
     parked.tick()
-    done, tick = map(REPORT_DECODER.decode, heard.read())
+    done, tick = map(REPORT_DECODER.decode, received.read())
     assert isinstance(done, TurnFinished) and done == aborted_before_start("t", done.turn.times.finished_at)
     assert isinstance(tick, EngineStatus) and (tick.suspended_reason, tick.version, tick.serving) == (
         "a reason",
@@ -112,8 +116,8 @@ def test_parked_lender_hands_turns_back_and_wakes_on_a_grant() -> None:
         serving,
     )
     assert parked.granted_bytes and not parked.busy
-    said.send(Suspend())
+    sender.send(Suspend())
     parked.tick_idle(blocked=True)
     assert not parked.granted_bytes
-    os.close(orders)
+    os.close(commands)
     os.close(reports)

@@ -90,9 +90,9 @@ def test_manual_grant_survives_restarts_and_overrides_until_deleted() -> None:
 
 
 def test_lender_with_deleted_leases_lends_nothing_before_a_new_grant() -> None:
-    for told in (grant(), grant(lend=False)):
+    for new_grant in (grant(), grant(lend=False)):
         for seen in (True, False):
-            lease = of(told, seen=seen, now=0.0)
+            lease = of(new_grant, seen=seen, now=0.0)
             assert lease.on_grant(None, 5.0, source=GrantSource.LEASED, live=seen)
             assert lease.permission(5.0).denied_reason and lease.permission(1e6).denied_reason
             lease.on_grant(grant(at=6.0), 6.0, source=GrantSource.LEASED, live=True)
@@ -128,17 +128,17 @@ def test_drain_overrides_grants_gives_its_time_once_and_keeps_the_grants() -> No
     lease = of(grant(lease=0.0, job=""), now=0.0)
     assert lease.on_grant(drain(60.0), 10.0, source=GrantSource.DRAIN, live=True)
     lease.on_grant(drain(60.0), 50.0, source=GrantSource.DRAIN, live=False)  # read again after trouble with the bus
-    said = [lease.permission(now) for now in (10.0, 69.9, 70.0)]
-    assert {each.denied_reason for each in said} == {"it is drained: disk"}
-    assert [each.may_finish for each in said] == [True, True, False]
+    permissions = [lease.permission(now) for now in (10.0, 69.9, 70.0)]
+    assert {each.denied_reason for each in permissions} == {"it is drained: disk"}
+    assert [each.may_finish for each in permissions] == [True, True, False]
     lease.on_grant(None, 80.0, source=GrantSource.DRAIN, live=True)
     assert (lease.permission(80.0).denied_reason, lease.permission(80.0).kv_bytes) == (None, 7)
 
 
 def test_dedicated_executor_follows_only_drains() -> None:
     lease = Lease()
-    for voice in (GrantSource.LEASED, GrantSource.BY_HAND):
-        lease.on_grant(grant(lend=False), 0.0, source=voice, live=True)
+    for grant_source in (GrantSource.LEASED, GrantSource.BY_HAND):
+        lease.on_grant(grant(lend=False), 0.0, source=grant_source, live=True)
     assert lease.permission(0.0) == UNRESTRICTED
     lease.on_grant(drain(), 0.0, source=GrantSource.DRAIN, live=False)
     assert lease.permission(0.0).denied_reason and not lease.permission(0.0).may_finish
@@ -156,6 +156,6 @@ def test_newest_cell_grant_applies_to_every_executor_kind_and_changes_only_the_c
 
 
 @given(st.sampled_from(GrantSource), st.from_regex(r"[A-Za-z0-9._:-]{1,128}", fullmatch=True))
-def test_grant_key_names_source_and_executor(voice: GrantSource, worker: str) -> None:
-    assert parse_grant_key(grant_key(worker, voice)) == (worker, voice)
+def test_grant_key_names_source_and_executor(grant_source: GrantSource, worker: str) -> None:
+    assert parse_grant_key(grant_key(worker, grant_source)) == (worker, grant_source)
     assert parse_grant_key(f"{worker}/else") == (worker, None)

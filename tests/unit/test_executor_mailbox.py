@@ -21,7 +21,7 @@ class Reader:
     """One start of an executor, and what it said of each dispatch that it read."""
 
     box: Inbox
-    said: dict[int, InboxAction] = field(default_factory=dict)
+    actions: dict[int, InboxAction] = field(default_factory=dict)
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Mailbox:
         self.log.append(Envelope(record, DISPATCHED, 0, at, key, 0.0, RawMessage(None, None)))
         for reader in self.readers:
             if record is not None:
-                reader.said[at] = reader.box.on_dispatch(record, 0, offset=at).action
+                reader.actions[at] = reader.box.on_dispatch(record, 0, offset=at).action
             elif key == FENCING_KEY:
                 reader.box.on_claim(at)
         return at
@@ -53,8 +53,10 @@ class Mailbox:
         mine = [each.box.incarnation for each in self.readers if each.box.worker == f"w{worker}"] or [0]
         incarnation = mine[max(0, len(mine) - 1 - starts_ago)]
         claim = self.claims[max(0, len(self.claims) - 1 - claims_ago)]
-        asked = request(f"g{len(self.log)}:0")
-        self.put(dispatched(asked, worker, slot=0, incarnation=incarnation, claim=claim), asked.trajectory_id)
+        turn_request = request(f"g{len(self.log)}:0")
+        self.put(
+            dispatched(turn_request, worker, slot=0, incarnation=incarnation, claim=claim), turn_request.trajectory_id
+        )
 
 
 MOVES = st.one_of(
@@ -69,23 +71,23 @@ def test_valid_dispatch_is_taken_once_by_its_addressee_only(
     history: list[tuple[object, ...]],
 ) -> None:
     mail = Mailbox()
-    for move, *said in history:
+    for move, *actions in history:
         if move == "start":
-            mail.start(*said)  # type: ignore[arg-type]
+            mail.start(*actions)  # type: ignore[arg-type]
         elif move == "claim":
             mail.claims.append(mail.put(None, FENCING_KEY))
         else:
-            mail.send(*said)  # type: ignore[arg-type]
+            mail.send(*actions)  # type: ignore[arg-type]
     accepted = {id(record) for record in valid_dispatches(mail.log)}
     for at, envelope in enumerate(mail.log):
         if (record := envelope.record) is None:
             continue
         assert isinstance(record, TurnDispatch)
-        read = [each for each in mail.readers if at in each.said]
-        assert all(each.said[at] is InboxAction.IGNORE for each in read if each.box.worker != record.worker)
+        read = [each for each in mail.readers if at in each.actions]
+        assert all(each.actions[at] is InboxAction.IGNORE for each in read if each.box.worker != record.worker)
         own = [each for each in read if each.box.worker == record.worker]
-        assert all(each.said[at] is not InboxAction.IGNORE for each in own)
-        taken = [each.box.incarnation for each in own if each.said[at] is InboxAction.ACCEPT]
+        assert all(each.actions[at] is not InboxAction.IGNORE for each in own)
+        taken = [each.box.incarnation for each in own if each.actions[at] is InboxAction.ACCEPT]
         assert taken in ([], [record.incarnation])
         if id(record) in accepted and any(each.box.incarnation == record.incarnation for each in own):
             assert taken, "a router that is restored believes that it is there"
@@ -98,15 +100,17 @@ def test_other_executors_in_an_inbox_change_nothing_given_the_fencing_tokens(
     mail, alone = Mailbox(), Inbox(f"w{worker}", 0, max_turns=MUCH, token_budget=MUCH)
     mail.start(worker)
     (reader,) = mail.readers
-    for move, *said in history:
+    for move, *actions in history:
         if move == "claim":
             mail.claims.append(mail.put(None, FENCING_KEY))
             alone.on_claim(mail.claims[-1])
-        elif move == "start" and said != [worker]:
-            mail.start(*said)  # type: ignore[arg-type]
+        elif move == "start" and actions != [worker]:
+            mail.start(*actions)  # type: ignore[arg-type]
         elif move == "send":
-            mail.send(*said)  # type: ignore[arg-type]
+            mail.send(*actions)  # type: ignore[arg-type]
             record = mail.log[-1].record
-            if said[0] == worker and isinstance(record, TurnDispatch):
-                assert alone.on_dispatch(record, 0, offset=len(mail.log) - 1).action is reader.said[len(mail.log) - 1]
+            if actions[0] == worker and isinstance(record, TurnDispatch):
+                assert (
+                    alone.on_dispatch(record, 0, offset=len(mail.log) - 1).action is reader.actions[len(mail.log) - 1]
+                )
     assert alone.listed_hashes == reader.box.listed_hashes

@@ -57,14 +57,17 @@ def test_concatenation_of_partial_turns_is_associative(one: list[Token], two: li
 
 @given(TOKENS.map(in_order), st.integers(1, 30), st.integers(1, 60))
 def test_engine_resumes_behind_the_sampled_tokens(tokens: list[Token], context: int, most: int) -> None:
-    asked = dispatched(request("g0:0", context=context, max_tokens=most))
-    whole = asked.request.appended
-    assert (resumed_context(asked, whole), remaining_sampling(asked)) == (whole, asked.request.sampling)
+    dispatch_of_turn = dispatched(request("g0:0", context=context, max_tokens=most))
+    whole = dispatch_of_turn.request.appended
+    assert (resumed_context(dispatch_of_turn, whole), remaining_sampling(dispatch_of_turn)) == (
+        whole,
+        dispatch_of_turn.request.sampling,
+    )
     part = part_of(tokens)
-    dispatch: TurnDispatch = decode(TurnDispatch, encode(msgspec.structs.replace(asked, begun=part)))
+    dispatch: TurnDispatch = decode(TurnDispatch, encode(msgspec.structs.replace(dispatch_of_turn, begun=part)))
     assert resumed_context(dispatch, whole) == whole + part.tokens
     assert remaining_sampling(dispatch).max_tokens + count(part.tokens) == most
-    assert msgspec.structs.replace(remaining_sampling(dispatch), max_tokens=most) == asked.request.sampling
+    assert msgspec.structs.replace(remaining_sampling(dispatch), max_tokens=most) == dispatch_of_turn.request.sampling
 
 
 def test_device_seconds_add_up_by_class() -> None:
@@ -80,12 +83,12 @@ def test_partial_turn_with_incomplete_spans_is_reported(end: int) -> None:
 
 
 def test_unanswerable_turn_is_refused_before_acceptance() -> None:
-    asked = dispatched(request("g0:0", max_tokens=MAX_SPANS + 1))
-    assert not dispatch_error(asked, homes=1)
+    dispatch_of_turn = dispatched(request("g0:0", max_tokens=MAX_SPANS + 1))
+    assert not dispatch_error(dispatch_of_turn, homes=1)
     assert "home 7" in str(dispatch_error(dispatched(request("g0:0", home=7)), homes=7))
     one, many = part_of([(1, -1.0, 3)]), part_of([(1, -1.0, version) for version in range(MAX_SPANS)])
     classes = {f"class-{number}": 1.0 for number in range(MAX_WORKER_CLASSES)}
-    for begun, told in (
+    for partial, refused in (
         (one, ""),
         (msgspec.structs.replace(one, device_seconds={"serving": MAX_DEVICE_SECONDS}), ""),
         (msgspec.structs.replace(one, logprobs=b""), "malformed"),
@@ -93,9 +96,9 @@ def test_unanswerable_turn_is_refused_before_acceptance() -> None:
         (msgspec.structs.replace(one, device_seconds={"serving": 1e12}), "device-seconds"),
         (many, "2048 spans"),
     ):
-        dispatch = msgspec.structs.replace(asked, begun=begun)
+        dispatch = msgspec.structs.replace(dispatch_of_turn, begun=partial)
         flaw = dispatch_error(dispatch, homes=1)
-        assert told in flaw if flaw else not told
+        assert refused in flaw if flaw else not refused
         if not flaw:
             whole = concatenate_parts(dispatch.begun, part_of([(1, -1.0, 4)], {"serving": MAX_DEVICE_SECONDS}))
             assert encode(msgspec.structs.replace(dispatch, begun=whole))

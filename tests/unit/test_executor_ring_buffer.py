@@ -27,23 +27,23 @@ def ends() -> tuple[RingBuffer, RingBuffer]:
 
 
 @given(st.lists(st.one_of(st.binary(max_size=CAPACITY), st.just(None)), max_size=60))
-def test_fitting_message_round_trips_and_a_too_large_message_is_refused(deeds: list[bytes | None]) -> None:
+def test_fitting_message_round_trips_and_a_too_large_message_is_refused(actions: list[bytes | None]) -> None:
     """None: the reader reads."""
     writer, reader = ends()
     expected: list[bytes] = []
-    for deed in deeds:
-        if deed is None:
+    for action in actions:
+        if action is None:
             assert bool(reader) == bool(expected)
             assert list(reader.read()) == expected
             expected.clear()
             continue
         room = CAPACITY - sum(LENGTH.size + len(message) for message in expected)
-        if LENGTH.size + len(deed) <= room:
-            writer.write(deed)
-            expected.append(deed)
+        if LENGTH.size + len(action) <= room:
+            writer.write(action)
+            expected.append(action)
         else:
             with pytest.raises(RingBufferFull):
-                writer.write(deed)
+                writer.write(action)
     assert list(reader.read()) == expected
 
 

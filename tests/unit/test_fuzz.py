@@ -71,11 +71,11 @@ MESSAGES = 180
 """Of each topic; there are 14."""
 
 
-def items(stranger: FuzzGenerator, topic: Topic, count: int) -> Iterator[Envelope | InvalidMessage]:
+def items(fuzz: FuzzGenerator, topic: Topic, count: int) -> Iterator[Envelope | InvalidMessage]:
     """What a reader hands out of a stranger's messages."""
     assert topic.record is not None
     for offset in range(count):
-        raw = stranger.message(topic)
+        raw = fuzz.message(topic)
         key = raw.key.decode(errors="replace") if raw.key else ""
         try:
             record = None if raw.value is None else decode(topic.record, raw.value, raw.headers)
@@ -85,7 +85,7 @@ def items(stranger: FuzzGenerator, topic: Topic, count: int) -> Iterator[Envelop
             yield Envelope(record, topic, 0, offset, key, 1.0, raw)
 
 
-class House:
+class FuzzedCores:
     """The cores of every role, with a life of their own in them for strangers to disturb."""
 
     def __init__(self) -> None:
@@ -140,9 +140,9 @@ class House:
                 self.control.on_summary(record, self.now)
                 self.elasticity()
             case CapacityGrant():
-                voice = list(GrantSource)[item.offset % len(GrantSource)]
-                self.control.on_grant(record.worker, record, self.now, source=voice)
-                self.lease.on_grant(record, self.now, source=voice, live=item.offset % 5 > 0)
+                grant_source = list(GrantSource)[item.offset % len(GrantSource)]
+                self.control.on_grant(record.worker, record, self.now, source=grant_source)
+                self.lease.on_grant(record, self.now, source=grant_source, live=item.offset % 5 > 0)
                 self.lease.permission(self.now)
                 self.elasticity()
             case TrajectoryProgress() | EnvSnapshot() | WeightChunk() | Prompt():
@@ -257,17 +257,17 @@ DONE = turn_finished("g-1:3/2/1", [9, 7], logprob=0.0)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_no_core_fails_on_fuzzed_records(seed: int) -> None:
-    stranger, house = FuzzGenerator(seed), House()
-    taken = {topic: iter(items(stranger, topic, MESSAGES)) for topic in RECORD_TOPICS}
+    fuzz, cores = FuzzGenerator(seed), FuzzedCores()
+    taken = {topic: iter(items(fuzz, topic, MESSAGES)) for topic in RECORD_TOPICS}
     for _ in range(MESSAGES):
         for topic in RECORD_TOPICS:
             item = next(taken[topic])
             try:
-                house.take(item)
+                cores.take(item)
             except Exception as error:
                 error.add_note(f"{topic.name}: {item}")
                 raise
-    house.tell()
+    cores.tell()
 
 
 def test_invalid_requests_do_not_change_the_metrics() -> None:

@@ -41,7 +41,7 @@ def offer(assembly: GroupAssembly, one: Sample, *, partition: int = 0, offset: i
 
 
 @dataclass
-class World:
+class LogState:
     """What is on the log, and the checkpoint that a trainer may keep beside it."""
 
     samples: Log
@@ -58,27 +58,27 @@ class World:
 
 
 @dataclass
-class Life:
+class TrainerRun:
     """A trainer from one start to its end, over what the lives before have left on the log."""
 
-    world: World
+    log_state: LogState
     assembly: GroupAssembly = field(init=False)
     taken: list[str] = field(default_factory=list)
     decided: list[tuple[list[str], ResumePoint]] = field(default_factory=list)
     """Settlements that are not on the log yet."""
 
     def __post_init__(self) -> None:
-        begin = self.world.place
-        settled = self.world.outcomes[begin.outcomes_from :]
-        self.assembly = GroupAssembly(begin, self.world.written, settled=settled)
+        begin = self.log_state.place
+        settled = self.log_state.outcomes[begin.outcomes_from :]
+        self.assembly = GroupAssembly(begin, self.log_state.written, settled=settled)
         self.next = dict(begin.offsets)
 
     def read(self, partition: int) -> None:
         """One record further, if there is one."""
-        offset, records = self.next[partition], self.world.samples[partition]
+        offset, records = self.next[partition], self.log_state.samples[partition]
         if offset < len(records):
             self.next[partition] += 1
-            end = len(self.world.outcomes)
+            end = len(self.log_state.outcomes)
             self.assembly.on_sample(records[offset], partition=partition, offset=offset, outcomes_end=end)
 
     def take(self) -> None:
@@ -88,13 +88,13 @@ class Life:
         """Decide, and write the checkpoint."""
         fresh = [name for name in group_ids if not self.assembly.is_settled(name)]
         self.taken = [name for name in self.taken if name not in group_ids]
-        self.decided.append((fresh, self.assembly.settle(group_ids, outcomes_end=len(self.world.outcomes))))
+        self.decided.append((fresh, self.assembly.settle(group_ids, outcomes_end=len(self.log_state.outcomes))))
         if fresh:
-            self.world.checkpoint = tuple(group_ids)
+            self.log_state.checkpoint = tuple(group_ids)
 
     def commit(self, number: int) -> None:
-        fresh, self.world.place = self.decided.pop(number)
-        self.world.outcomes += fresh
+        fresh, self.log_state.place = self.decided.pop(number)
+        self.log_state.outcomes += fresh
         self.assembly.on_committed(fresh)
 
 
@@ -117,29 +117,29 @@ ACTS = [
 @given(logs(most=1, groups=4, largest=2), st.data())
 def test_every_group_outcome_is_written_once_over_any_restarts(samples: Log, data: st.DataObject) -> None:
     """Settlements that are committed late, in another order, or never; checkpoints settled again; empty settlements."""
-    world = World(samples, dict.fromkeys(range(len(samples)), 0))
+    log_state = LogState(samples, dict.fromkeys(range(len(samples)), 0))
     for _ in range(data.draw(st.integers(2, 4))):
         for number, records in enumerate(samples):
-            world.written[number] = data.draw(st.integers(world.written[number], len(records)))
-        life = Life(world)
+            log_state.written[number] = data.draw(st.integers(log_state.written[number], len(records)))
+        trainer = TrainerRun(log_state)
         if data.draw(st.booleans()):
-            life.settle(world.checkpoint)
+            trainer.settle(log_state.checkpoint)
         for act in data.draw(st.lists(st.sampled_from(ACTS), min_size=12, max_size=30)):
             if act == "read":
-                life.read(data.draw(st.integers(0, len(samples) - 1)))
+                trainer.read(data.draw(st.integers(0, len(samples) - 1)))
             elif act == "take":
-                life.take()
-            elif act == "settle" and life.taken:
-                life.settle(data.draw(st.lists(st.sampled_from(life.taken), min_size=1, unique=True)))
+                trainer.take()
+            elif act == "settle" and trainer.taken:
+                trainer.settle(data.draw(st.lists(st.sampled_from(trainer.taken), min_size=1, unique=True)))
             elif act == "settle nothing":
-                life.settle(())
+                trainer.settle(())
             elif act == "settle the checkpoint's":
-                life.settle(world.checkpoint)
-            elif act == "commit" and life.decided:
-                life.commit(data.draw(st.integers(0, len(life.decided) - 1)))
-        for number in life.next:
-            world.written[number] = max(world.written[number], life.next[number])
-    last = Life(world)
+                trainer.settle(log_state.checkpoint)
+            elif act == "commit" and trainer.decided:
+                trainer.commit(data.draw(st.integers(0, len(trainer.decided) - 1)))
+        for number in trainer.next:
+            log_state.written[number] = max(log_state.written[number], trainer.next[number])
+    last = TrainerRun(log_state)
     for partition, records in enumerate(samples):
         for _ in records:
             last.read(partition)
@@ -148,7 +148,7 @@ def test_every_group_outcome_is_written_once_over_any_restarts(samples: Log, dat
     every = {one.trajectory_id: one for partition in samples for one in partition}.values()
     sizes = {one.group_id: one.group_size for one in every}
     complete = [name for name, size in sizes.items() if sum(one.group_id == name for one in every) == size]
-    assert sorted(world.outcomes) == sorted(complete)
+    assert sorted(log_state.outcomes) == sorted(complete)
 
 
 @given(logs())
@@ -192,8 +192,8 @@ def test_second_sample_of_a_trajectory_is_dropped(again: str) -> None:
 
 @pytest.mark.parametrize("name", ["g:4", "g:-1", "g:01", "g:x", "h:0", "g", "g:٣"])
 def test_sample_that_does_not_belong_to_its_group_is_refused(name: str) -> None:
-    stranger = msgspec.structs.replace(sample(size=4), trajectory_id=name)
-    assert offer(new_assembly(), stranger) is SampleStatus.STRANGER
+    foreign_sample = msgspec.structs.replace(sample(size=4), trajectory_id=name)
+    assert offer(new_assembly(), foreign_sample) is SampleStatus.STRANGER
 
 
 def test_group_returned_but_not_settled_is_read_again() -> None:

@@ -36,12 +36,12 @@ class Clock:
 
 @given(said=st.text(), ready=st.booleans(), lasts=st.floats(0, 1e6), silent=st.floats(0, 1e7))
 def test_health_report_is_valid_for_its_time_and_silence_means_hung(
-    said: str, ready: bool, lasts: float, silent: float
+    sentence: str, ready: bool, lasts: float, silent: float
 ) -> None:
-    how = status_of(LoopReport(said, ready, 0.0, lasts), silent)
+    how = status_of(LoopReport(sentence, ready, 0.0, lasts), silent)
     assert how.alive == (silent <= lasts)
     assert how.ready == (ready and how.alive)
-    assert said in how.sentence
+    assert sentence in how.sentence
 
 
 def test_progress_report_keeps_the_last_status() -> None:
@@ -90,8 +90,8 @@ def test_repeatedly_restarting_process_is_not_ready() -> None:
 def test_executor_with_the_current_policy_and_an_open_gate_is_ready(
     version: int, newest: int, refused: str, paused: str, ready: bool, words: str
 ) -> None:
-    said, is_ready = health_summary(version, newest, refused, pause_reason=paused)
-    assert is_ready == ready and words in said
+    sentence, is_ready = health_summary(version, newest, refused, pause_reason=paused)
+    assert is_ready == ready and words in sentence
 
 
 def test_http_and_command_distinguish_alive_ready_and_hung(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,26 +99,26 @@ def test_http_and_command_distinguish_alive_ready_and_hung(capsys: pytest.Captur
     health = Health(clock)
     address = f"127.0.0.1:{serve_health('127.0.0.1', 0, health)}"
 
-    def asked(path: str) -> tuple[int, str]:
+    def response_of(path: str) -> tuple[int, str]:
         try:
             with urllib.request.urlopen(f"http://{address}{path}", timeout=30) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
-    assert asked("/healthz") == (200, "starting\n")
-    assert asked("/readyz") == (503, "starting\n")
+    assert response_of("/healthz") == (200, "starting\n")
+    assert response_of("/readyz") == (503, "starting\n")
     print_health(Common(), address, live=True)
     with pytest.raises(ProcessUnhealthy, match="starting"):
         print_health(Common(), address, live=False)
     health.report("serves")
-    assert asked("/readyz") == (200, "serves\n")
+    assert response_of("/readyz") == (200, "serves\n")
     print_health(Common(), address, live=False)
     assert capsys.readouterr().out == "starting\nserves\n"
-    assert asked("/metrics")[1].startswith("# HELP")
-    assert asked("/../etc/passwd")[0] == 404
+    assert response_of("/metrics")[1].startswith("# HELP")
+    assert response_of("/../etc/passwd")[0] == 404
     clock.now += HUNG_SECONDS + 1
-    assert {asked("/healthz")[0], asked("/readyz")[0]} == {503}
+    assert {response_of("/healthz")[0], response_of("/readyz")[0]} == {503}
     with pytest.raises(ProcessUnhealthy, match="hangs"):
         print_health(Common(), address, live=True)
 

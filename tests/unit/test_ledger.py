@@ -61,32 +61,32 @@ def audit_of(*events: Event, **since: float) -> Audit:
 
 
 @dataclass(frozen=True)
-class Course:
+class TrajectoryCase:
     """How far a trajectory came, and what the audit must say of it."""
 
     events: tuple[tuple[str, Callable[[str], Event]], ...]
-    said: str
+    expected_state: str
 
 
 TOPICS = ["groups", "progress", "samples", "outcomes", "prompts"]
 
 COURSES = (
-    Course((("progress", progress),), "in_a_turn"),
-    Course((("samples", finished),), "waiting"),
-    Course((("progress", progress), ("progress", tombstone), ("samples", finished)), "waiting"),
-    Course((("samples", finished), ("outcomes", settled)), "trained"),
-    Course((("outcomes", lambda name: settled(name, Outcome.STALE)),), "stale"),
-    Course((("progress", progress), ("progress", tombstone)), "lost"),
-    Course((("progress", tombstone),), "lost"),
-    Course((), "lost"),
-    Course((("samples", finished), ("outcomes", settled), ("outcomes", settled)), "doubled"),
-    Course((("samples", finished), ("samples", finished), ("outcomes", settled)), "doubled"),
+    TrajectoryCase((("progress", progress),), "in_a_turn"),
+    TrajectoryCase((("samples", finished),), "waiting"),
+    TrajectoryCase((("progress", progress), ("progress", tombstone), ("samples", finished)), "waiting"),
+    TrajectoryCase((("samples", finished), ("outcomes", settled)), "trained"),
+    TrajectoryCase((("outcomes", lambda name: settled(name, Outcome.STALE)),), "stale"),
+    TrajectoryCase((("progress", progress), ("progress", tombstone)), "lost"),
+    TrajectoryCase((("progress", tombstone),), "lost"),
+    TrajectoryCase((), "lost"),
+    TrajectoryCase((("samples", finished), ("outcomes", settled), ("outcomes", settled)), "doubled"),
+    TrajectoryCase((("samples", finished), ("samples", finished), ("outcomes", settled)), "doubled"),
 )
 
 
 @given(st.lists(st.sampled_from(COURSES), min_size=1, max_size=12), st.permutations(TOPICS), st.booleans())
 def test_every_trajectory_of_an_open_group_is_counted_in_one_state(
-    courses: list[Course], order: list[str], deleted: bool
+    courses: list[TrajectoryCase], order: list[str], deleted: bool
 ) -> None:
     topics: dict[str, list[Event]] = {name: [] for name in order}
     topics["groups"].append(group(size=len(courses)))
@@ -96,16 +96,16 @@ def test_every_trajectory_of_an_open_group_is_counted_in_one_state(
         for topic, event in course.events:
             topics[topic].append(event(trajectory_id("g", index)))
     audit = audit_of(*(fold for name in order for fold in topics[name]))
-    said = [course.said for course in courses]
+    expected_state = [course.expected_state for course in courses]
     assert audit.requested == len(courses)
     assert audit.in_flight.not_opened == 0
-    assert audit.in_flight.in_a_turn == said.count("in_a_turn")
-    assert audit.in_flight.waiting_for_trainer == said.count("waiting")
-    assert audit.stale == said.count("stale")
-    assert audit.trained == said.count("trained") + said.count("doubled")
-    assert audit.lost == tuple(trajectory_id("g", i) for i, what in enumerate(said) if what == "lost")
-    assert audit.doubled == tuple(trajectory_id("g", i) for i, what in enumerate(said) if what == "doubled")
-    assert audit.clean == (not {"lost", "doubled"} & set(said))
+    assert audit.in_flight.in_a_turn == expected_state.count("in_a_turn")
+    assert audit.in_flight.waiting_for_trainer == expected_state.count("waiting")
+    assert audit.stale == expected_state.count("stale")
+    assert audit.trained == expected_state.count("trained") + expected_state.count("doubled")
+    assert audit.lost == tuple(trajectory_id("g", i) for i, what in enumerate(expected_state) if what == "lost")
+    assert audit.doubled == tuple(trajectory_id("g", i) for i, what in enumerate(expected_state) if what == "doubled")
+    assert audit.clean == (not {"lost", "doubled"} & set(expected_state))
 
 
 @given(

@@ -84,10 +84,10 @@ def after(history: list[tuple[str, int, int, float]], subject: Admission) -> Adm
 
 @given(histories, dials, st.floats(0, 10))
 def test_idle_serving_always_admits_one_bounded_step(
-    history: list[tuple[str, int, int, float]], dial: float, wanted: float
+    history: list[tuple[str, int, int, float]], dial: float, wanted_seconds: float
 ) -> None:
     subject = after(history, admission(dial))
-    answer = subject.admit(ServingState(), step(wanted), now=NOW)
+    answer = subject.admit(ServingState(), step(wanted_seconds), now=NOW)
     assert answer.hold_reason is None and answer.tokens >= 1
     assert answer.seconds == subject.promise.yield_seconds
     assert answer.tokens == 1 or subject.guest.cautious_seconds(answer.tokens) <= answer.seconds + EXACT
@@ -95,10 +95,10 @@ def test_idle_serving_always_admits_one_bounded_step(
 
 @given(histories, moments, st.floats(0, 0.1), st.booleans())
 def test_strict_dial_admits_nothing_while_serving_has_work(
-    history: list[tuple[str, int, int, float]], serving: ServingState, wanted: float, well_known: bool
+    history: list[tuple[str, int, int, float]], serving: ServingState, wanted_seconds: float, well_known: bool
 ) -> None:
     subject = taught(admission(STRICT)) if well_known else after(history, admission(STRICT))
-    answer = subject.admit(serving, step(wanted), now=NOW)
+    answer = subject.admit(serving, step(wanted_seconds), now=NOW)
     if serving.held or serving.waiting or serving.queued:
         assert (answer.seconds, answer.tokens) == (0.0, 0) and answer.hold_reason is not None
     else:
@@ -107,12 +107,12 @@ def test_strict_dial_admits_nothing_while_serving_has_work(
 
 @given(moments, dials, st.floats(0, 0.05), st.lists(st.integers(1, 800), max_size=20), st.floats(0.01, 1))
 def test_admitted_step_violates_no_predicted_deadline(
-    serving: ServingState, dial: float, wanted: float, prompts: list[int], tpot: float
+    serving: ServingState, dial: float, wanted_seconds: float, prompts: list[int], tpot: float
 ) -> None:
     subject = taught(admission(dial, tpot=tpot))
     for tokens in prompts:
         subject.on_arrival(tokens, NOW - 0.1)
-    answer = subject.admit(serving, step(wanted), now=NOW)
+    answer = subject.admit(serving, step(wanted_seconds), now=NOW)
     assert answer.seconds <= subject.promise.yield_seconds
     if answer.hold_reason is not None:
         assert (answer.seconds, answer.tokens) == (0.0, 0)
@@ -141,8 +141,8 @@ def test_slo_dial_lends_within_the_slack_and_names_the_limit() -> None:
     answer = subject.admit(decoding, step(0.01), now=NOW)
     assert answer.hold_reason is None and answer.tokens > 10 and answer.decode_headroom is not None
 
-    def hold(serving: ServingState, wanted: float = 0.01) -> HoldReason | None:
-        return subject.admit(serving, step(wanted), now=NOW).hold_reason
+    def hold(serving: ServingState, wanted_seconds: float = 0.01) -> HoldReason | None:
+        return subject.admit(serving, step(wanted_seconds), now=NOW).hold_reason
 
     assert hold(ServingState(last_tokens=[NOW], waiting=1)) is HoldReason.WAITING
     assert hold(ServingState(last_tokens=[NOW], queued=True)) is HoldReason.WAITING
@@ -153,7 +153,9 @@ def test_slo_dial_lends_within_the_slack_and_names_the_limit() -> None:
 
 
 @given(st.integers(1, 40), st.sampled_from(WorkKind), st.floats(0, 1), st.floats(0, 0.001))
-def test_never_idle_serving_with_slack_starts_to_lend(held: int, work: WorkKind, wanted: float, after: float) -> None:
+def test_never_idle_serving_with_slack_starts_to_lend(
+    held: int, work: WorkKind, wanted_seconds: float, after: float
+) -> None:
     """A guest of which nothing is known: to build it, to prepare its version, and its first step."""
     slo, strict, queued = admission(), admission(STRICT), admission()
     answers = []
@@ -164,7 +166,7 @@ def test_never_idle_serving_with_slack_starts_to_lend(held: int, work: WorkKind,
             seconds = 0.002 + 0.00002 * decoding + after * (number % 2)
             subject.on_serving_step(prompt_tokens=0, decoding=decoding, held=held, seconds=seconds)
         moment = ServingState(last_tokens=[NOW] * held, waiting=int(subject is queued))
-        answers.append(subject.admit(moment, NextWork(work, wanted), now=NOW))
+        answers.append(subject.admit(moment, NextWork(work, wanted_seconds), now=NOW))
     assert [answer.hold_reason for answer in answers] == [None, HoldReason.OCCUPANCY, HoldReason.WAITING]
     assert (answers[0].tokens > 0) is (work is WorkKind.STEP), (
         "a step that has no price yet is of one token, and asked for"
@@ -195,8 +197,8 @@ def test_guest_of_never_idle_serving_continues_after_first_and_slow_steps(slow: 
         seconds = 0.03 * draw.uniform(0.97, 1.03)
         subject.on_serving_step(prompt_tokens=0, decoding=8, held=8, seconds=seconds)
         now += seconds
-        wanted = step(subject.guest.cautious_seconds(16))
-        answer = subject.admit(ServingState(last_tokens=[now] * 8), wanted, now=now)
+        wanted_seconds = step(subject.guest.cautious_seconds(16))
+        answer = subject.admit(ServingState(last_tokens=[now] * 8), wanted_seconds, now=now)
         if answer.hold_reason is None:
             tokens = min(16, answer.tokens)
             taken = (slow if part == 1 else 1.0) * (0.01 + 0.0002 * tokens) * draw.uniform(0.97, 1.03)

@@ -255,11 +255,11 @@ def test_failed_build_releases_all_ranks(monkeypatch: pytest.MonkeyPatch, fails:
 
     for part in ("build_engine", "guest_pool"):
         monkeypatch.setattr(guest_build, part, no_room if part == fails else lambda *_: None)
-    asked: list[str] = []
-    ranks: Any = SimpleNamespace(size=2, call=asked.append)
+    commands: list[str] = []
+    ranks: Any = SimpleNamespace(size=2, call=commands.append)
     with pytest.raises(MemoryError):
         guest_build.build_guest(CONFIG, ranks, LOG)
-    assert asked == ["release"]
+    assert commands == ["release"]
 
 
 @pytest.mark.parametrize("fails", [False, True])

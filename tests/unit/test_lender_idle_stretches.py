@@ -52,12 +52,12 @@ class Link:
     """To a server that says this much and is gone."""
 
     def __init__(self, *reports: Report) -> None:
-        self.said = [*reports]
+        self.pending = [*reports]
 
     def reports(self) -> list[Report]:
-        if not self.said:
+        if not self.pending:
             raise EngineBroken("it is gone")
-        return [self.said.pop(0)]
+        return [self.pending.pop(0)]
 
     def wait(self, seconds: float) -> None:
         assert REGISTRY.get_sample_value("rose_lender_serving_requests", {"state": "running"}) == 1

@@ -77,9 +77,9 @@ class Layered(BusyGuest):
     stands_for = 10**6
     """Looks, after which something waits for the step's end."""
 
-    def __init__(self, between_layers: Callable[[], None], meanwhile: Callable[[int], None]) -> None:
+    def __init__(self, between_layers: Callable[[], None], during_layer: Callable[[int], None]) -> None:
         super().__init__()
-        self.between_layers, self.meanwhile = between_layers, meanwhile
+        self.between_layers, self.during_layer = between_layers, during_layer
         self.is_aside = False
         self.stood = 0
         """Times that it was asked whether it may stand on."""
@@ -103,7 +103,7 @@ class Layered(BusyGuest):
         super().tick(seconds=seconds, tokens=tokens)
         try:
             for layer in range(4):
-                self.meanwhile(layer)
+                self.during_layer(layer)
                 self.between_layers()
         except Exception as error:  # noqa: BLE001
             self.failed = error
@@ -217,7 +217,7 @@ def layered(
 ) -> Layered:
     """A guest beside a core that serves each of those who come, before these layers, in so many steps."""
 
-    def meanwhile(layer: int) -> None:
+    def during_layer(layer: int) -> None:
         done.append(f"layer {layer}")
         if layer in comes:
             core.input_queue.put(request(comes[layer]))
@@ -232,7 +232,7 @@ def layered(
             core.scheduler.running.clear()
         return True
 
-    guest = Layered(turns._yield_to_serving, meanwhile)
+    guest = Layered(turns._yield_to_serving, during_layer)
     guest.has_room, guest.stands_for = has_room, stands_for
     turns._guest = guest  # type: ignore[assignment]
     turns.step(serve)
@@ -325,8 +325,8 @@ def test_paused_step_continues_beside_a_request_only_within_the_slack(
     core: Any, turns: StepInterleaver, slack: float, goes_on: bool
 ) -> None:
     """It is not chopped up any more; and it is charged beside those whom serving holds by then."""
-    told: list[int] = []
-    turns._admission.on_guest_run = lambda *, held, seconds: told.append(held)  # type: ignore[method-assign]
+    reported: list[int] = []
+    turns._admission.on_guest_run = lambda *, held, seconds: reported.append(held)  # type: ignore[method-assign]
     admit = turns._admission.admit
 
     def admits(serving: ServingState, next_work: NextWork, *, now: float) -> AdmissionDecision:
@@ -340,7 +340,7 @@ def test_paused_step_continues_beside_a_request_only_within_the_slack(
     done: list[str] = []
     layered(turns, core, done, comes={1: "a"}, steps=3)
     assert done[2:] == (["a", "layer 2", "layer 3"] if goes_on else ["a", "a", "a", "layer 2", "layer 3"])
-    assert told == ([0, 1] if goes_on else [0, 0])
+    assert reported == ([0, 1] if goes_on else [0, 0])
 
 
 def test_step_planned_in_idle_time_continues_piecewise_beside_serving(
@@ -369,13 +369,13 @@ def test_step_planned_in_idle_time_continues_piecewise_beside_serving(
         learned.on_serving_step(prompt_tokens=0, decoding=1, held=1, seconds=0.032)
         return True
 
-    def meanwhile(layer: int) -> None:
+    def during_layer(layer: int) -> None:
         nonlocal now
         now += 0.001
         if layer == 1:
             core.input_queue.put(request("never ends"))
 
-    guest = Layered(turns._yield_to_serving, meanwhile)
+    guest = Layered(turns._yield_to_serving, during_layer)
     guest.next_work, guest.stands_for = NextWork(WorkKind.STEP, 0.02), 200
     turns._guest = guest  # type: ignore[assignment]
     turns.step(serve)
@@ -383,11 +383,11 @@ def test_step_planned_in_idle_time_continues_piecewise_beside_serving(
 
 
 def test_serving_time_within_a_step_is_not_charged_to_the_guest(core: Any, turns: StepInterleaver) -> None:
-    told: list[float] = []
-    turns._admission.on_guest_run = lambda *, held, seconds: told.append(seconds)  # type: ignore[method-assign]
+    reported: list[float] = []
+    turns._admission.on_guest_run = lambda *, held, seconds: reported.append(seconds)  # type: ignore[method-assign]
     now = iter(range(10**6))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rose.workers.lender.vllm.interleaving.time.monotonic", lambda: float(next(now)))
         layered(turns, core, [], comes={1: "a"}, steps=50)
         between = float(next(now))
-    assert between > 100 and sum(told) < 20 and turns._longest < 5
+    assert between > 100 and sum(reported) < 20 and turns._longest < 5

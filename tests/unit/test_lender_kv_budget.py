@@ -41,7 +41,7 @@ def decide(
     return memory.decide(use_now, most_bytes=most, policy_version=version, grow=grow, now=now)
 
 
-class Tenants(RuleBasedStateMachine):
+class KvBudgetMachine(RuleBasedStateMachine):
     """Two tenants that take what they may, and give back what they must, in any order."""
 
     @initialize(
@@ -57,7 +57,7 @@ class Tenants(RuleBasedStateMachine):
         )
         self.memory = KvBudget(self.bounds)
         self.now, self.version, self.most = 0.0, 0, total
-        self.serving = self.wanted = self.cached = self.hit = 0
+        self.serving = self.wanted_bytes = self.cached = self.hit = 0
         self.guest: dict[str, int] = {}
         self.guest_cached = 0
         self.halvings = 0
@@ -72,7 +72,7 @@ class Tenants(RuleBasedStateMachine):
         before = getattr(self, "shares", None)
         use = KvUsage(
             serving_bytes=self.serving,
-            serving_wanted_bytes=self.wanted,
+            serving_wanted_bytes=self.wanted_bytes,
             serving_cached_bytes=self.cached,
             serving_hit_bytes=self.hit,
             guest_bytes=sum(self.guest.values()),
@@ -108,11 +108,11 @@ class Tenants(RuleBasedStateMachine):
     @rule(share=st.floats(0, 1))
     def serving_takes(self, share: float) -> None:
         """New blocks, out of what it may have; what does not fit is wanted, and given by the next decision."""
-        self.wanted = int(share * (self.bounds.total_bytes - self.serving))
+        self.wanted_bytes = int(share * (self.bounds.total_bytes - self.serving))
         self.look()
-        assert self.serving + self.wanted <= self.shares.serving_bytes or self.shares.kept_bytes == 0
-        self.serving = min(self.serving + self.wanted, self.shares.serving_bytes)
-        self.wanted = 0
+        assert self.serving + self.wanted_bytes <= self.shares.serving_bytes or self.shares.kept_bytes == 0
+        self.serving = min(self.serving + self.wanted_bytes, self.shares.serving_bytes)
+        self.wanted_bytes = 0
         self.cached = min(self.cached, self.shares.serving_bytes - self.serving)
 
     @rule(share=st.floats(0, 1), cached=st.booleans())
@@ -168,8 +168,8 @@ class Tenants(RuleBasedStateMachine):
         assert guest + self.guest_cached <= shares.kept_bytes
 
 
-Tenants.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
-TestTenants = Tenants.TestCase
+KvBudgetMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
+TestTenants = KvBudgetMachine.TestCase
 
 
 def test_worked_example_of_the_documentation_holds() -> None:
@@ -194,14 +194,14 @@ def test_recent_serving_demand_that_returns_cuts_no_guest_turn(peak: int, histor
 
 
 @given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 100))
-def test_serving_gets_its_demand_within_one_decision(serving: int, wanted: int, guest: int) -> None:
+def test_serving_gets_its_demand_within_one_decision(serving: int, wanted_bytes: int, guest: int) -> None:
     """From the one in which the guest would grow, and from a later one."""
     memory = KvBudget(bounds(headroom=0))
-    growing = decide(KvBudget(bounds(headroom=0)), serving, now=0, serving_wanted_bytes=wanted)
-    assert growing.serving_bytes >= min(100, serving + wanted)
+    growing = decide(KvBudget(bounds(headroom=0)), serving, now=0, serving_wanted_bytes=wanted_bytes)
+    assert growing.serving_bytes >= min(100, serving + wanted_bytes)
     budget = decide(memory, 0, now=0).budget_bytes
-    shares = decide(memory, serving, now=1, serving_wanted_bytes=wanted, guest_bytes=min(guest, budget))
-    assert shares.serving_bytes >= min(100, serving + wanted)
+    shares = decide(memory, serving, now=1, serving_wanted_bytes=wanted_bytes, guest_bytes=min(guest, budget))
+    assert shares.serving_bytes >= min(100, serving + wanted_bytes)
 
 
 @given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 100))

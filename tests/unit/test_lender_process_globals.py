@@ -17,18 +17,18 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def apart() -> GlobalsSwap:
+def globals_swap() -> GlobalsSwap:
     return globals_for_build()
 
 
 def test_guest_has_a_tensor_parallel_group_separate_from_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_state, "_TP", "serving's")
-    apart = globals_for_build()
-    with apart.as_guest_build():
+    globals_swap = globals_for_build()
+    with globals_swap.as_guest_build():
         assert parallel_state._TP == "serving's"
         parallel_state._TP = "the guest's"
     assert parallel_state._TP == "serving's"
-    with apart.as_guest():
+    with globals_swap.as_guest():
         assert parallel_state._TP == "the guest's"
 
 
@@ -44,9 +44,9 @@ def test_later_guest_reuses_the_group_of_the_first_without_a_local_serving_worke
         assert parallel_state._TP == "of guests"
 
 
-def test_paused_guest_build_does_not_hold_back_host_output(apart: GlobalsSwap) -> None:
+def test_paused_guest_build_does_not_hold_back_host_output(globals_swap: GlobalsSwap) -> None:
     """vLLM turns the process's standard output away while it makes a group."""
-    with apart.as_guest_build():
+    with globals_swap.as_guest_build():
         quiet = parallel_state.suppress_stdout()
         with quiet:
             assert Path("/proc/self/fd/1").readlink() != Path(os.devnull)
@@ -54,7 +54,7 @@ def test_paused_guest_build_does_not_hold_back_host_output(apart: GlobalsSwap) -
 
 
 @pytest.mark.parametrize("phase", ["as_guest_build", "as_guest"])
-def test_guest_is_not_compiled_and_host_compilation_is_unchanged(apart: GlobalsSwap, phase: str) -> None:
+def test_guest_is_not_compiled_and_host_compilation_is_unchanged(globals_swap: GlobalsSwap, phase: str) -> None:
     """Serving would stand still for as long as that takes."""
     compiled: list[Any] = []
 
@@ -66,19 +66,19 @@ def test_guest_is_not_compiled_and_host_compilation_is_unchanged(apart: GlobalsS
     def twice(numbers: torch.Tensor) -> torch.Tensor:
         return numbers * 2
 
-    with getattr(apart, phase)():
+    with getattr(globals_swap, phase)():
         assert twice(torch.ones(3)).tolist() == [2.0, 2.0, 2.0] and not compiled
     assert twice(torch.ones(3)).tolist() == [2.0, 2.0, 2.0] and len(compiled) == 1
-    with getattr(apart, phase)():
+    with getattr(globals_swap, phase)():
         assert twice(torch.ones(4)).tolist() == [2.0, 2.0, 2.0, 2.0] and len(compiled) == 1
 
 
-def test_tensors_made_by_the_host_during_a_paused_step_have_host_defaults(apart: GlobalsSwap) -> None:
+def test_tensors_made_by_the_host_during_a_paused_step_have_host_defaults(globals_swap: GlobalsSwap) -> None:
     """A tensor that was made in inference mode could not be written to in a step of serving's that is in none."""
     outside = torch.get_rng_state()
-    with apart.as_guest(), torch.inference_mode(), override_forward_context(SimpleNamespace()):
+    with globals_swap.as_guest(), torch.inference_mode(), override_forward_context(SimpleNamespace()):
         torch.manual_seed(7)
-        with apart.as_host():
+        with globals_swap.as_host():
             made = torch.zeros(3)
             assert torch.equal(torch.get_rng_state(), outside) and not is_forward_context_available()
             torch.rand(1)
@@ -90,9 +90,9 @@ def test_tensors_made_by_the_host_during_a_paused_step_have_host_defaults(apart:
 
 
 def test_guest_does_not_rebind_the_memory_of_its_host_process(
-    apart: GlobalsSwap, capfd: pytest.CaptureFixture[str]
+    globals_swap: GlobalsSwap, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with apart.as_guest_build():
+    with globals_swap.as_guest_build():
         torch.ops._C.init_cpu_memory_env([0])
     assert "NUMA" not in capfd.readouterr().err
     assert isinstance(torch.ops._C.init_cpu_memory_env, torch._ops.OpOverloadPacket)

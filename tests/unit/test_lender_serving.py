@@ -21,9 +21,9 @@ class Server:
         self.input_queue = SimpleNamespace(queue=deque())
         self.scheduler = self
         self.next: dict[str, int] = {}
-        self.told: list[dict[str, Any]] = []
+        self.step_arguments: list[dict[str, Any]] = []
         self.admission = Admission(Promise(), serving_step_tokens=512)
-        self.admission.on_serving_step = lambda **told: self.told.append(told)  # type: ignore[method-assign]
+        self.admission.on_serving_step = lambda **step_arguments: self.step_arguments.append(step_arguments)  # type: ignore[method-assign]
         self.view = ServingView(self, self.admission)
 
     def schedule(self) -> Any:
@@ -50,22 +50,22 @@ class Server:
         began = time.monotonic()
         self.scheduler.schedule()
         self.view.on_step(began, time.monotonic())
-        return self.told[-1]
+        return self.step_arguments[-1]
 
 
 def test_chunks_count_as_prefill_until_the_first_token_and_after_preemption() -> None:
     server = Server()
     one, other = server.take("one", time.time()), server.take("other", time.time())
     other.num_output_tokens = 1
-    told = server.step(one=60, other=100)
-    assert (told["prompt_tokens"], told["decoding"], told["held"]) == (160, 0, 2)
+    step_arguments = server.step(one=60, other=100)
+    assert (step_arguments["prompt_tokens"], step_arguments["decoding"], step_arguments["held"]) == (160, 0, 2)
     one.num_output_tokens = 1
-    told = server.step(one=40, other=1)
-    assert (told["prompt_tokens"], told["decoding"]) == (40, 1)
-    told = server.step(one=1, other=1)
-    assert (told["prompt_tokens"], told["decoding"]) == (0, 2)
-    told = server.step(one=103, other=1)  # it was preempted, and computes all of its tokens anew
-    assert (told["prompt_tokens"], told["decoding"]) == (103, 1)
+    step_arguments = server.step(one=40, other=1)
+    assert (step_arguments["prompt_tokens"], step_arguments["decoding"]) == (40, 1)
+    step_arguments = server.step(one=1, other=1)
+    assert (step_arguments["prompt_tokens"], step_arguments["decoding"]) == (0, 2)
+    step_arguments = server.step(one=103, other=1)  # it was preempted, and computes all of its tokens anew
+    assert (step_arguments["prompt_tokens"], step_arguments["decoding"]) == (103, 1)
 
 
 def test_arrival_time_is_never_in_the_future_at_any_host_clock() -> None:

@@ -50,7 +50,7 @@ def host(path: Path) -> Host:
 
 
 @pytest.fixture
-def beside(host: Host, path: Path) -> Iterator[Connection]:
+def sidecar(host: Host, path: Path) -> Iterator[Connection]:
     with closing(connect(path)) as end:
         host.wait()
         yield end
@@ -66,26 +66,26 @@ def ended(end: Connection) -> bool:
     return bool(select.select([end.connection], [], [], 0)[0])
 
 
-def test_commands_and_reports_cross_the_link(host: Host, beside: Connection) -> None:
+def test_commands_and_reports_cross_the_link(host: Host, sidecar: Connection) -> None:
     assert host.feeder.connection is not None
-    order(beside, b"order")
+    order(sidecar, b"order")
     RingBuffer(host.feeder.connection.channel.reports).write(b"report")
     assert list(RingBuffer(host.feeder.connection.channel.commands).read()) == [b"order"]
-    assert list(RingBuffer(beside.channel.reports).read()) == [b"report"]
-    assert not ended(beside)
+    assert list(RingBuffer(sidecar.channel.reports).read()) == [b"report"]
+    assert not ended(sidecar)
 
 
-def test_command_wakes_the_loop_only_while_asleep_even_if_sent_before(host: Host, beside: Connection) -> None:
-    order(beside, b"order")
+def test_command_wakes_the_loop_only_while_asleep_even_if_sent_before(host: Host, sidecar: Connection) -> None:
+    order(sidecar, b"order")
     assert not host.woken.acquire(timeout=4 * BEAT_SECONDS)
     host.feeder.arm_wakeup()
     host.wait()
     host.feeder.arm_wakeup()
-    order(beside, b"another")
+    order(sidecar, b"another")
     host.wait()
 
 
-def test_sleeping_loop_is_woken_for_its_heartbeat(host: Host, beside: Connection) -> None:
+def test_sleeping_loop_is_woken_for_its_heartbeat(host: Host, sidecar: Connection) -> None:
     host.feeder.arm_wakeup()
     began = time.monotonic()
     host.wait()
@@ -111,13 +111,13 @@ def test_connection_without_free_descriptor_does_not_end_the_interpreter(
         assert rests.acquire(timeout=WAIT_SECONDS)
 
 
-def test_last_connected_sidecar_has_the_link(host: Host, path: Path, beside: Connection) -> None:
+def test_last_connected_sidecar_has_the_link(host: Host, path: Path, sidecar: Connection) -> None:
     first = host.feeder.connection
     with closing(connect(path)) as second:
         until(lambda: host.feeder.connection is not first and host.feeder.connection is not None)
         assert host.feeder.closed == [first]
         first.close()  # type: ignore[union-attr]
-        until(lambda: ended(beside))
+        until(lambda: ended(sidecar))
         assert not ended(second)
 
 

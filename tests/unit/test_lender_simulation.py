@@ -16,13 +16,13 @@ HEAVY = LenderSimulation(prompt=8, token=0.0006)
 
 BURSTY = LenderSimulation(rate=10.0, burst=10.0, token=0.00006)
 
-WORLDS = pytest.mark.parametrize("world", [LIGHT, HEAVY, BURSTY], ids=["light", "heavy", "bursty"])
+WORLDS = pytest.mark.parametrize("simulation", [LIGHT, HEAVY, BURSTY], ids=["light", "heavy", "bursty"])
 SEEDS = pytest.mark.parametrize("seed", [1, 2])
 
 
 @cache
-def seen(world: LenderSimulation, dial: float | None, seed: int) -> Seen:
-    return run(world, dial, seed)
+def seen(simulation: LenderSimulation, dial: float | None, seed: int) -> Seen:
+    return run(simulation, dial, seed)
 
 
 @SEEDS
@@ -36,9 +36,9 @@ def test_slack_without_the_guard_raises_occupancy_fivefold_without_late_tokens(s
 @SEEDS
 @WORLDS
 @pytest.mark.parametrize("dial", [0.2, 0.5])
-def test_guard_keeps_occupancy_within_the_dial(world: LenderSimulation, dial: float, seed: int) -> None:
+def test_guard_keeps_occupancy_within_the_dial(simulation: LenderSimulation, dial: float, seed: int) -> None:
     """Against strict: what a request waits for a step that began before it came is the yield bound's."""
-    strict, slo = seen(world, STRICT, seed), seen(world, dial, seed)
+    strict, slo = seen(simulation, STRICT, seed), seen(simulation, dial, seed)
     assert slo.served == strict.served
     assert slo.occupancy < 1.1 * strict.occupancy / (1 - dial)
     assert slo.guest_tokens > 1.02 * strict.guest_tokens
@@ -46,7 +46,7 @@ def test_guard_keeps_occupancy_within_the_dial(world: LenderSimulation, dial: fl
 
 @SEEDS
 @WORLDS
-def test_strict_dial_leaves_occupancy_as_without_guest(world: LenderSimulation, seed: int) -> None:
-    alone, strict = seen(world, None, seed), seen(world, STRICT, seed)
-    assert strict.occupancy < alone.occupancy + world.rate * 0.02
+def test_strict_dial_leaves_occupancy_as_without_guest(simulation: LenderSimulation, seed: int) -> None:
+    alone, strict = seen(simulation, None, seed), seen(simulation, STRICT, seed)
+    assert strict.occupancy < alone.occupancy + simulation.rate * 0.02
     assert strict.guest_tokens > 0

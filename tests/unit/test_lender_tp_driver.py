@@ -27,12 +27,12 @@ class Workers:
 
     def __init__(self, answer: Callable[[int, str, Any], Any]) -> None:
         self.answer = answer
-        self.asked: list[str] = []
+        self.calls: list[str] = []
         self.threads: set[int] = set()
 
     def collective_rpc(self, _: object, *, args: tuple[Any, ...]) -> list[tuple[bool, Any]]:
         name, *arguments = args
-        self.asked.append(name)
+        self.calls.append(name)
         self.threads.add(threading.get_ident())
         return [self._answered(rank, name, arguments) for rank in range(SIZE)]
 
@@ -77,7 +77,7 @@ def test_request_of_another_thread_is_repeated_by_the_loop_until_all_ranks_are_d
         while ranks.has_pending_call:
             ranks.resume_pending(0.001)
     assert building.result() == ["of 0", "of 1", "of 2"]
-    assert workers.asked == ["begin", *["resume"] * SIZE] and workers.threads == {threading.get_ident()}
+    assert workers.calls == ["begin", *["resume"] * SIZE] and workers.threads == {threading.get_ident()}
     assert ranks.take_timings()[0] == SIZE and ranks.take_timings() == (0, 0.0)
 
 
@@ -119,13 +119,13 @@ def checked(weights: TpWeights, tensors: Iterable[tuple[str, torch.Tensor]]) -> 
 
 
 @pytest.fixture
-def lies() -> Any:
+def staged_tensors() -> Any:
     buffer = os.memfd_create("test")
     yield StagedTensors(buffer, write_tensors(buffer, {name: torch.ones(shape) for name, shape in SHAPES.items()}))
     os.close(buffer)
 
 
-def test_version_is_staged_on_all_ranks_before_activation_on_any(lies: StagedTensors) -> None:
+def test_version_is_staged_on_all_ranks_before_activation_on_any(staged_tensors: StagedTensors) -> None:
     left = dict.fromkeys(range(SIZE), 0)
 
     def prepares(rank: int, name: str, arguments: Any) -> Any:
@@ -142,16 +142,16 @@ def test_version_is_staged_on_all_ranks_before_activation_on_any(lies: StagedTen
 
     workers = Workers(prepares)
     weights = TpWeights(ranks_of(workers), SHAPES, torch.float32)
-    version = checked(weights, lies)
+    version = checked(weights, staged_tensors)
     pieces = sum(1 for _ in weights.stage(version))
     assert pieces == SIZE and all(value <= 0 for value in left.values())
-    assert "activate" not in workers.asked
+    assert "activate" not in workers.calls
     weights.activate(version)
-    assert workers.asked[-1] == "activate"
+    assert workers.calls[-1] == "activate"
 
 
 def test_staging_failure_on_a_rank_rejects_the_version_and_activation_failure_ends_the_engine(
-    lies: StagedTensors,
+    staged_tensors: StagedTensors,
 ) -> None:
     def fails_at(what: str) -> Callable[[int, str, Any], Any]:
         def answer(rank: int, name: str, _: Any) -> bool:
@@ -163,9 +163,9 @@ def test_staging_failure_on_a_rank_rejects_the_version_and_activation_failure_en
 
     weights = TpWeights(ranks_of(Workers(fails_at("continue_staging"))), SHAPES, torch.float32)
     with pytest.raises(SwapRefused, match="rank 2: no"):
-        list(weights.stage(checked(weights, lies)))
+        list(weights.stage(checked(weights, staged_tensors)))
     weights = TpWeights(ranks_of(Workers(fails_at("activate"))), SHAPES, torch.float32)
-    version = checked(weights, lies)
+    version = checked(weights, staged_tensors)
     list(weights.stage(version))
     with pytest.raises(EngineBroken, match="rank 2: no"):
         weights.activate(version)

@@ -56,7 +56,7 @@ def halted(process: "subprocess.Popen[bytes]") -> bool:
     return found is None or is_halted(found)
 
 
-class Beside:
+class SidecarStarter:
     """Starts sidecars that do nothing."""
 
     def __init__(self, command: str) -> None:
@@ -71,8 +71,8 @@ class Beside:
 @contextmanager
 def kept(folder: Path, begin: Callable[[], int], *, hang_seconds: float = 60.0) -> Iterator[StatusPage]:
     """While a watchdog keeps; it says goodbye at the end."""
-    pulse, stop = StatusPage.create(folder / "pulse"), Event()
-    watchdog = Watchdog(pulse, folder / "marks" / "stop", begin, hang_seconds=hang_seconds)
+    status_page, stop = StatusPage.create(folder / "pulse"), Event()
+    watchdog = Watchdog(status_page, folder / "marks" / "stop", begin, hang_seconds=hang_seconds)
     thread = Thread(target=watchdog.run, args=(stop,))
     thread.start()
     try:
@@ -83,14 +83,14 @@ def kept(folder: Path, begin: Callable[[], int], *, hang_seconds: float = 60.0) 
 
 
 def test_killed_sidecar_is_restarted_and_a_normal_exit_is_final(tmp_path: Path) -> None:
-    beside = Beside("exec sleep 600")
-    with kept(tmp_path, beside.begin):
-        until(lambda: len(beside.started) == 1)
-        os.kill(beside.started[0].pid, signal.SIGKILL)
-        until(lambda: len(beside.started) == 2)
-        assert not halted(beside.started[1])
-    assert halted(beside.started[1]), "it goes with its watchdog"
-    once = Beside("exit 0")
+    sidecars = SidecarStarter("exec sleep 600")
+    with kept(tmp_path, sidecars.begin):
+        until(lambda: len(sidecars.started) == 1)
+        os.kill(sidecars.started[0].pid, signal.SIGKILL)
+        until(lambda: len(sidecars.started) == 2)
+        assert not halted(sidecars.started[1])
+    assert halted(sidecars.started[1]), "it goes with its watchdog"
+    once = SidecarStarter("exit 0")
     (tmp_path / "again").mkdir()
     with kept(tmp_path / "again", once.begin):
         until(lambda: len(once.started) == 1)
@@ -99,28 +99,28 @@ def test_killed_sidecar_is_restarted_and_a_normal_exit_is_final(tmp_path: Path) 
 
 
 def test_watchdog_that_cannot_start_the_sidecar_keeps_trying(tmp_path: Path) -> None:
-    beside, failed = Beside("exec sleep 600"), list[float]()
+    sidecars, failed = SidecarStarter("exec sleep 600"), list[float]()
 
     def begin() -> int:
         if not failed:
             failed.append(time.monotonic())
             raise BlockingIOError("no process is left")
-        return beside.begin()
+        return sidecars.begin()
 
-    with kept(tmp_path, begin) as pulse:
-        until(lambda: len(beside.started) == 1)
-        assert pulse.stop_reason is None
+    with kept(tmp_path, begin) as status_page:
+        until(lambda: len(sidecars.started) == 1)
+        assert status_page.stop_reason is None
 
 
 def test_sidecar_without_kernel_information_is_restarted(tmp_path: Path) -> None:
-    beside = Beside("exec sleep 600")
+    sidecars = SidecarStarter("exec sleep 600")
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        with kept(tmp_path, beside.begin):
-            until(lambda: len(beside.started) == 1)
-            os.kill(beside.started[0].pid, signal.SIGKILL)
-            until(lambda: len(beside.started) == 2)
-        assert halted(beside.started[1])
+        with kept(tmp_path, sidecars.begin):
+            until(lambda: len(sidecars.started) == 1)
+            os.kill(sidecars.started[0].pid, signal.SIGKILL)
+            until(lambda: len(sidecars.started) == 2)
+        assert halted(sidecars.started[1])
     finally:
         signal.signal(signal.SIGCHLD, before)
 
@@ -128,17 +128,17 @@ def test_sidecar_without_kernel_information_is_restarted(tmp_path: Path) -> None
 def test_stop_file_stops_lending_and_so_does_a_silent_watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "marks" / "stop"
     file.parent.mkdir()
-    with kept(tmp_path, Beside("exec sleep 600").begin) as pulse:
-        assert pulse.stop_reason is None
+    with kept(tmp_path, SidecarStarter("exec sleep 600").begin) as status_page:
+        assert status_page.stop_reason is None
         for present in (True, False, True):
             began = time.monotonic()
             file.touch() if present else file.unlink()
-            until(lambda: bool(pulse.stop_reason) is present)  # noqa: B023
+            until(lambda: bool(status_page.stop_reason) is present)  # noqa: B023
             assert time.monotonic() - began < STOP_SECONDS
     file.unlink()
     monkeypatch.setattr(watchdog_page, "WATCHDOG_SILENT_SECONDS", 0.0)
-    pulse.on_poll(stop=False)
-    assert "silent" in str(pulse.stop_reason)
+    status_page.on_poll(stop=False)
+    assert "silent" in str(status_page.stop_reason)
     assert StatusPage(None).stop_reason is None, "where there never was a watchdog, none is missed"
 
 
@@ -150,10 +150,10 @@ def test_unreadable_stop_file_stops_lending(tmp_path: Path) -> None:
 @pytest.mark.parametrize("holder", ["guest", "serving"])
 def test_hung_guest_ends_its_engine_core_and_slow_serving_does_not(tmp_path: Path, holder: str) -> None:
     log = tmp_path / "log"
-    with kept(tmp_path, Beside("exec sleep 600").begin, hang_seconds=1.0), log.open("wb") as output:
+    with kept(tmp_path, SidecarStarter("exec sleep 600").begin, hang_seconds=1.0), log.open("wb") as output:
         ranks = [subprocess.Popen(["sh", "-c", "trap '' RTMIN+6; exec sleep 600"]) for _ in range(2)]
-        stranger = subprocess.Popen(["sleep", "600"])  # which has got the id of a rank that is gone
-        names = [*map(named, ranks), named(stranger, before=1)]
+        other_process = subprocess.Popen(["sleep", "600"])  # which has got the id of a rank that is gone
+        names = [*map(named, ranks), named(other_process, before=1)]
         core = subprocess.Popen(
             [sys.executable, "-c", CORE, str(tmp_path / "pulse"), holder, *names], cwd=ROOT, stderr=output
         )
@@ -167,7 +167,7 @@ def test_hung_guest_ends_its_engine_core_and_slow_serving_does_not(tmp_path: Pat
             time.sleep(4.0)
             assert core.poll() is None and not (tmp_path / "marks").exists()
             ranks.append(core)
-        for each in (stranger, *ranks):
+        for each in (other_process, *ranks):
             assert each.poll() is None
             each.kill()
             each.wait()
@@ -186,7 +186,7 @@ def test_halted_rank_time_does_not_count_as_guest_hang(tmp_path: Path, monkeypat
     monkeypatch.setattr(watchdogs, "HangDetector", Noted)
     ranks = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
     ranks[1].send_signal(signal.SIGSTOP)
-    with kept(tmp_path, Beside("exec sleep 600").begin):
+    with kept(tmp_path, SidecarStarter("exec sleep 600").begin):
         command = [sys.executable, "-c", CORE, str(tmp_path / "pulse"), "guest", *map(named, ranks)]
         core = subprocess.Popen(command, cwd=ROOT)
         until(lambda: len(looks) > 2)
@@ -208,19 +208,19 @@ def test_engine_core_that_outlives_its_server_ends_with_the_watchdog(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str
 ) -> None:
     monkeypatch.setattr(watchdogs, "ORPHAN_SECONDS", 0.5)  # it does not leave by itself
-    with kept(tmp_path, Beside("exec sleep 600").begin) as pulse:
+    with kept(tmp_path, SidecarStarter("exec sleep 600").begin) as status_page:
         rank = subprocess.Popen(["sleep", "600"])  # one that hangs
-        stranger = subprocess.Popen(["sleep", "600"])  # as above
-        names = [named(rank), named(stranger, before=1)]
+        other_process = subprocess.Popen(["sleep", "600"])  # as above
+        names = [named(rank), named(other_process, before=1)]
         core = subprocess.Popen([sys.executable, "-c", CORE, str(tmp_path / "pulse"), "serving", *names], cwd=ROOT)
-        until(lambda: pulse.core == process_id_of(core.pid) and len(pulse.ranks) == len(names))
+        until(lambda: status_page.core == process_id_of(core.pid) and len(status_page.ranks) == len(names))
         time.sleep(2 * watchdogs.POLL_SECONDS)  # until the watchdog has looked
         if server == "killed":
             monkeypatch.setattr(os, "getppid", lambda: 1)
     if server == "killed":
         assert core.wait(60.0) in (-signal.SIGTERM, -signal.SIGKILL)
         assert rank.wait(60.0) == -signal.SIGKILL
-    for each in (stranger,) if server == "killed" else (stranger, core, rank):
+    for each in (other_process,) if server == "killed" else (other_process, core, rank):
         assert each.poll() is None
         each.kill()
         each.wait()
@@ -229,10 +229,10 @@ def test_engine_core_that_outlives_its_server_ends_with_the_watchdog(
 def test_engine_core_started_after_the_last_check_ends_with_its_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pulse, stop = StatusPage.create(tmp_path / "pulse"), Event()
-    watchdog = Watchdog(pulse, tmp_path / "stop", Beside("exec sleep 600").begin, hang_seconds=60.0)
+    status_page, stop = StatusPage.create(tmp_path / "pulse"), Event()
+    watchdog = Watchdog(status_page, tmp_path / "stop", SidecarStarter("exec sleep 600").begin, hang_seconds=60.0)
     core = subprocess.Popen([sys.executable, "-c", CORE, str(tmp_path / "pulse"), "serving"], cwd=ROOT)
-    until(lambda: pulse.core is not None)
+    until(lambda: status_page.core is not None)
     monkeypatch.setattr(os, "getppid", lambda: 1)
     stop.set()  # it never looks
     watchdog.run(stop)

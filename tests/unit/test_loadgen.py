@@ -29,19 +29,19 @@ class Server:
     """Streams as many tokens as it is asked for; refuses the second request."""
 
     def __init__(self) -> None:
-        self.asked: list[dict[str, object]] = []
+        self.requests: list[dict[str, object]] = []
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "serving", "max_model_len": 512}]})
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        wanted = await request.json()
-        self.asked.append(wanted)
-        if len(self.asked) == 2:
+        body = await request.json()
+        self.requests.append(body)
+        if len(self.requests) == 2:
             return web.Response(status=503, text="no room")
         response = web.StreamResponse()
         await response.prepare(request)
-        for token in range(wanted["max_tokens"]):
+        for token in range(body["max_tokens"]):
             chunk = {"choices": [{"token_ids": [7 + token]}]}
             await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
         return response
@@ -78,13 +78,13 @@ async def test_latency_of_each_request_is_recorded_pass_by_pass(tmp_path: Path) 
         stop.set()
         await asking
     first, refused, third, again = read_request_log(tmp_path / "run")[:4]
-    assert [len(each["prompt"]) for each in server.asked[:3]] == [4, 2, 1]  # type: ignore[arg-type]
-    assert max(max(each["prompt"]) for each in server.asked) < 40  # type: ignore[call-overload]
+    assert [len(each["prompt"]) for each in server.requests[:3]] == [4, 2, 1]  # type: ignore[arg-type]
+    assert max(max(each["prompt"]) for each in server.requests) < 40  # type: ignore[call-overload]
     assert (first.tokens, third.tokens) == (2, 4)
     assert first.first_token_seconds is not None and 0 < first.first_token_seconds <= first.seconds
     assert "no room" in refused.error and refused.first_token_seconds is None
     assert again.at - first.at == pytest.approx(0.1 + PAUSE_SECONDS)
-    assert server.asked[0]["cache_salt"] != server.asked[3]["cache_salt"]
+    assert server.requests[0]["cache_salt"] != server.requests[3]["cache_salt"]
 
 
 class Slow(Server):
@@ -95,9 +95,9 @@ class Slow(Server):
         self.answers = asyncio.Event()
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append({})
-        await (self.answers.wait() if len(self.asked) % 2 else asyncio.Event().wait())
-        self.asked.append({})  # as the second is refused
+        self.requests.append({})
+        await (self.answers.wait() if len(self.requests) % 2 else asyncio.Event().wait())
+        self.requests.append({})  # as the second is refused
         return await super().complete(request)
 
 
@@ -109,17 +109,17 @@ async def test_requests_in_flight_at_the_stop_are_awaited_and_recorded(
     async with answering(server) as url:
         asking = asyncio.create_task(asyncio.to_thread(run_loadgen, users(tmp_path), url, stop))
         async with asyncio.timeout(60):
-            while len(server.asked) < 3:
+            while len(server.requests) < 3:
                 await asyncio.sleep(0.02)
         stop.set()
         await asyncio.sleep(1.0)
         server.answers.set()
         await asking
-        asked = len(server.asked)
+        requests = len(server.requests)
     waits = read_request_log(tmp_path / "run")
     assert [each.error for each in waits].count("") == 2
     assert [each.seconds > 3.0 for each in waits if "asked to stop" in each.error] == [True]
-    assert asked == 3 + 2 * 2 and len(waits) == 3, "nothing more was asked for"
+    assert requests == 3 + 2 * 2 and len(waits) == 3, "nothing more was asked for"
 
 
 def test_load_generator_stops_without_a_server(tmp_path: Path) -> None:

@@ -20,16 +20,16 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] 
 HEADS = {"hidden_size": 64, "num_attention_heads": 2}
 
 
-def folder_of(place: Path, **said: Any) -> Path:
+def folder_of(place: Path, **settings: Any) -> Path:
     """One whose config.json is read, and no more."""
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 12}
-    (place / "config.json").write_text(json.dumps(config | said))
+    (place / "config.json").write_text(json.dumps(config | settings))
     save_file({"model.norm.weight": np.zeros(4, np.float32)}, place / "model.safetensors")
     return place
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("settings", "reason"),
     [
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "alpha": 9.0}}, "rope_type dynamic"),
@@ -67,9 +67,9 @@ def folder_of(place: Path, **said: Any) -> Path:
     ],
 )
 def test_option_computed_differently_by_trainer_and_engine_is_refused_by_both(
-    said: dict[str, Any], reason: str, tmp_path: Path
+    settings: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    folder = folder_of(tmp_path, **said)
+    folder = folder_of(tmp_path, **settings)
     sentences = set()
     for start in (check_folder, load_policy):
         with pytest.raises(UsageError, match=reason) as caught:
@@ -79,7 +79,7 @@ def test_option_computed_differently_by_trainer_and_engine_is_refused_by_both(
 
 
 @pytest.mark.parametrize(
-    "said",
+    "settings",
     [
         {"rope_scaling": None, "is_causal": True, "use_bidirectional_attention": False, "scale_attn_weights": True},
         {"rope_scaling": {"type": "linear", "factor": 4.0}},
@@ -108,12 +108,12 @@ def test_option_computed_differently_by_trainer_and_engine_is_refused_by_both(
         {"model_type": "qwen3_5_text", "rope_parameters": {"rope_type": "default", "mrope_section": [11, 11, 10]}},
     ],
 )
-def test_option_computed_alike_by_trainer_and_engine_is_accepted(said: Mapping[str, Any], tmp_path: Path) -> None:
-    check_agreement(tmp_path, said)
+def test_option_computed_alike_by_trainer_and_engine_is_accepted(settings: Mapping[str, Any], tmp_path: Path) -> None:
+    check_agreement(tmp_path, settings)
 
 
 @pytest.mark.parametrize(
-    ("said", "most"),
+    ("settings", "most"),
     [
         ({}, None),
         ({"max_position_embeddings": 64}, 64),
@@ -157,8 +157,8 @@ def test_option_computed_alike_by_trainer_and_engine_is_accepted(said: Mapping[s
         ({"model_type": "of-nobody", "max_position_embeddings": 256, "sliding_window": 64}, 256),
     ],
 )
-def test_context_limit_is_the_longest_that_both_compute_alike(said: Mapping[str, Any], most: int | None) -> None:
-    assert max_context_tokens(said) == most
+def test_context_limit_is_the_longest_that_both_compute_alike(settings: Mapping[str, Any], most: int | None) -> None:
+    assert max_context_tokens(settings) == most
 
 
 def test_executor_with_longer_turns_is_refused_before_its_engine_is_built(tmp_path: Path) -> None:

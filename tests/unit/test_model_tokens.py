@@ -30,8 +30,8 @@ def written(path: Path, tokenizer: Tokenizer, template: str = CHATML, **files: d
     """A folder with files of these names; what `tokenizer_config` does not say nobody says."""
     made = folder(path, tokenizer, template)
     files["tokenizer_config"] = {"tokenizer_class": "PreTrainedTokenizerFast"} | files.get("tokenizer_config", {})
-    for name, said in files.items():
-        (made / f"{name}.json").write_text(json.dumps(said), encoding="utf-8")
+    for name, content in files.items():
+        (made / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return made
 
 
@@ -41,8 +41,8 @@ def reads_as_transformers(made: Path) -> TurnFormat:
 
     turns, reference = TurnFormat(made), AutoTokenizer.from_pretrained(made, local_files_only=True)
     messages = [("user", "7 and 3"), ("assistant", "10, I think"), ("user", "over")]
-    said = [{"role": role, "content": text} for role, text in messages]
-    rendered = reference.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+    conversation = [{"role": role, "content": text} for role, text in messages]
+    rendered = reference.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
     context = turns.observation_tokens("7 and 3", first=True) + turns.action_tokens("10, I think")
     context += turns.observation_tokens("over", first=False)
     assert context == reference.encode(rendered, add_special_tokens=False)
@@ -74,7 +74,7 @@ def test_special_tokens_are_found_where_transformers_finds_them(
     tmp_path: Path, files: dict[str, Any], begin: str
 ) -> None:
     tokenizer = byte_level(special_tokens("<s>", *MARKS))
-    named: dict[str, Any] = {name: dict(said) for name, said in files.items()}
+    named: dict[str, Any] = {name: dict(content) for name, content in files.items()}
     reads_as_transformers(written(tmp_path, tokenizer, begin + CHATML, **named))
 
 
@@ -115,7 +115,7 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("files", ELSEWHERE.values(), ids=ELSEWHERE.keys())
 def test_tokens_from_auxiliary_files_are_tokens(tmp_path: Path, files: dict[str, Any]) -> None:
-    named: dict[str, Any] = {name: dict(said) for name, said in files.items()}
+    named: dict[str, Any] = {name: dict(content) for name, content in files.items()}
     turns = reads_as_transformers(written(tmp_path, byte_level([]), **named))
     assert turns.stop_token_ids[0] == SIZE + 1
     plain, spelt = (turns.observation_tokens(text, first=False) for text in ("go", "".join(MARKS)))
@@ -146,7 +146,7 @@ def test_configuration_flags_override_tokenizer_flags(tmp_path: Path) -> None:
     ],
 )
 def test_tokens_with_impossible_ids_are_refused(tmp_path: Path, files: dict[str, Any], reason: str) -> None:
-    named: dict[str, Any] = {name: dict(said) for name, said in files.items()}
+    named: dict[str, Any] = {name: dict(content) for name, content in files.items()}
     with pytest.raises(TurnFormatError, match=reason) as refused:
         TurnFormat(written(tmp_path, byte_level([]), **named))
     assert "\n" not in str(refused.value)
@@ -166,20 +166,20 @@ def test_ids_unlike_those_of_the_library_are_refused_by_every_reader(
 ) -> None:
     tokenizer = byte_level(special_tokens("<spare>", MARKS[1]))
     made = with_model(tmp_path, 8000, tokenizer)
-    said = json.loads((made / "tokenizer.json").read_bytes())
-    change(said["added_tokens"][0])
-    (made / "tokenizer.json").write_text(json.dumps(said))
+    json_content = json.loads((made / "tokenizer.json").read_bytes())
+    change(json_content["added_tokens"][0])
+    (made / "tokenizer.json").write_text(json.dumps(json_content))
     for start, error in ((TurnFormat, TurnFormatError), (check_folder, ModelFolderError)):
         with pytest.raises(error, match=r"tokenizer\.json: added_tokens says that '<\|im_start\|>' is token"):
             start(made)
 
 
 def test_configured_id_unknown_to_the_tokenizer_is_refused(tmp_path: Path) -> None:
-    said = {"added_tokens_decoder": {"0": entry(MARKS[0]), "7": entry(MARKS[1])}}
+    configuration = {"added_tokens_decoder": {"0": entry(MARKS[0]), "7": entry(MARKS[1])}}
     with pytest.raises(
         TurnFormatError, match=r"'<.im_end.>' is token 7, and by the tokens of tokenizer\.json it would be 1"
     ):
-        TurnFormat(written(tmp_path, byte_level(special_tokens(*MARKS)), tokenizer_config=said))
+        TurnFormat(written(tmp_path, byte_level(special_tokens(*MARKS)), tokenizer_config=configuration))
 
 
 @pytest.mark.parametrize("name", ["vocab.json", "tokenizer.model"])
@@ -208,10 +208,10 @@ def with_model(path: Path, vocabulary: int, tokenizer: Tokenizer, *, nested: boo
 
 def with_hole(number: int) -> Tokenizer:
     """A tokenizer one of whose ids is this."""
-    said = json.loads(byte_level(special_tokens(*MARKS)).to_str())
-    said["model"]["vocab"]["zz"] = number
-    said["model"]["merges"].append(["z", "z"])
-    return Tokenizer.from_str(json.dumps(said))
+    json_content = json.loads(byte_level(special_tokens(*MARKS)).to_str())
+    json_content["model"]["vocab"]["zz"] = number
+    json_content["model"]["merges"].append(["z", "z"])
+    return Tokenizer.from_str(json.dumps(json_content))
 
 
 def test_text_with_ids_beyond_the_model_is_refused_by_every_reader(tmp_path: Path) -> None:
@@ -247,9 +247,9 @@ def test_added_tokens_beyond_the_model_vocabulary_are_never_used(tmp_path: Path)
     made = with_model(tmp_path, MODEL, tokenizer, tokenizer_config={"pad_token": "[PAD]", "unk_token": "<unk>"})
     turns = TurnFormat(made)
     text = "<tool>[PAD]<unk> go"
-    said = turns.observation_tokens(text, first=False)
-    assert max(said) < MODEL
-    assert text in turns.action_text(said)
+    text_tokens = turns.observation_tokens(text, first=False)
+    assert max(text_tokens) < MODEL
+    assert text in turns.action_text(text_tokens)
     assert check_folder(made)[1] == MODEL
 
 
@@ -308,8 +308,8 @@ def test_python_number_literals_outside_json_are_read(tmp_path: Path) -> None:
     path = folder(tmp_path, tokenizer, CHATML, stops=[2])
     for name, field in (("config.json", "time_step_limit"), ("generation_config.json", "min_length")):
         file = path / name
-        said = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"vocab_size": 512}
-        file.write_text(json.dumps({**said, field: float("inf"), "other": float("nan")}), encoding="utf-8")
+        json_content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"vocab_size": 512}
+        file.write_text(json.dumps({**json_content, field: float("inf"), "other": float("nan")}), encoding="utf-8")
     assert TurnFormat(path).stop_token_ids == (1, 2)
 
 

@@ -153,8 +153,8 @@ def test_stalled_worker_of_three_is_named_while_the_others_progress() -> None:
     run = Run(9, [0, 1, 2] * 3)
     prompts, results = {1: 7, 4: 7, 7: 6}, {1: 4, 7: 5}
     run.go(STALLED_SECONDS + 2 * EVERY, still={1, 4, 7}, prompts=prompts, results=results)
-    told = {each.sentence for each in run.environments() if each.severity is Severity.UNWELL}
-    assert told == {
+    sentences = {each.sentence for each in run.environments() if each.severity is Severity.UNWELL}
+    assert sentences == {
         "9 results wait for environment-1 (homes 1, 7), and none was applied for 12 s",
         "20 prompts wait and the window has room, but no group was opened for 12 s: "
         "see the log of environment-1 (homes 1, 4, 7)",

@@ -79,9 +79,9 @@ def test_next_version_records_with_the_new_field_are_read_by_this_version(
 def test_prompt_with_a_feature_of_the_next_version_is_refused(newer: dict[type[Record], bytes]) -> None:
     with pytest.raises(RecordError, match=f"no field `{FIELD}`"):
         decode(Prompt, newer[Prompt])
-    said = msgpack.unpackb(newer[Prompt])
-    del said[FIELD], said["sampling"][FIELD]
-    assert decode(Prompt, msgpack.packb(said)) in EXAMPLES
+    values = msgpack.unpackb(newer[Prompt])
+    del values[FIELD], values["sampling"][FIELD]
+    assert decode(Prompt, msgpack.packb(values)) in EXAMPLES
 
 
 def _with_nested(example: Record, wire: bytes) -> Record:
@@ -114,10 +114,10 @@ def test_edited_dead_letter_keeps_fields_of_the_next_version(
     """Sent back from the file that `rose dlq show` gives, with one more field set; bytes stay bytes."""
     [topic] = [topic for topic in RECORD_TOPICS if topic.record is record]
     raw = RawMessage(b"key", newer[record])
-    letter = DeadLetter(topic=topic, partition=0, offset=0, key=b"key", reason="", dead_lettered_at=0.0, raw=raw)
+    dead_letter = DeadLetter(topic=topic, partition=0, offset=0, key=b"key", reason="", dead_lettered_at=0.0, raw=raw)
     file = tmp_path / "letter.json"
-    file.write_text(show_value(letter))
-    sent = edited_message(letter, file, [f'{name_of(record)}="again"']).value
+    file.write_text(show_value(dead_letter))
+    sent = edited_message(dead_letter, file, [f'{name_of(record)}="again"']).value
     assert sent is not None
     assert msgpack.unpackb(sent) == msgpack.unpackb(newer[record]) | {name_of(record): "again"}
 

@@ -104,8 +104,8 @@ def test_dashboard_query_selects_the_chosen_jobs() -> None:
 def test_every_alert_queries_exported_metrics_and_has_a_runbook() -> None:
     headings = re.findall(r"^#+ (.+)$", (ROOT / "docs" / "operations" / "alerts.md").read_text(), re.MULTILINE)
     for rule in rules():
-        asked = names_in(rule["expr"])
-        assert asked and asked <= known(), rule["alert"]
+        queried = names_in(rule["expr"])
+        assert queried and queried <= known(), rule["alert"]
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"]["summary"].endswith(".")
         assert rule["annotations"]["runbook"] == f"docs/operations/alerts.md#{rule['alert'].lower()}"
@@ -120,8 +120,8 @@ def test_every_alert_is_tested_to_fire_and_to_stay_silent() -> None:
     for each in yaml.safe_load(TESTS.read_text())["tests"]:
         for case in each["alert_rule_test"]:
             (firing if case["exp_alerts"] else silent).add(case["alertname"])
-        asked = {name for series in each["input_series"] for name in names_in(series["series"])}
-        assert asked <= known(), each["name"]
+        queried = {name for series in each["input_series"] for name in names_in(series["series"])}
+        assert queried <= known(), each["name"]
     assert firing == silent == {rule["alert"] for rule in rules()}
 
 

@@ -37,9 +37,9 @@ def made(folder: Path, kind: str, **fields: Any) -> Path:
     return folder
 
 
-def rewrite(folder: Path, **said: object) -> Path:
+def rewrite(folder: Path, **settings: object) -> Path:
     file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | said))
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     return folder
 
 
@@ -104,13 +104,13 @@ def test_attention_implementation_named_by_the_folder_is_ignored(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "said",
+    "settings",
     [{"return_dict": False}, {"torchscript": True}, {"output_attentions": True, "output_hidden_states": True}],
 )
-def test_output_settings_of_a_folder_are_ignored(said: dict[str, bool], tmp_path: Path) -> None:
+def test_output_settings_of_a_folder_are_ignored(settings: dict[str, bool], tmp_path: Path) -> None:
     folder, row = made(tmp_path, "llama"), [*range(2, 20)]
     expected = logprobs_of(load_policy(folder), row)
-    assert torch.equal(logprobs_of(load_policy(rewrite(folder, **said)), row), expected)
+    assert torch.equal(logprobs_of(load_policy(rewrite(folder, **settings)), row), expected)
 
 
 def test_bloom_setting_that_leaves_out_biases_is_ignored(tmp_path: Path) -> None:

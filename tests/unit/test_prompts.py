@@ -13,12 +13,12 @@ CONFIGURED = Sampling(temperature=0.7, max_tokens=4096, stop_token_ids=(2,))
 
 
 def prompt(**fields: object) -> Prompt:
-    said = {"group_id": "g", "group_size": 2, "environment": "calculator", **fields}
-    return msgspec.convert(said, Prompt)
+    fields_of_prompt = {"group_id": "g", "group_size": 2, "environment": "calculator", **fields}
+    return msgspec.convert(fields_of_prompt, Prompt)
 
 
 @pytest.mark.parametrize(
-    ("said", "drawn"),
+    ("fields_of_prompt", "drawn"),
     [
         ({}, CONFIGURED),
         ({"temperature": 1.0}, msgspec.structs.replace(CONFIGURED, temperature=1.0)),
@@ -27,8 +27,10 @@ def prompt(**fields: object) -> Prompt:
         ({"seed": 0}, msgspec.structs.replace(CONFIGURED, seed=0)),
     ],
 )
-def test_default_sampling_is_kept_when_another_worker_takes_over(said: dict[str, object], drawn: Sampling) -> None:
-    whole = with_full_sampling(prompt(sampling=said), CONFIGURED)
+def test_default_sampling_is_kept_when_another_worker_takes_over(
+    fields_of_prompt: dict[str, object], drawn: Sampling
+) -> None:
+    whole = with_full_sampling(prompt(sampling=fields_of_prompt), CONFIGURED)
     assert whole.sampling.with_defaults(CONFIGURED) == whole.sampling.with_defaults(Sampling()) == drawn
     assert with_full_sampling(whole, Sampling(temperature=2.0)) == whole
 

@@ -77,17 +77,17 @@ def test_abandoned_turn_has_no_prefill_and_no_decode() -> None:
 
 def test_replay_of_a_trajectory_shows_every_attempt_and_text() -> None:
     late = replace(RESULT, attempt=0, times=replace(RESULT.times, finished_at=9.0))
-    lives = fold_trajectory(NAME, found(PROMPT, REQUEST, DISPATCH, RESULT, late, SAMPLE, OUTCOME))
-    [life] = lives.episodes
-    turn = life.turns[REQUEST.turn]
+    episodes = fold_trajectory(NAME, found(PROMPT, REQUEST, DISPATCH, RESULT, late, SAMPLE, OUTCOME))
+    [trajectory_number] = episodes.episodes
+    turn = trajectory_number.turns[REQUEST.turn]
     assert turn.request == REQUEST
     assert turn.attempts[DISPATCH.attempt].dispatches == [DISPATCH]
     assert [each for _, attempt in sorted(turn.attempts.items()) for each in attempt.results] == [late, RESULT]
-    assert life.samples == [SAMPLE]
-    text = "\n".join(describe_trajectory(lives, lambda tokens: f"<{len(tokens)} tokens>"))
+    assert trajectory_number.samples == [SAMPLE]
+    text = "\n".join(describe_trajectory(episodes, lambda tokens: f"<{len(tokens)} tokens>"))
     for words in (NAME, "calculator", "executor-0", "because", "trained at step 5", "reward 1", "<2"):
         assert words in text
-    assert "<" not in "\n".join(describe_trajectory(lives))
+    assert "<" not in "\n".join(describe_trajectory(episodes))
 
 
 @pytest.mark.parametrize(
@@ -119,17 +119,21 @@ def test_replay_of_a_prompt_without_trajectories_is_shown() -> None:
 def test_two_trajectories_of_one_id_are_not_mixed(first: int, second: int, order: object) -> None:
     requests: list[Record] = []
     rest: list[Record] = []
-    for life, turns in enumerate((first, second)):
+    for trajectory_number, turns in enumerate((first, second)):
         for turn in range(turns):
-            asked = replace(REQUEST, turn=turn, requested_at=100.0 * life + turn + 1)
-            times = TurnTimes(requested_at=asked.requested_at)
-            requests.append(asked)
-            rest.append(replace(DISPATCH, asked=msgspec.Raw(encode(asked)), attempt=0, worker=f"executor-{life}"))
-            rest.append(replace(RESULT, turn=turn, attempt=0, worker=f"executor-{life}", times=times))
+            turn_request = replace(REQUEST, turn=turn, requested_at=100.0 * trajectory_number + turn + 1)
+            times = TurnTimes(requested_at=turn_request.requested_at)
+            requests.append(turn_request)
+            rest.append(
+                replace(
+                    DISPATCH, asked=msgspec.Raw(encode(turn_request)), attempt=0, worker=f"executor-{trajectory_number}"
+                )
+            )
+            rest.append(replace(RESULT, turn=turn, attempt=0, worker=f"executor-{trajectory_number}", times=times))
     order.shuffle(rest)  # type: ignore[attr-defined]
-    lives = fold_trajectory(NAME, found(*requests, *rest)).episodes
-    assert [len(life.turns) for life in lives] == [first, second]
-    for number, told_life in enumerate(lives):
+    episodes = fold_trajectory(NAME, found(*requests, *rest)).episodes
+    assert [len(trajectory_number.turns) for trajectory_number in episodes] == [first, second]
+    for number, told_life in enumerate(episodes):
         for own in told_life.turns.values():
             assert [each.worker for each in own.attempts[0].dispatches] == [f"executor-{number}"]
             assert [each.worker for each in own.attempts[0].results] == [f"executor-{number}"]

@@ -63,9 +63,9 @@ def test_executor_with_room_again_is_found_again() -> None:
 
 def test_equal_executors_stay_equal_when_their_room_shrinks() -> None:
     """By what they say, and by what they hold."""
-    said, held, fresh = Placement(), Placement(), Placement()
+    crowded, held, fresh = Placement(), Placement(), Placement()
     for worker in range(4):
-        for placement, before, after in ((said, 2_048, 2_000), (held, 4_000, 4_000), (fresh, 2_000, 2_000)):
+        for placement, before, after in ((crowded, 2_048, 2_000), (held, 4_000, 4_000), (fresh, 2_000, 2_000)):
             for budget in (before, after):
                 beat = heartbeat(worker, max_turns=64, token_budget=budget)
                 placement.offer(beat, is_open=True, lag_versions=0)
@@ -73,7 +73,7 @@ def test_equal_executors_stay_equal_when_their_room_shrinks() -> None:
             held.reserve(f"w{worker}", tokens, 1.0)
     for number in range(50):
         ask = PlacementQuery(100, 5.0, 150, f"group-{number}")
-        chosen = [placement.choose(ask, 1.0) for placement in (said, held, fresh)]
+        chosen = [placement.choose(ask, 1.0) for placement in (crowded, held, fresh)]
         assert len({choice.worker for choice in chosen if choice is not None}) == 1 and all(chosen)
 
 
@@ -93,7 +93,7 @@ def test_candidate_group_bounds_its_stale_entries() -> None:
         now += 10.0
         placement.choose(PlacementQuery(10, 1.0, 20, "short"), now)
         placement.release("w1", ask.room_tokens, ask.new_tokens)
-    groups = {seat.group for seat in placement.candidates.values()}
+    groups = {candidate.group for candidate in placement.candidates.values()}
     assert max(len(heap) for group in groups if group for heap in (group.idle, group.busy)) <= MIN_HEAP_ENTRIES
 
 
@@ -119,11 +119,11 @@ def steps_of_a_choice(workers: int, fill: float, context: tuple[int, int]) -> fl
         return PlacementQuery(tokens, random.uniform(5, 50), tokens + 50, f"group-{number // 8}", holders)
 
     def take(number: int) -> None:
-        wanted = ask(number)
-        choice = placement.choose(wanted, now)
+        query = ask(number)
+        choice = placement.choose(query, now)
         if choice is not None:
-            placement.charge(choice, wanted, now)
-            held.append((choice.worker, wanted.room_tokens, wanted.new_tokens))
+            placement.charge(choice, query, now)
+            held.append((choice.worker, query.room_tokens, query.new_tokens))
 
     for worker in range(workers):
         beat = heartbeat(worker, max_turns=64, token_budget=random.randint(8_000, 12_000), hardware=hardware(random))

@@ -25,23 +25,23 @@ def summary(router: Router, now: float = 0.0) -> CellSummary:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(STEPS, max_size=60))
 def test_cell_summary_equals_the_router_counts_in_any_history(steps: list[tuple[object, ...]]) -> None:
-    world = RoutingSimulation()
+    simulation = RoutingSimulation()
     for what in steps:
-        step(world, *what)  # type: ignore[arg-type]
-        found = summary(world.router, world.now)
-        waiting, outstanding = world.router.queue.waiting_for_room, world.router.outstanding
-        told = (waiting, outstanding) if found.executors else (waiting + outstanding, 0)
-        assert (found.waiting_turns, found.outstanding_turns) == told
+        step(simulation, *what)  # type: ignore[arg-type]
+        found = summary(simulation.router, simulation.now)
+        waiting, outstanding = simulation.router.queue.waiting_for_room, simulation.router.outstanding
+        counts_of_turns = (waiting, outstanding) if found.executors else (waiting + outstanding, 0)
+        assert (found.waiting_turns, found.outstanding_turns) == counts_of_turns
         assert (found.wanted_tokens > 0) == (found.waiting_turns > 0)
         assert all(line.free_turns == 0 == line.free_tokens for line in found.executors if not line.open)
 
 
 def test_executor_line_has_held_turns_and_load_seconds() -> None:
-    world = RoutingSimulation()
-    world.beat(0, max_turns=2, token_budget=100)
-    world.ask(request("g0:0", context=20, max_tokens=10))
-    world.ask(request("g1:0", context=20, max_tokens=100))
-    found = summary(world.router, world.now)
+    simulation = RoutingSimulation()
+    simulation.beat(0, max_turns=2, token_budget=100)
+    simulation.ask(request("g0:0", context=20, max_tokens=10))
+    simulation.ask(request("g1:0", context=20, max_tokens=100))
+    found = summary(simulation.router, simulation.now)
     (line,) = found.executors
     assert (line.worker, line.open, line.serving, line.by_grant) == ("w0", True, False, False)
     assert (line.held_turns, line.held_tokens, line.free_turns, line.free_tokens) == (1, 30, 1, 70)
@@ -52,14 +52,14 @@ def test_executor_line_has_held_turns_and_load_seconds() -> None:
 
 
 def test_silent_executors_have_no_expected_work() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
+    simulation = RoutingSimulation()
+    simulation.beat(0)
     for index in range(2):
-        world.ask(request(f"g{index}:0", context=20, max_tokens=10))
-    silent = summary(world.router, world.now + SILENT_SECONDS)
+        simulation.ask(request(f"g{index}:0", context=20, max_tokens=10))
+    silent = summary(simulation.router, simulation.now + SILENT_SECONDS)
     assert (silent.executors, silent.waiting_turns, silent.outstanding_turns) == ((), 2, 0)
     assert (silent.wanted_tokens, silent.prefill_tokens) == (60, 40)
-    assert world.router.outstanding == 2, "what they hold is theirs until somebody is heard"
+    assert simulation.router.outstanding == 2, "what they hold is theirs until somebody is heard"
 
 
 def test_lender_line_has_its_users_and_a_gone_executor_has_no_line() -> None:

@@ -22,16 +22,16 @@ def test_clock_skew_is_the_minimum_difference_of_a_window(ahead: float, delays: 
     skews, now = ClockSkews(), 1000.0
     for number, delay in enumerate([*delays, 0.0]):
         assert skews.on_heartbeat("w0", now + ahead - delay, now + number / 100) is None
-    told = skews.on_heartbeat("w0", now + ahead, now + SKEW_WINDOW_SECONDS)
+    skew = skews.on_heartbeat("w0", now + ahead, now + SKEW_WINDOW_SECONDS)
     assert abs(skews.seconds["w0"] + ahead) < 0.3
-    assert (told is not None) == (abs(ahead) > MAX_SKEW_SECONDS) or abs(abs(ahead) - MAX_SKEW_SECONDS) < 0.3
+    assert (skew is not None) == (abs(ahead) > MAX_SKEW_SECONDS) or abs(abs(ahead) - MAX_SKEW_SECONDS) < 0.3
 
 
 def test_wrong_clock_is_logged_once_a_minute() -> None:
     skews = ClockSkews()
-    told = [now for now in range(600) if skews.on_heartbeat("w0", now + 100.0, float(now)) is not None]
-    assert told[0] <= SKEW_WINDOW_SECONDS and len(told) <= 600 / SKEW_WARNING_SECONDS
-    assert all(later - earlier >= SKEW_WARNING_SECONDS for earlier, later in pairwise(told))
+    skew = [now for now in range(600) if skews.on_heartbeat("w0", now + 100.0, float(now)) is not None]
+    assert skew[0] <= SKEW_WINDOW_SECONDS and len(skew) <= 600 / SKEW_WARNING_SECONDS
+    assert all(later - earlier >= SKEW_WARNING_SECONDS for earlier, later in pairwise(skew))
 
 
 def test_gone_executor_is_no_longer_logged_and_keeps_no_state() -> None:

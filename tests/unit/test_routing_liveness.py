@@ -108,20 +108,22 @@ def test_liveness_gap_costs_no_executor_more_than_the_hearing_seconds(
     for worker in range(4):
         liveness.on_heartbeat(heartbeat(worker), now)
     missed = dict.fromkeys(range(4), 0.0)
-    for gap, heard in gaps:
+    for gap, heard_workers in gaps:
         now += gap
         for worker in order:
-            if worker in heard:
+            if worker in heard_workers:
                 liveness.on_heartbeat(heartbeat(worker), now)
         for worker in range(4):
             missed[worker] = (
-                0.0 if worker in heard else missed[worker] + (min(gap, MAX_CLOCK_STEP_SECONDS) if heard else 0.0)
+                0.0
+                if worker in heard_workers
+                else missed[worker] + (min(gap, MAX_CLOCK_STEP_SECONDS) if heard_workers else 0.0)
             )
         gone = {each.worker for each in liveness.expire()}
         for worker in range(4):
             if f"w{worker}" in gone:
                 assert missed[worker] >= TTL_SECONDS - 1e-9 - MAX_CLOCK_STEP_SECONDS * len(gaps), (worker, missed)
-        if not heard:
+        if not heard_workers:
             assert not gone, "nobody was heard: nobody is GONE"
 
 
@@ -218,75 +220,75 @@ def test_executor_too_far_behind_is_stale_until_caught_up() -> None:
 
 
 def test_turn_completed_elsewhere_fills_room_of_an_unlisted_dispatch() -> None:
-    world = RoutingSimulation()
-    world.beat(0, max_turns=1)
-    world.ask(request("g0:0"))
-    (first,) = world.sent.values()
-    world.beat(1, max_turns=1)
-    world.beat(0, restart=True, max_turns=0)
-    assert world.held["g0:0"].worker == "w1"
-    world.complete(first)  # by the start that is gone
-    world.ask(request("g1:0"))
-    world.beat_unread(1)
-    assert len(world.router.queue) == 1, "w1 has yet to read that it was sent the turn"
-    world.beat(1, max_turns=1)
-    assert len(world.router.queue) == 1
-    world.executors["w1"].held.clear()
-    world.beat(1, max_turns=1)
-    assert world.held["g1:0"].worker == "w1"
+    simulation = RoutingSimulation()
+    simulation.beat(0, max_turns=1)
+    simulation.ask(request("g0:0"))
+    (first,) = simulation.sent.values()
+    simulation.beat(1, max_turns=1)
+    simulation.beat(0, restart=True, max_turns=0)
+    assert simulation.held["g0:0"].worker == "w1"
+    simulation.complete(first)  # by the start that is gone
+    simulation.ask(request("g1:0"))
+    simulation.beat_unread(1)
+    assert len(simulation.router.queue) == 1, "w1 has yet to read that it was sent the turn"
+    simulation.beat(1, max_turns=1)
+    assert len(simulation.router.queue) == 1
+    simulation.executors["w1"].held.clear()
+    simulation.beat(1, max_turns=1)
+    assert simulation.held["g1:0"].worker == "w1"
 
 
-def beats_until(world: RoutingSimulation, met: Callable[[], bool], *, worker: int = 0) -> float:
+def beats_until(simulation: RoutingSimulation, met: Callable[[], bool], *, worker: int = 0) -> float:
     """It beats five times a second until it is so; the seconds that takes."""
-    began = world.now
+    began = simulation.now
     while not met():
-        world.now += 0.2
-        world.beat(worker, max_turns=1)
-        assert world.now < began + 3 * LISTING_SECONDS
-    return world.now - began
+        simulation.now += 0.2
+        simulation.beat(worker, max_turns=1)
+        assert simulation.now < began + 3 * LISTING_SECONDS
+    return simulation.now - began
 
 
 def with_a_lost_one() -> RoutingSimulation:
     """Another turn of the trajectory waits for the room of one that never came to w0, the only executor."""
-    world = RoutingSimulation()
-    world.beat(0, max_turns=1)
-    world.ask(request("g0:0"))
-    world.executors["w0"].held.clear()
-    world.ask(request("g0:0", 1))
-    return world
+    simulation = RoutingSimulation()
+    simulation.beat(0, max_turns=1)
+    simulation.ask(request("g0:0"))
+    simulation.executors["w0"].held.clear()
+    simulation.ask(request("g0:0", 1))
+    return simulation
 
 
 def test_never_listed_turn_fills_room_for_the_listing_time() -> None:
-    world = with_a_lost_one()
-    assert LISTING_SECONDS <= beats_until(world, lambda: bool(world.held)) <= LISTING_SECONDS + 0.2
-    assert world.held["g0:0"].request.turn == 1
+    simulation = with_a_lost_one()
+    assert LISTING_SECONDS <= beats_until(simulation, lambda: bool(simulation.held)) <= LISTING_SECONDS + 0.2
+    assert simulation.held["g0:0"].request.turn == 1
 
 
 def test_never_listed_turn_expires_also_on_an_intermittent_executor() -> None:
-    world = with_a_lost_one()
+    simulation = with_a_lost_one()
     for _ in range(int(LISTING_SECONDS / MAX_CLOCK_STEP_SECONDS)):
         for _ in range(12):
-            world.now += 0.2
-            world.beat(1, max_turns=0)
-            world.feed(None)
-        world.beat(0, max_turns=1)
-    assert world.held["g0:0"].request.turn == 1
+            simulation.now += 0.2
+            simulation.beat(1, max_turns=0)
+            simulation.feed(None)
+        simulation.beat(0, max_turns=1)
+    assert simulation.held["g0:0"].request.turn == 1
 
 
 def test_unlisted_dispatch_of_a_silent_executor_keeps_filling_its_room() -> None:
-    world = RoutingSimulation()
-    world.beat(0, max_turns=1)
-    world.ask(request("g0:0"))
+    simulation = RoutingSimulation()
+    simulation.beat(0, max_turns=1)
+    simulation.ask(request("g0:0"))
     for _ in range(40):
-        world.now += 0.2
-        world.beat(1, max_turns=0)
-        world.feed(None)
-    assert not world.held and world.router.liveness.executors["w0"].status is ExecutorStatus.GONE
-    world.beat(1, max_turns=1)
-    assert world.held["g0:0"].worker == "w1"
-    world.ask(request("g1:0"))
-    world.beat_unread(0)
-    assert [turn.trajectory_id for turn in world.router.queue.turns.values()] == ["g1:0"]
+        simulation.now += 0.2
+        simulation.beat(1, max_turns=0)
+        simulation.feed(None)
+    assert not simulation.held and simulation.router.liveness.executors["w0"].status is ExecutorStatus.GONE
+    simulation.beat(1, max_turns=1)
+    assert simulation.held["g0:0"].worker == "w1"
+    simulation.ask(request("g1:0"))
+    simulation.beat_unread(0)
+    assert [turn.trajectory_id for turn in simulation.router.queue.turns.values()] == ["g1:0"]
 
 
 def test_unlisted_dispatch_keeps_filling_room_after_a_router_replacement() -> None:
@@ -312,19 +314,19 @@ def test_dispatch_to_an_ended_incarnation_fills_no_room_of_the_next() -> None:
     done = dispatched(request("g0:0"), 1)
     sent = [done, dispatched(request("g0:0"), 0, attempt=1), dispatched(request("g1:0"), 0, incarnation=2)]
     restored = Router(CONFIG)
-    asked = [ReceivedRequest.from_record(each.request) for each in (done, sent[2])]
-    restored.restore(asked, sent, [result(done), result(sent[2])], lambda: 0.0)
+    requests = [ReceivedRequest.from_record(each.request) for each in (done, sent[2])]
+    restored.restore(requests, sent, [result(done), result(sent[2])], lambda: 0.0)
     restored.on_event(heartbeat(0, max_turns=1, incarnation=2), 0.1)
     assert restored.on_event(request("g2:0"), 0.1)
 
 
 def test_once_listed_turn_fills_no_room_when_no_longer_listed() -> None:
-    world = RoutingSimulation()
-    world.beat(0, max_turns=1)
-    world.ask(request("g0:0"))
-    world.beat(0, max_turns=1)
-    world.executors["w0"].held.clear()
-    world.beat(0, max_turns=1)
-    world.ask(request("g0:0", 1))
-    world.beat(0, max_turns=1)
-    assert world.held["g0:0"].request.turn == 1
+    simulation = RoutingSimulation()
+    simulation.beat(0, max_turns=1)
+    simulation.ask(request("g0:0"))
+    simulation.beat(0, max_turns=1)
+    simulation.executors["w0"].held.clear()
+    simulation.beat(0, max_turns=1)
+    simulation.ask(request("g0:0", 1))
+    simulation.beat(0, max_turns=1)
+    assert simulation.held["g0:0"].request.turn == 1

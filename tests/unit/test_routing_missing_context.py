@@ -15,13 +15,13 @@ from tests.support.routing_fixtures import CONFIG, heartbeat, packed, request, r
 
 
 def chained(patience_seconds: float = 100.0) -> TurnRequest:
-    asked = request("g0:0", 1, context=30, patience_seconds=patience_seconds)
-    assert asked.chain
-    return asked
+    turn_request = request("g0:0", 1, context=30, patience_seconds=patience_seconds)
+    assert turn_request.chain
+    return turn_request
 
 
-def anchored(asked: TurnRequest) -> TurnRequest:
-    return msgspec.structs.replace(asked, **context_fields(bytes(4 * asked.context_tokens)))
+def anchored(turn_request: TurnRequest) -> TurnRequest:
+    return msgspec.structs.replace(turn_request, **context_fields(bytes(4 * turn_request.context_tokens)))
 
 
 def torn(dispatch: TurnDispatch, *routers: Router, now: float = 0.1) -> None:
@@ -29,8 +29,8 @@ def torn(dispatch: TurnDispatch, *routers: Router, now: float = 0.1) -> None:
         assert router.on_event(result(dispatch, TurnOutcome.REFUSED, refusal=Refusal.CONTEXT), now) == []
 
 
-def dispatch_of(router: Router, asked: TurnRequest, now: float = 0.0, offset: int = 5) -> TurnDispatch:
-    (sent,) = router.on_event(ReceivedRequest.from_record(asked, offset), now)
+def dispatch_of(router: Router, turn_request: TurnRequest, now: float = 0.0, offset: int = 5) -> TurnDispatch:
+    (sent,) = router.on_event(ReceivedRequest.from_record(turn_request, offset), now)
     assert isinstance(sent, TurnDispatch)
     return sent
 
@@ -110,8 +110,8 @@ def test_restored_router_also_holds_a_turn_without_context() -> None:
     assert restored.on_event(heartbeat(0), 0.1) == []
     assert dispatch_of(restored, anchored(chained()), 0.2, offset=9).offset == 9
     mended = Router(CONFIG)
-    asked = [ReceivedRequest.from_record(chained(), 5), ReceivedRequest.from_record(anchored(chained()), 9)]
-    assert mended.restore(asked, [sent], [refusal], lambda: 0.0) == []
+    turn_request = [ReceivedRequest.from_record(chained(), 5), ReceivedRequest.from_record(anchored(chained()), 9)]
+    assert mended.restore(turn_request, [sent], [refusal], lambda: 0.0) == []
     (again,) = mended.on_event(heartbeat(0), 0.1)
     assert isinstance(again, TurnDispatch) and again.offset == 9
 
@@ -161,8 +161,10 @@ def test_offsets_of_the_longest_chain_are_held_once_in_encoded_form() -> None:
 
 def test_unknown_fields_are_unchanged_in_a_dispatch_without_tokens() -> None:
     """Numbers of 4 bytes were written again as those of 8: of a large request no dispatch could be written."""
-    asked = request("g0:0", context=400, max_tokens=10)
-    fields = {name: msgspec.Raw(msgspec.msgpack.encode(value)) for name, value in msgspec.structs.asdict(asked).items()}
+    turn_request = request("g0:0", context=400, max_tokens=10)
+    fields = {
+        name: msgspec.Raw(msgspec.msgpack.encode(value)) for name, value in msgspec.structs.asdict(turn_request).items()
+    }
     news = b"\xdd" + (50_000).to_bytes(4, "big") + b"\xca\x3f\x80\0\0" * 50_000
     wire = msgspec.msgpack.encode({**fields, "news": msgspec.Raw(news)})
     router = Router(CONFIG)
@@ -173,5 +175,7 @@ def test_unknown_fields_are_unchanged_in_a_dispatch_without_tokens() -> None:
     (again,) = router.on_event(heartbeat(0, sequence=1), 0.3)
     assert isinstance(again, TurnDispatch) and again.cut
     cut = bytes(again.asked)
-    assert news in cut and len(cut) == len(wire) - len(asked.appended) - 1  # and one of the two that said how many
-    assert again.request == msgspec.structs.replace(asked, appended=b"")
+    assert (
+        news in cut and len(cut) == len(wire) - len(turn_request.appended) - 1
+    )  # and one of the two that said how many
+    assert again.request == msgspec.structs.replace(turn_request, appended=b"")

@@ -37,31 +37,31 @@ def restored(requests: list[TurnRequest], dispatches: list[TurnDispatch], result
 
 
 def test_each_dispatch_carries_all_earlier_generated_tokens() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.ask(request("g0:0", max_tokens=100))
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.ask(request("g0:0", max_tokens=100))
     for attempt in range(3):
-        dispatch = world.held["g0:0"]
+        dispatch = simulation.held["g0:0"]
         assert (dispatch.attempt, begun_tokens(dispatch), dispatch.failures) == (attempt, 5 * attempt, 0)
         assert decode(TurnDispatch, encode(dispatch)) == dispatch
-        world.reject(dispatch, TurnOutcome.PREEMPTED)
-        world.beat(attempt + 1)
-    settle(world)
-    assert world.ended == 1 and world.router.counters.finished == 1
+        simulation.reject(dispatch, TurnOutcome.PREEMPTED)
+        simulation.beat(attempt + 1)
+    settle(simulation)
+    assert simulation.ended == 1 and simulation.router.counters.finished == 1
 
 
 def test_preempting_executor_is_expected_to_cache_the_whole_partial_turn() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.beat(1)
-    world.ask(request("g0:0", context=200, max_tokens=100))
-    first = world.held["g0:0"]
-    world.reject(first, TurnOutcome.PREEMPTED)
-    assert world.held["g0:0"].worker != first.worker, "the other one has room at once"
-    world.reject(world.held["g0:0"], TurnOutcome.PREEMPTED)
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.beat(1)
+    simulation.ask(request("g0:0", context=200, max_tokens=100))
+    first = simulation.held["g0:0"]
+    simulation.reject(first, TurnOutcome.PREEMPTED)
+    assert simulation.held["g0:0"].worker != first.worker, "the other one has room at once"
+    simulation.reject(simulation.held["g0:0"], TurnOutcome.PREEMPTED)
     for worker in (0, 1):
-        world.beat(worker)
-    again = world.held["g0:0"]
+        simulation.beat(worker)
+    again = simulation.held["g0:0"]
     assert (again.cost.cached_tokens, begun_tokens(again)) == (209, 10), "the last token is computed in any case"
 
 
@@ -99,75 +99,77 @@ def test_shorter_later_part_removes_no_tokens() -> None:
 
 
 def test_restored_router_continues_from_an_unprocessed_partial_result() -> None:
-    asked = request("g0:0", max_tokens=100)
-    again = restored([asked], [dispatched(asked)], [preempted(dispatched(asked))])
+    turn_request = request("g0:0", max_tokens=100)
+    again = restored([turn_request], [dispatched(turn_request)], [preempted(dispatched(turn_request))])
     assert (begun_tokens(again), again.attempt, again.failures) == (5, 1, 0)
 
 
 def test_restored_router_continues_from_the_newest_dispatch() -> None:
-    asked = request("g0:0", max_tokens=100)
-    part = preempted(dispatched(asked)).part
-    second = dispatched(asked, 1, attempt=1, begun=part)
-    for results in ([], [preempted(dispatched(asked))]):
+    turn_request = request("g0:0", max_tokens=100)
+    part = preempted(dispatched(turn_request)).part
+    second = dispatched(turn_request, 1, attempt=1, begun=part)
+    for results in ([], [preempted(dispatched(turn_request))]):
         router = Router(CONFIG)
-        router.restore([ReceivedRequest.from_record(asked)], [dispatched(asked), second], results, lambda: 0.0)
+        router.restore(
+            [ReceivedRequest.from_record(turn_request)], [dispatched(turn_request), second], results, lambda: 0.0
+        )
         assert router.turns["g0:0"].worker == "w1" and router.turns["g0:0"].partial == part
         assert router.on_event(result(second), 0.1) == [] and router.counters.finished == 1
-    again = restored([asked], [dispatched(asked), second], [preempted(second)])
+    again = restored([turn_request], [dispatched(turn_request), second], [preempted(second)])
     assert (begun_tokens(again), again.attempt) == (10, 2)
 
 
 def test_restored_router_counts_no_failure_for_turns_handed_back_before_a_restart() -> None:
-    asked, other = request("g0:0", max_tokens=100), request("g1:0")
-    dispatches = [dispatched(asked), dispatched(other, incarnation=2)]
-    again = restored([asked, other], dispatches, [preempted(dispatches[0]), result(dispatches[1])])
+    turn_request, other = request("g0:0", max_tokens=100), request("g1:0")
+    dispatches = [dispatched(turn_request), dispatched(other, incarnation=2)]
+    again = restored([turn_request, other], dispatches, [preempted(dispatches[0]), result(dispatches[1])])
     assert (begun_tokens(again), again.failures) == (5, 0)
 
 
 def test_turns_of_a_stopping_executor_wait_for_their_handed_back_parts() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.ask(request("g0:0", max_tokens=100))
-    world.beat(1)
-    world.hand_back(0)
-    assert world.held["g0:0"].worker == "w0", "its result is on the log, and about to be read"
-    world.read_on()
-    again = world.held["g0:0"]
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.ask(request("g0:0", max_tokens=100))
+    simulation.beat(1)
+    simulation.hand_back(0)
+    assert simulation.held["g0:0"].worker == "w0", "its result is on the log, and about to be read"
+    simulation.read_on()
+    again = simulation.held["g0:0"]
     assert (again.worker, begun_tokens(again), again.failures, again.attempt) == ("w1", 5, 0, 1)
-    settle(world)
+    settle(simulation)
 
 
 def test_turn_without_a_handed_back_part_is_reissued() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.ask(request("g0:0"))
-    world.hand_back(0)
-    world.unread.clear()
-    step(world, "beats_of", {1}, int(TTL_SECONDS / 0.2) + 2)
-    assert world.held["g0:0"].worker == "w1" and world.held["g0:0"].begun is None
-    settle(world)
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.ask(request("g0:0"))
+    simulation.hand_back(0)
+    simulation.unread.clear()
+    step(simulation, "beats_of", {1}, int(TTL_SECONDS / 0.2) + 2)
+    assert simulation.held["g0:0"].worker == "w1" and simulation.held["g0:0"].begun is None
+    settle(simulation)
 
 
 def test_turn_unnamed_by_a_stopping_executor_is_reissued_at_once() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.loses = True
-    world.ask(request("g0:0"))
-    world.beat(1)
-    world.beat(0, state=ExecutorState.STOPPING)
-    assert (world.held["g0:0"].worker, world.held["g0:0"].failures) == ("w1", 0)
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.loses = True
+    simulation.ask(request("g0:0"))
+    simulation.beat(1)
+    simulation.beat(0, state=ExecutorState.STOPPING)
+    assert (simulation.held["g0:0"].worker, simulation.held["g0:0"].failures) == ("w1", 0)
 
 
 def test_partial_result_of_a_superseded_attempt_is_kept() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.ask(request("g0:0", max_tokens=100))
-    first = world.held["g0:0"]
-    step(world, "beats_of", {1}, 20)
-    assert world.held["g0:0"].worker == "w1", "w0 was silent"
-    world.feed(preempted(first, 40))
-    step(world, "beats_of", {2}, 20)
-    assert (world.held["g0:0"].worker, begun_tokens(world.held["g0:0"])) == ("w2", 40)
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.ask(request("g0:0", max_tokens=100))
+    first = simulation.held["g0:0"]
+    step(simulation, "beats_of", {1}, 20)
+    assert simulation.held["g0:0"].worker == "w1", "w0 was silent"
+    simulation.feed(preempted(first, 40))
+    step(simulation, "beats_of", {2}, 20)
+    assert (simulation.held["g0:0"].worker, begun_tokens(simulation.held["g0:0"])) == ("w2", 40)
 
 
 def test_cached_prefix_has_the_version_at_the_start_of_the_attempt() -> None:

@@ -22,21 +22,21 @@ STEP = 2 ** (1 / BUCKETS_PER_OCTAVE)
 
 @given(st.lists(RATES, min_size=1, max_size=20))
 def test_learned_rate_is_within_one_bucket_of_the_newest_reading(rates: list[float]) -> None:
-    pace: RateBucket | None = None
+    bucket: RateBucket | None = None
     for rate in rates:
-        before, pace = pace, rate_bucket(rate, pace)
-        assert 1 / STEP - 1e-9 <= pace.token_seconds * rate <= STEP + 1e-9
+        before, bucket = bucket, rate_bucket(rate, bucket)
+        assert 1 / STEP - 1e-9 <= bucket.token_seconds * rate <= STEP + 1e-9
         if before is not None and before.min_rate <= rate <= before.max_rate:
-            assert pace is before, "a reading within a step changes nothing"
+            assert bucket is before, "a reading within a step changes nothing"
 
 
 @given(RATES, st.lists(st.floats(0.95, 1.05), max_size=50))
 def test_noise_changes_no_rate_bucket(rate: float, noise: list[float]) -> None:
     first = rate_bucket(rate, None)
-    pace = first
+    bucket = first
     for factor in noise:
-        pace = rate_bucket(min(1e12, rate * factor), pace)
-    assert pace is first
+        bucket = rate_bucket(min(1e12, rate * factor), bucket)
+    assert bucket is first
 
 
 @given(st.floats(1e-4, 0.1), st.floats(1e-6, 1e-3), st.integers(0, 256))

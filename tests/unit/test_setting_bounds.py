@@ -237,9 +237,9 @@ def test_record_at_all_bounds_together_fits_one_message(record: Record) -> None:
 
 
 def test_dispatch_of_the_largest_newer_request_fits_with_all_sampled_tokens() -> None:
-    said = msgspec.to_builtins(REQUEST, builtin_types=(bytes,))
-    framed = len(msgpack.packb(said | {"new": bytes(2**15)})) - 2**15
-    wider = said | {"new": bytes(TurnRequest.MAX_BYTES - framed)}
+    known_fields = msgspec.to_builtins(REQUEST, builtin_types=(bytes,))
+    framed = len(msgpack.packb(known_fields | {"new": bytes(2**15)})) - 2**15
+    wider = known_fields | {"new": bytes(TurnRequest.MAX_BYTES - framed)}
     wire = msgpack.packb(wider)
     assert len(wire) == TurnRequest.MAX_BYTES and decode(TurnRequest, wire) == REQUEST
     sent = encode(msgspec.structs.replace(largest_dispatch(), asked=msgspec.Raw(wire)))
@@ -248,9 +248,9 @@ def test_dispatch_of_the_largest_newer_request_fits_with_all_sampled_tokens() ->
         decode(TurnRequest, msgpack.packb(wider | {"newer": 1}))
 
 
-@pytest.mark.parametrize("asked", [b"\xc0", b"\x80", encode(PROMPT)])
-def test_dispatch_of_an_invalid_request_is_refused(asked: bytes) -> None:
-    fields = msgpack.unpackb(encode(largest_dispatch())) | {"request": msgpack.unpackb(asked)}
+@pytest.mark.parametrize("request_bytes", [b"\xc0", b"\x80", encode(PROMPT)])
+def test_dispatch_of_an_invalid_request_is_refused(request_bytes: bytes) -> None:
+    fields = msgpack.unpackb(encode(largest_dispatch())) | {"request": msgpack.unpackb(request_bytes)}
     with pytest.raises(RecordError, match="what was asked is no turn-request"):
         decode(TurnDispatch, msgpack.packb(fields))
 
@@ -331,8 +331,8 @@ def test_values_of_duplicate_keys_count_toward_the_nesting_limit(levels: int, wi
     fields = msgspec.msgpack.decode(encode(REQUEST))
     known = b"".join(msgspec.msgpack.encode(each) for pair in fields.items() for each in pair)
     twice = b"\xa1x" + msgspec.msgpack.encode(nested(levels - 1 - within)) + b"\xa1x\x01"
-    said = b"\xa1y\x82" + twice if within else twice
-    wire = b"\xde" + (len(fields) + 2 - within).to_bytes(2, "big") + known + said
+    encoded = b"\xa1y\x82" + twice if within else twice
+    wire = b"\xde" + (len(fields) + 2 - within).to_bytes(2, "big") + known + encoded
     assert msgspec.msgpack.decode(wire, type=TurnRequest) == REQUEST
     if levels > MAX_NESTING:
         with pytest.raises(RecordError, match="within one another"):
@@ -353,8 +353,10 @@ def test_request_of_the_known_size_is_still_checked_for_unknown_fields(odd: byte
     """What is put in the place of a default was not: routers took it in, and ended when they left its tokens out."""
     fields = msgspec.msgpack.decode(encode(REQUEST))
     del fields["chain"]
-    said = b"".join(msgspec.msgpack.encode(name) + msgspec.msgpack.encode(value) for name, value in fields.items())
-    wire = bytes([0x80 + len(fields) + 1]) + said + odd
+    encoded_fields = b"".join(
+        msgspec.msgpack.encode(name) + msgspec.msgpack.encode(value) for name, value in fields.items()
+    )
+    wire = bytes([0x80 + len(fields) + 1]) + encoded_fields + odd
     assert len(wire) == len(encode(REQUEST)) and msgspec.msgpack.decode(wire, type=TurnRequest) == REQUEST
     with pytest.raises(RecordError, match=TurnRequest.SCHEMA):
         decode(TurnRequest, wire)

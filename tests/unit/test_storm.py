@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from tests.support.storm.lines import Sort
 from tests.support.storm.log_checks import MARK, Log, of_turns
-from tests.support.storm.plan import ROUND, Act, Deed, Part, Plan, Role, cell_of, draw, first_of
+from tests.support.storm.plan import ROUND, Act, Part, Plan, PlannedFault, Role, cell_of, draw, first_of
 from tests.support.storm.shape import Shape, leaving
 from tests.support.storm.stalls import (
     SESSION_SECONDS,
     Change,
-    Happening,
     Interval,
+    RoleEvent,
     excuses,
     length,
     nobody_well,
@@ -49,15 +49,15 @@ def of_any_plan(test: Callable[[Plan], None]) -> Callable[[int, Shape], None]:
 
 def spans(plan: Plan, role: Role, ends: tuple[Act, ...]) -> list[Interval]:
     """From each such deed to the next one on the same worker."""
-    open_deeds: dict[object, Deed] = {}
+    open_deeds: dict[object, PlannedFault] = {}
     found = []
-    for deed in plan.deeds:
-        if deed.worker.role is not role:
+    for planned_fault in plan.planned_faults:
+        if planned_fault.worker.role is not role:
             continue
-        if deed.worker in open_deeds:
-            found.append((open_deeds.pop(deed.worker).at, deed.at))
-        if deed.act in ends:
-            open_deeds[deed.worker] = deed
+        if planned_fault.worker in open_deeds:
+            found.append((open_deeds.pop(planned_fault.worker).at, planned_fault.at))
+        if planned_fault.act in ends:
+            open_deeds[planned_fault.worker] = planned_fault
     return found
 
 
@@ -68,7 +68,7 @@ def test_seed_determines_the_fault_plan(plan: Plan) -> None:
 
 @of_any_plan
 def test_every_plan_has_every_kind_of_fault(plan: Plan) -> None:
-    done = {(deed.act, deed.worker.role) for deed in plan.deeds}
+    done = {(planned_fault.act, planned_fault.worker.role) for planned_fault in plan.planned_faults}
     assert done >= set(ROUND)
     assert ((Act.KILL, Role.NODE) in done) == (plan.shape.nodes > 0)
     assert ((Act.PARK, Role.LENDER) in done) == (plan.shape.lenders > 0)
@@ -77,21 +77,21 @@ def test_every_plan_has_every_kind_of_fault(plan: Plan) -> None:
 @of_any_plan
 def test_faults_hit_a_worker_only_while_it_runs(plan: Plan) -> None:
     running, frozen = set(plan.first), set()
-    for deed in plan.deeds:
-        worker = deed.worker
-        if worker.role is Role.NODE or deed.act in (Act.PARK, Act.WAKE):
+    for planned_fault in plan.planned_faults:
+        worker = planned_fault.worker
+        if worker.role is Role.NODE or planned_fault.act in (Act.PARK, Act.WAKE):
             continue
-        if deed.act is Act.START:
+        if planned_fault.act is Act.START:
             assert worker not in running
             running.add(worker)
         else:
             assert worker in running
-            assert (worker in frozen) == (deed.act is Act.THAW)
-            if deed.act is Act.FREEZE:
+            assert (worker in frozen) == (planned_fault.act is Act.THAW)
+            if planned_fault.act is Act.FREEZE:
                 frozen.add(worker)
-            elif deed.act is Act.THAW:
+            elif planned_fault.act is Act.THAW:
                 frozen.discard(worker)
-            elif deed.act in (Act.KILL, Act.LEAVE) and deed.part in (Part.ALL, Part.CORE):
+            elif planned_fault.act in (Act.KILL, Act.LEAVE) and planned_fault.part in (Part.ALL, Part.CORE):
                 running.discard(worker)
     assert not frozen
     for role in first_of(plan.shape):
@@ -103,16 +103,18 @@ def test_one_executor_per_cell_gets_no_fault(plan: Plan) -> None:
     cells = plan.shape.cells
     well = Counter(cell_of(worker, cells) for worker in plan.first if worker.role is Role.EXECUTOR)
     assert set(well) == set(range(cells))
-    for deed in (deed for deed in plan.deeds if deed.worker.role is Role.EXECUTOR):
-        well[cell_of(deed.worker, cells)] += 1 if deed.act in (Act.START, Act.THAW) else -1
+    for planned_fault in (
+        planned_fault for planned_fault in plan.planned_faults if planned_fault.worker.role is Role.EXECUTOR
+    ):
+        well[cell_of(planned_fault.worker, cells)] += 1 if planned_fault.act in (Act.START, Act.THAW) else -1
         assert min(well.values()) > 0
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_plan_of_departures_has_no_other_fault(seed: int) -> None:
-    deeds = draw(seed, leaving(30)).deeds
-    assert {deed.act for deed in deeds} == {Act.LEAVE, Act.START}
-    left = [deed.worker.role for deed in deeds if deed.act is Act.LEAVE]
+    planned_faults = draw(seed, leaving(30)).planned_faults
+    assert {planned_fault.act for planned_fault in planned_faults} == {Act.LEAVE, Act.START}
+    left = [planned_fault.worker.role for planned_fault in planned_faults if planned_fault.act is Act.LEAVE]
     assert len(left) == 30 and set(left) == {*first_of(leaving(30)), Role.LENDER}
 
 
@@ -136,7 +138,7 @@ def test_line_marks_are_unique_and_repeats_name_a_valid_group(plan: Plan) -> Non
 
 
 @pytest.mark.parametrize(
-    ("asked", "sampled", "breaches"),
+    ("requested", "sampled", "breaches"),
     [
         ([0, 1, 2], [0, 1, 2], 0),
         ([], [], 0),
@@ -146,8 +148,8 @@ def test_line_marks_are_unique_and_repeats_name_a_valid_group(plan: Plan) -> Non
         ([0, 0, 1], [0, 1], 1),
     ],
 )
-def test_each_requested_turn_is_in_its_sample_once(asked: list[int], sampled: list[int], breaches: int) -> None:
-    log = Log(requests=Counter(("a:0", turn) for turn in asked), samples=Counter(["a:0"]))
+def test_each_requested_turn_is_in_its_sample_once(requested: list[int], sampled: list[int], breaches: int) -> None:
+    log = Log(requests=Counter(("a:0", turn) for turn in requested), samples=Counter(["a:0"]))
     log.sample_turns["a:0"] += sampled
     assert len(list(of_turns(log))) == breaches
     assert log.turns == len(sampled)
@@ -182,29 +184,29 @@ def test_stalls_and_excused_time_add_up_to_the_time_with_work(
 def test_role_is_unhealthy_until_a_process_is_ready_and_while_all_are_frozen_or_gone() -> None:
     role = Role.ROUTER
     happenings = [
-        Happening(1.0, Change.STARTED, role, 1),
-        Happening(2.0, Change.READY, role, 1),
-        Happening(10.0, Change.FROZEN, role, 1),
-        Happening(12.0, Change.STARTED, role, 2),
-        Happening(15.0, Change.THAWED, role, 1),
-        Happening(16.0, Change.ENDED, role, 1),
-        Happening(18.0, Change.READY, role, 2),
+        RoleEvent(1.0, Change.STARTED, role, 1),
+        RoleEvent(2.0, Change.READY, role, 1),
+        RoleEvent(10.0, Change.FROZEN, role, 1),
+        RoleEvent(12.0, Change.STARTED, role, 2),
+        RoleEvent(15.0, Change.THAWED, role, 1),
+        RoleEvent(16.0, Change.ENDED, role, 1),
+        RoleEvent(18.0, Change.READY, role, 2),
     ]
     assert nobody_well(happenings, until=30.0) == [(0.0, 2.0), (10.0, 15.0), (16.0, 18.0)]
-    assert nobody_well([*happenings, Happening(20.0, Change.ENDED, role, 2)], until=30.0)[-1] == (20.0, 30.0)
+    assert nobody_well([*happenings, RoleEvent(20.0, Change.ENDED, role, 2)], until=30.0)[-1] == (20.0, 30.0)
 
 
 def test_missing_control_app_is_never_excused() -> None:
-    everybody = [Happening(0.0, Change.READY, role, number) for number, role in enumerate(Role)]
-    frozen = [Happening(50.0, Change.FROZEN, Role.CONTROL, list(Role).index(Role.CONTROL))]
+    everybody = [RoleEvent(0.0, Change.READY, role, number) for number, role in enumerate(Role)]
+    frozen = [RoleEvent(50.0, Change.FROZEN, Role.CONTROL, list(Role).index(Role.CONTROL))]
     assert excuses([*everybody, *frozen], until=100.0) == []
 
 
 def test_death_excuses_one_session_even_with_healthy_processes() -> None:
-    everybody = [Happening(0.0, Change.READY, role, number) for number, role in enumerate(first_of(Shape(nodes=3)))]
-    everybody += [Happening(0.0, Change.READY, Role.ENVIRONMENT, 9)]
-    died = Happening(50.0, Change.ENDED, Role.ENVIRONMENT, 9)
+    everybody = [RoleEvent(0.0, Change.READY, role, number) for number, role in enumerate(first_of(Shape(nodes=3)))]
+    everybody += [RoleEvent(0.0, Change.READY, Role.ENVIRONMENT, 9)]
+    died = RoleEvent(50.0, Change.ENDED, Role.ENVIRONMENT, 9)
     assert excuses([*everybody, died], until=100.0) == [(50.0, 50.0 + SESSION_SECONDS[Role.ENVIRONMENT])]
-    frozen = Happening(50.0, Change.FROZEN, Role.ENVIRONMENT, 9)
-    thawed = Happening(52.0, Change.THAWED, Role.ENVIRONMENT, 9)
+    frozen = RoleEvent(50.0, Change.FROZEN, Role.ENVIRONMENT, 9)
+    thawed = RoleEvent(52.0, Change.THAWED, Role.ENVIRONMENT, 9)
     assert excuses([*everybody, frozen, thawed], until=100.0) == [(50.0, 52.0)]

@@ -41,8 +41,8 @@ def test_external_text_is_escaped_and_printed_without_markup(capsys: pytest.Capt
     nothing: Any = None
     Screen(nothing, console, title="")._print(NASTY)
     console.print(*finding_lines([Finding(Severity.UNWELL, "executor-0", NASTY)]))
-    said, found = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert f"{said}\n" == shown and found.endswith(shown.strip())
+    printed, found = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert f"{printed}\n" == shown and found.endswith(shown.strip())
 
 
 def test_log_lines_have_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,8 +51,8 @@ def test_log_lines_have_no_control_characters(capsys: pytest.CaptureFixture[str]
         structlog.get_logger("test").warning("prompt_refused", reason=NASTY, home=3)
     finally:
         structlog.reset_defaults()
-    told = capsys.readouterr().err
-    assert "[/opt/model]" in told and "home=3" in told and "\x1b" not in told and "\x9b" not in told
+    errors = capsys.readouterr().err
+    assert "[/opt/model]" in errors and "home=3" in errors and "\x1b" not in errors and "\x9b" not in errors
 
 
 @pytest.mark.parametrize(

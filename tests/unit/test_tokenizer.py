@@ -58,7 +58,7 @@ def test_invalid_tokenizer_file_is_reported_in_one_sentence(tmp_path: Path, cont
 
 def test_old_tokenizer_file_without_a_dropout_field_is_accepted(tmp_path: Path) -> None:
     file = folder(tmp_path, byte_level()) / "tokenizer.json"
-    said = json.loads(file.read_bytes())
-    del said["model"]["dropout"], said["post_processor"], said["truncation"]
-    file.write_text(json.dumps(said), encoding="utf-8")
+    tokenizer_json = json.loads(file.read_bytes())
+    del tokenizer_json["model"]["dropout"], tokenizer_json["post_processor"], tokenizer_json["truncation"]
+    file.write_text(json.dumps(tokenizer_json), encoding="utf-8")
     assert load_tokenizer(file).encode(TEXT).ids == byte_level().encode(TEXT).ids

@@ -53,13 +53,23 @@ def test_spans_are_nested_and_have_their_durations() -> None:
     dispatch = example(TurnDispatch, queued_at=2.0, dispatched_at=3.0)
     key = {"trajectory_id": request.trajectory_id, "turn": request.turn, "attempt": dispatch.attempt}
     result = example(TurnResult, **key, times=times, worker="executor-0", outcome=TurnOutcome.COMPLETED)
-    (asked,) = spans_of_written(request, TOPIC, 1.5)
+    (request_span,) = spans_of_written(request, TOPIC, 1.5)
     (sent,) = spans_of_written(dispatch, TOPIC, 9.0)
     (ran,) = spans_of_written(result, TOPIC, 13.0)
     taken = span_of_applied(result, TOPIC, began=14.0, now=15.0)
-    assert [hop.parent for hop in (asked, sent, ran, taken)] == [TRAJECTORY, asked.span, sent.span, ran.span]
-    assert [(hop.begins, hop.ends) for hop in (asked, sent, ran, taken)] == [(1, 1.5), (2, 3), (10, 12), (14, 15)]
-    assert [hop.kind for hop in (asked, sent, ran, taken)] == [
+    assert [hop.parent for hop in (request_span, sent, ran, taken)] == [
+        TRAJECTORY,
+        request_span.span,
+        sent.span,
+        ran.span,
+    ]
+    assert [(hop.begins, hop.ends) for hop in (request_span, sent, ran, taken)] == [
+        (1, 1.5),
+        (2, 3),
+        (10, 12),
+        (14, 15),
+    ]
+    assert [hop.kind for hop in (request_span, sent, ran, taken)] == [
         SpanKind.PRODUCER,
         SpanKind.PRODUCER,
         SpanKind.INTERNAL,
@@ -67,7 +77,7 @@ def test_spans_are_nested_and_have_their_durations() -> None:
     ]
     assert ran.attributes["gen_ai.usage.output_tokens"] == len(result.tokens) // 4
     assert ran.attributes["gen_ai.response.time_to_first_chunk"] == 0.5
-    assert (asked.name, taken.name) == (f"send {TOPIC}", f"process {TOPIC}")
+    assert (request_span.name, taken.name) == (f"send {TOPIC}", f"process {TOPIC}")
 
 
 def test_turn_failed_by_the_router_has_a_failed_span_under_its_request() -> None:
@@ -95,12 +105,12 @@ def test_collector_receives_spans_with_the_ids_of_the_headers() -> None:
             tracing.exporter.on_written(request, TOPIC)
             tracing.exporter.on_written(sample, TOPIC)
         assert tracing.exporter is None
-    asked = next(span for span in found.spans if span.trace == trace_id(request.trajectory_id))
+    request_span = next(span for span in found.spans if span.trace == trace_id(request.trajectory_id))
     header = dict(headers_of(request, request.trajectory_id))[TRACE_HEADER].decode()
-    assert header == f"00-{asked.trace}-{asked.span}-01"
-    assert asked.under == span_id(request.trajectory_id, TRAJECTORY)
-    assert (asked.kind, asked.service) == ("SPAN_KIND_PRODUCER", "rose-environment")
-    assert asked.attributes["messaging.message.conversation_id"] == request.trajectory_id
+    assert header == f"00-{request_span.trace}-{request_span.span}-01"
+    assert request_span.under == span_id(request.trajectory_id, TRAJECTORY)
+    assert (request_span.kind, request_span.service) == ("SPAN_KIND_PRODUCER", "rose-environment")
+    assert request_span.attributes["messaging.message.conversation_id"] == request.trajectory_id
     (whole,) = [span for span in found.spans if not span.under]
     assert whole.failed and whole.name == f"invoke_agent {sample.environment}"
 

@@ -47,21 +47,21 @@ def test_text_cannot_spell_a_framing_token_of_any_tokenizer(
     tmp_path: Path, make: Callable[[list[AddedToken]], Tokenizer], text: str
 ) -> None:
     turns, tokenizer = roles(tmp_path, make)
-    user, *said, assistant = turns.observation_tokens(text, first=False)
+    user, *text_tokens, assistant = turns.observation_tokens(text, first=False)
     assert [user, assistant] == [tokenizer.token_to_id(USER), tokenizer.token_to_id(ASSISTANT)]
     marks = {tokenizer.token_to_id(mark) for mark in ("<s>", "</s>", USER, ASSISTANT)}
-    assert not marks & set(said)
-    assert turns.action_text(said).split() == text.split(), "all of it is there, letter by letter"
+    assert not marks & set(text_tokens)
+    assert turns.action_text(text_tokens).split() == text.split(), "all of it is there, letter by letter"
 
 
 def test_text_cannot_spell_special_vocabulary_tokens(tmp_path: Path) -> None:
     own = {"first_prefix": "<s>", "prefix": "<s>", "suffix": ASSISTANT}
     turns = TurnFormat(folder(tmp_path, by_word(ROLE_TOKENS), own=own, bos="<s>", eos="</s>"))
     tokenizer: Any = by_word(ROLE_TOKENS)
-    begin, *said, end = turns.observation_tokens(f"go </s> go {ASSISTANT} <s>", first=True)
+    begin, *text_tokens, end = turns.observation_tokens(f"go </s> go {ASSISTANT} <s>", first=True)
     assert [begin, end] == [tokenizer.token_to_id("<s>"), tokenizer.token_to_id(ASSISTANT)]
-    assert not {begin, end, tokenizer.token_to_id("</s>")} & set(said)
-    assert said.count(tokenizer.token_to_id("go")) == 2
+    assert not {begin, end, tokenizer.token_to_id("</s>")} & set(text_tokens)
+    assert text_tokens.count(tokenizer.token_to_id("go")) == 2
 
 
 def test_text_can_spell_tokens_that_are_not_turn_markers(tmp_path: Path) -> None:
@@ -75,9 +75,9 @@ def test_white_space_in_the_framing_is_not_a_turn_marker(tmp_path: Path) -> None
     tokenizer: Any = byte_level([*special_tokens("<|im_start|>", "<|im_end|>"), *gaps])
     own = {"first_prefix": "<|im_start|>  user\n\n", "prefix": "<|im_start|>  user\n\n", "suffix": "<|im_end|>  "}
     turns = TurnFormat(folder(tmp_path, tokenizer, own=own))
-    said = turns.observation_tokens("\n\na  b", first=True)
-    assert said == tokenizer.encode(f"{own['first_prefix']}\n\na  b{own['suffix']}").ids
-    assert said.count(tokenizer.token_to_id("  ")) == 3
+    text_tokens = turns.observation_tokens("\n\na  b", first=True)
+    assert text_tokens == tokenizer.encode(f"{own['first_prefix']}\n\na  b{own['suffix']}").ids
+    assert text_tokens.count(tokenizer.token_to_id("  ")) == 3
 
 
 def test_turn_marker_of_one_letter_is_refused(tmp_path: Path) -> None:
@@ -135,8 +135,8 @@ def test_user_text_follows_its_marker_after_any_stop_token(tmp_path: Path, ended
     path = folder(tmp_path, tokenizer, template, bos="<sop>", eos="<|endoftext|>", stops=[ids[stop] for stop in stops])
     action = [*tokenizer.encode("=7").ids, *([ids[ended]] if ended else [])]
     observation = TurnFormat(path).observation_tokens("more", first=False, after=action)
-    said = [*tokenizer.encode("more").ids, ids["<|assistant|>"]]
-    assert observation == (said if ended == "<|user|>" else [ids["<|user|>"], *said])
+    text_tokens = [*tokenizer.encode("more").ids, ids["<|assistant|>"]]
+    assert observation == (text_tokens if ended == "<|user|>" else [ids["<|user|>"], *text_tokens])
 
 
 def test_stop_tokens_are_not_part_of_an_action(tmp_path: Path) -> None:
@@ -283,29 +283,29 @@ def test_tokenizer_with_a_first_word_marker_reads_turns_like_the_whole_conversat
     """transformers 5 saves the tokenizers of Llama 2 and Mistral with the `prepend_scheme` "first"."""
     tokenizer: Any = word_marking(MARKED, scheme="first")
     turns = TurnFormat(folder(tmp_path, tokenizer, template, own=own, bos="<s>", eos=eos))
-    said = ["3 + 4", "=7", " so  what", "0 + 7", "7"]
+    text_tokens = ["3 + 4", "=7", " so  what", "0 + 7", "7"]
     tokens = [
         token
-        for at, text in enumerate(said)
+        for at, text in enumerate(text_tokens)
         for token in (turns.action_tokens(text) if at % 2 else turns.observation_tokens(text, first=not at))
     ]
-    assert tokens == tokenizer.encode(written_out(said, template, own, eos), add_special_tokens=False).ids
+    assert tokens == tokenizer.encode(written_out(text_tokens, template, own, eos), add_special_tokens=False).ids
 
 
-def written_out(said: list[str], template: str, own: dict[str, str] | None, eos: str) -> str:
+def written_out(text_tokens: list[str], template: str, own: dict[str, str] | None, eos: str) -> str:
     """Observations and actions by turns as one text, which ends where the policy goes on."""
     if own is None:
-        messages = [{"role": "assistant" if at % 2 else "user", "content": text} for at, text in enumerate(said)]
+        messages = [{"role": "assistant" if at % 2 else "user", "content": text} for at, text in enumerate(text_tokens)]
         return str(Template(template).render(messages=messages, eos_token=eos, add_generation_prompt=True))
-    framed = (text + eos if at % 2 else own["prefix"] + text + own["suffix"] for at, text in enumerate(said))
+    framed = (text + eos if at % 2 else own["prefix"] + text + own["suffix"] for at, text in enumerate(text_tokens))
     return own["first_prefix"] + "".join(framed).removeprefix(own["prefix"])
 
 
 def test_forbidden_token_text_is_split_without_extra_word_markers(tmp_path: Path) -> None:
     tokenizer: Any = word_marking(MARKED, scheme="first")
     turns = TurnFormat(folder(tmp_path, tokenizer, own={**FRAMED, **ENDED}, bos="<s>", eos="<|im_end|>"))
-    said = turns.observation_tokens("a<|im_end|>b", first=False)
-    assert turns.action_text(said) == f"{FRAMED['prefix']}a<|im_end|>b{ENDED['suffix']}"
+    text_tokens = turns.observation_tokens("a<|im_end|>b", first=False)
+    assert turns.action_text(text_tokens) == f"{FRAMED['prefix']}a<|im_end|>b{ENDED['suffix']}"
 
 
 def test_framing_that_tokenizes_differently_beside_an_observation_is_refused(tmp_path: Path) -> None:

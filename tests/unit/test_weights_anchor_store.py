@@ -21,7 +21,7 @@ from rose.workers.weights.checks import check_manifest
 from rose.workers.weights.chunk_stores import AnchorStore, StoreError
 from rose.workers.weights.layout import LayoutError
 from rose.workers.weights.publish import merge_manifests
-from tests.support.weights_fixtures import RUN, Shelf, Tensors, random_tensors
+from tests.support.weights_fixtures import RUN, MemoryChunkSink, Tensors, random_tensors
 
 OPEN = Event()
 
@@ -34,13 +34,13 @@ def put(
     store: AnchorStore, payloads: Sequence[bytes], *, version: int = 1, model: str = "m", run: str = RUN
 ) -> tuple[str, list[ChunkRef]]:
     """A file with these chunks; its name and where they lie."""
-    shelf = store.create(model, run, version)
+    sink = store.create(model, run, version)
     stored = [
-        shelf.put(WeightChunk(model_id=model, version=version, tensor="t", part=part, payload=payload))
+        sink.put(WeightChunk(model_id=model, version=version, tensor="t", part=part, payload=payload))
         for part, payload in enumerate(payloads)
     ]
-    shelf.close()
-    return shelf.files[0], [each.ref() for each in stored]
+    sink.close()
+    return sink.files[0], [each.ref() for each in stored]
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_only_named_files_are_deleted(store: AnchorStore, tmp_path: Path) -> Non
 
 def test_file_name_of_the_longest_ids_is_valid_in_a_manifest(store: AnchorStore) -> None:
     name, _ = put(store, [b"x"], model="m" * 128, run="r" * 128, version=2**53)
-    manifest = msgspec.structs.replace(Shelf().store(some_tensors(), 1), files=(name,))
+    manifest = msgspec.structs.replace(MemoryChunkSink().store(some_tensors(), 1), files=(name,))
     assert decode(WeightManifest, encode(manifest)) == manifest
 
 
@@ -113,13 +113,13 @@ def test_any_driver_exception_is_a_store_error(tmp_path: Path, monkeypatch: pyte
     fsspec.register_implementation("broken", Broken, clobber=True)
     store = AnchorStore(f"broken://{tmp_path}")
     ref = ChunkRef(partition=0, offset=0, bytes=1, digest=bytes(16))
-    for deed in (
+    for action in (
         lambda: store.create("m", RUN, 1),
         lambda: store.delete(["anchor-m"]),
         lambda: list(store.fetch(["anchor-m"], [ref], OPEN)),
     ):
         with pytest.raises(StoreError, match="access denied"):
-            deed()
+            action()
 
 
 def test_unreadable_or_unwritable_store_is_reported_in_one_sentence(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_unreadable_or_unwritable_store_is_reported_in_one_sentence(tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["../anchor-m", "anchor-/etc/passwd", "/anchor-m", "notes", "anchor-m\n", "anchor-"])
 def test_manifest_cannot_name_a_path_outside_the_store(name: str) -> None:
-    manifest = Shelf().store(some_tensors(), 1)
+    manifest = MemoryChunkSink().store(some_tensors(), 1)
     forged = msgspec.msgpack.encode(msgspec.structs.replace(manifest, files=(name,)))
     with pytest.raises(RecordError, match="files"):
         decode(WeightManifest, forged)
@@ -160,7 +160,7 @@ def test_parts_of_different_versions_or_locations_are_not_merged() -> None:
 
 def halves() -> list[WeightManifest]:
     """What two ranks have stored, each in a file of its own."""
-    whole = Shelf().store(some_tensors(), 1)
+    whole = MemoryChunkSink().store(some_tensors(), 1)
     return [
         msgspec.structs.replace(
             whole,

@@ -26,7 +26,7 @@ from rose.workers.weights.checks import Refusal, VersionRefused, check_chunk, ch
 from rose.workers.weights.chunk_stores import CHUNK_BYTES
 from rose.workers.weights.layout import DTYPE_BYTES, NO_BASE, box_of, digest_of, whole_digest
 from rose.workers.weights.tensors import TORCH_DTYPES
-from tests.support.weights_fixtures import Shelf, Tensors, bare, changed, covered, random_tensors, with_slice
+from tests.support.weights_fixtures import MemoryChunkSink, Tensors, bare, changed, covered, random_tensors, with_slice
 
 SMALL_SLICE_ELEMENTS = 16
 SHAPE = st.lists(st.integers(0, 12), max_size=3).map(tuple)
@@ -80,11 +80,11 @@ def test_published_version_is_accepted(
     shapes: dict[str, tuple[int, ...]], dtype: str, parts: int, delta: bool, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
-    shelf = Shelf()
+    sink = MemoryChunkSink()
     tensors = random_tensors(shapes, TORCH_DTYPES[dtype], random)
-    manifest = shelf.store(tensors, 1, column_parts=parts)
+    manifest = sink.store(tensors, 1, column_parts=parts)
     if delta:
-        manifest = shelf.store(changed(tensors, 0.1, random), 2, base=tensors, base_version=1, column_parts=parts)
+        manifest = sink.store(changed(tensors, 0.1, random), 2, base=tensors, base_version=1, column_parts=parts)
     check_manifest(decode(WeightManifest, encode(manifest)), shapes)
     assert manifest.digest == whole_digest(manifest)
     for number, spec in enumerate(manifest.tensors):
@@ -93,7 +93,7 @@ def test_published_version_is_accepted(
     for piece in manifest.slices:
         name = manifest.tensors[piece.tensor].name
         for part, ref in enumerate(piece.chunks):
-            check_chunk(shelf.chunks[ref.partition, ref.offset], ref, manifest, tensor=name, part=part)
+            check_chunk(sink.chunks[ref.partition, ref.offset], ref, manifest, tensor=name, part=part)
 
 
 @given(SHAPES.filter(lambda shapes: any(np.prod(shape) > 0 for shape in shapes.values())), st.integers(1, 4), st.data())
@@ -139,11 +139,11 @@ def test_overlap_does_not_compensate_for_a_gap(parts: int, change: dict[str, obj
 def two_versions(shapes: Mapping[str, tuple[int, ...]], parts: int = 1) -> tuple[WeightManifest, WeightManifest]:
     """An anchor and a delta in which every element changed."""
     random = np.random.default_rng(3)
-    shelf = Shelf()
+    sink = MemoryChunkSink()
     base: Tensors = random_tensors(shapes, torch.float32, random)
-    anchor = shelf.store(base, 1, column_parts=parts)
+    anchor = sink.store(base, 1, column_parts=parts)
     new = changed(base, 1.0, random)
-    return anchor, shelf.store(new, 2, base=base, base_version=1, column_parts=parts)
+    return anchor, sink.store(new, 2, base=base, base_version=1, column_parts=parts)
 
 
 Change = Callable[[WeightManifest], WeightManifest]
@@ -317,7 +317,7 @@ def test_version_digest_depends_on_names_locations_and_contents() -> None:
     ],
 )
 def test_chunk_unlike_its_manifest_is_refused(change: dict[str, object], refusal: Refusal | None) -> None:
-    manifest = Shelf().store({"a": torch.zeros(4)}, 1)
+    manifest = MemoryChunkSink().store({"a": torch.zeros(4)}, 1)
     (ref,) = manifest.slices[0].chunks
     assert ref.digest == digest_of(bytes(17))
     chunk = WeightChunk(model_id="m", version=1, tensor="a", part=0, payload=bytes(17))
@@ -345,7 +345,7 @@ def test_chunk_unlike_its_manifest_is_refused(change: dict[str, object], refusal
 )
 def test_version_unfit_for_the_engine_is_refused_before_any_fetch(wire: str, engine: str | None, held: bool) -> None:
     """`auto` is what the engine alone can tell."""
-    manifest = Shelf().store({"a": torch.zeros(4, dtype=TORCH_DTYPES[wire])}, 1)
+    manifest = MemoryChunkSink().store({"a": torch.zeros(4, dtype=TORCH_DTYPES[wire])}, 1)
     if held:
         check_manifest(manifest, {"a": (4,)}, engine_dtype=engine)
         return

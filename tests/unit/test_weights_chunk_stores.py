@@ -21,8 +21,8 @@ def test_chunks_rotate_over_the_partitions_that_a_manifest_can_name(
     def write(*_: Any, partition: int, **__: Any) -> None:
         places.append(partition)
 
-    shelf = LogChunkSink(cast(Writer, SimpleNamespace(write=write, flush=lambda: None)), there)
-    put_payload(shelf, bytes(MAX_CHUNK_PARTITIONS + 9), model_id="m", version=1, tensor="t")
+    sink = LogChunkSink(cast(Writer, SimpleNamespace(write=write, flush=lambda: None)), there)
+    put_payload(sink, bytes(MAX_CHUNK_PARTITIONS + 9), model_id="m", version=1, tensor="t")
     assert places == [number % used for number in range(MAX_CHUNK_PARTITIONS + 9)]
 
 

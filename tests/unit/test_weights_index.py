@@ -25,14 +25,14 @@ from rose.workers.weights import chunk_stores, manifests
 from rose.workers.weights.checks import Refusal, VersionRefused
 from rose.workers.weights.layout import NO_BASE, LayoutError, digest_of
 from rose.workers.weights.manifests import INLINE_BYTES, check_layout, read_index, write_index
-from tests.support.weights_fixtures import RUN, Shelf, random_tensors
+from tests.support.weights_fixtures import RUN, MemoryChunkSink, random_tensors
 
 SHAPES = {"embed": (70, 30), "norm": (16,), "scale": ()}
 DIGEST = bytes(16)
 
 
 def small() -> WeightManifest:
-    return Shelf().store(random_tensors(SHAPES, torch.bfloat16, np.random.default_rng(0)), 1)
+    return MemoryChunkSink().store(random_tensors(SHAPES, torch.bfloat16, np.random.default_rng(0)), 1)
 
 
 def large(slices: int) -> WeightManifest:
@@ -67,50 +67,50 @@ def large(slices: int) -> WeightManifest:
     )
 
 
-def said(manifest: WeightManifest) -> WeightManifest:
+def contents_of(manifest: WeightManifest) -> WeightManifest:
     return msgspec.structs.replace(manifest, index=(), first=())
 
 
 @given(st.integers(40, 2000))
 def test_sealed_index_can_be_opened(chunk_bytes: int) -> None:
-    manifest, topic = small(), Shelf()
+    manifest, topic = small(), MemoryChunkSink()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manifests, "INLINE_BYTES", 0)
         patch.setattr(chunk_stores, "CHUNK_BYTES", chunk_bytes)
         written = write_index(manifest, topic)
     assert not written.slices
     assert not written.tensors
-    assert said(read_index(decode(WeightManifest, encode(written)), topic.fetch)) == said(manifest)
+    assert contents_of(read_index(decode(WeightManifest, encode(written)), topic.fetch)) == contents_of(manifest)
 
 
 def test_manifest_that_fits_a_record_has_no_index() -> None:
-    topic = Shelf()
+    topic = MemoryChunkSink()
     written = write_index(small(), topic)
     assert not topic.chunks
-    assert said(written) == said(small())
+    assert contents_of(written) == contents_of(small())
 
 
 def test_model_of_many_experts_fits_a_record() -> None:
-    manifest, topic = large(30_000), Shelf()
+    manifest, topic = large(30_000), MemoryChunkSink()
     written = write_index(manifest, topic)
     assert len(encode(written)) < INLINE_BYTES
     assert all(len(chunk.payload) <= MAX_RECORD_BYTES for chunk in topic.chunks.values())
-    assert said(read_index(written, topic.fetch)) == said(manifest)
+    assert contents_of(read_index(written, topic.fetch)) == contents_of(manifest)
 
 
 def test_model_of_a_trillion_parameters_fits_an_index() -> None:
     """A trillion parameters have 69,120 tensors of experts."""
-    manifest, topic = large(69_120), Shelf()
-    assert said(read_index(write_index(manifest, topic), topic.fetch)) == said(manifest)
+    manifest, topic = large(69_120), MemoryChunkSink()
+    assert contents_of(read_index(write_index(manifest, topic), topic.fetch)) == contents_of(manifest)
 
 
 def test_file_names_count_toward_the_record_size() -> None:
     """Of as many ranks as there may be, each with a file: they leave no room for what would fit alone."""
-    topic, alone = Shelf(), large(2_500)
+    topic, alone = MemoryChunkSink(), large(2_500)
     manifest = msgspec.structs.replace(alone, files=("anchor-" + "f" * 190,) * 4096)
     assert not write_index(alone, topic).index
     written = write_index(manifest, topic)
-    assert said(read_index(decode(WeightManifest, encode(written)), topic.fetch)) == said(manifest)
+    assert contents_of(read_index(decode(WeightManifest, encode(written)), topic.fetch)) == contents_of(manifest)
 
 
 def with_first(manifest: WeightManifest, **change: object) -> WeightManifest:
@@ -139,14 +139,14 @@ def test_index_refused_by_readers_is_not_stored(
     beyond: Callable[[WeightManifest], WeightManifest], inline_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifests, "INLINE_BYTES", inline_bytes)
-    topic = Shelf()
+    topic = MemoryChunkSink()
     with pytest.raises(LayoutError, match=r"^no receiver would take what version 1 says of its tensors and slices: \S"):
         write_index(beyond(large(6)), topic)
     assert not topic.chunks
 
 
 def test_index_with_too_many_chunks_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest, topic = large(20_000), Shelf()
+    manifest, topic = large(20_000), MemoryChunkSink()
     assert write_index(manifest, topic).index
     size = sum(len(chunk.payload) for chunk in topic.chunks.values())
     topic.chunks.clear()
@@ -157,7 +157,7 @@ def test_index_with_too_many_chunks_is_not_stored(monkeypatch: pytest.MonkeyPatc
 
 
 def test_index_names_the_first_offset_that_it_needs() -> None:
-    manifest, topic = large(6), Shelf()
+    manifest, topic = large(6), MemoryChunkSink()
     assert write_index(manifest, topic).first == tuple(FirstChunk(partition=each, offset=100) for each in range(4))
     in_store = msgspec.structs.replace(manifest, files=("anchor-m.1.0",))
     assert write_index(in_store, topic).first == ()
@@ -180,7 +180,7 @@ def test_index_names_the_first_offset_that_it_needs() -> None:
     ],
 )
 def test_broken_index_is_refused(harm: str, refusal: Refusal) -> None:
-    topic = Shelf()
+    topic = MemoryChunkSink()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manifests, "INLINE_BYTES", 0)
         written = write_index(small(), topic)
@@ -208,7 +208,7 @@ def test_broken_index_is_refused(harm: str, refusal: Refusal) -> None:
 
 @given(st.binary(max_size=400))
 def test_altered_index_bytes_are_refused_without_other_effect(payload: bytes) -> None:
-    topic = Shelf()
+    topic = MemoryChunkSink()
     stored = topic.put(WeightChunk(model_id="m", version=1, tensor=":index", part=0, payload=payload))
     manifest = msgspec.structs.replace(small(), tensors=(), slices=(), index=(stored.ref(),))
     with pytest.raises(VersionRefused):

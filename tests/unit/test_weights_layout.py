@@ -32,7 +32,7 @@ from rose.workers.weights.tensors import (
     to_wire_dtype,
     write_box,
 )
-from tests.support.weights_fixtures import Shelf, covered, part, random_tensors, same_bits
+from tests.support.weights_fixtures import MemoryChunkSink, covered, part, random_tensors, same_bits
 
 SMALL_SLICE_ELEMENTS = 16
 SHAPE = st.lists(st.integers(0, 12), max_size=3).map(tuple)
@@ -138,7 +138,7 @@ def test_tensor_is_rounded_only_to_a_coarser_element_type(own: str, engine: str 
 
 
 def test_empty_tensor_has_no_slice() -> None:
-    manifest = Shelf().store({"a": torch.zeros(0, 3), "b": torch.zeros(2, 0), "c": torch.zeros(())}, 1)
+    manifest = MemoryChunkSink().store({"a": torch.zeros(0, 3), "b": torch.zeros(2, 0), "c": torch.zeros(())}, 1)
     assert [piece.tensor for piece in manifest.slices] == [2]
     check_manifest(manifest, {spec.name: spec.shape for spec in manifest.tensors})
 

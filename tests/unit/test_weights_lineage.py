@@ -147,8 +147,8 @@ def test_republished_anchor_is_not_applied_twice_and_starts_new_paths() -> None:
     assert lineage.next_path() is None
     lineage.on_manifest(manifest(2, 1), 9)
     assert versions(lineage.next_path()) == [2]
-    joiner = lineage_of((1, 0), (1, None), (2, 1))
-    assert versions(joiner.next_path()) == [1, 2]
+    receiver = lineage_of((1, 0), (1, None), (2, 1))
+    assert versions(receiver.next_path()) == [1, 2]
 
 
 def test_versions_needed_by_no_later_path_are_forgotten() -> None:
@@ -196,7 +196,7 @@ def test_remembered_failure_holds_no_memory_of_the_attempt() -> None:
 
 
 @dataclass
-class World:
+class LineageSimulation:
     """A log of manifests that are believed, each whole or broken in some way, and a receiver that follows it."""
 
     lineage: Lineage = field(default_factory=Lineage)
@@ -272,27 +272,27 @@ LINKS = st.tuples(
 def test_best_provable_version_is_held_for_any_log(
     links: list[tuple[int, int | None, int, Refusal | None]], looks: list[bool]
 ) -> None:
-    world = World()
+    simulation = LineageSimulation()
     for number, (version, below, epoch, fault) in enumerate(links):
         base = None if below is None else max(0, version - below)
-        world.write(manifest(version, base, epoch=epoch), fault)
+        simulation.write(manifest(version, base, epoch=epoch), fault)
         if number < len(looks) and looks[number]:
-            world.catch_up()
-    world.catch_up()
-    assert world.lineage.held == world.best()
-    assert world.anchors_in_vain <= len(world.faults), "an anchor was fetched twice for one break"
+            simulation.catch_up()
+    simulation.catch_up()
+    assert simulation.lineage.held == simulation.best()
+    assert simulation.anchors_in_vain <= len(simulation.faults), "an anchor was fetched twice for one break"
 
 
 @given(st.integers(1, 30), st.integers(1, 6), st.sampled_from(sorted(BASE_REFUSALS | {Refusal.MISSING_CHUNK}, key=str)))
 def test_one_broken_version_costs_at_most_one_anchor(at: int, anchor_every: int, fault: Refusal) -> None:
     """Whoever follows version by version: besides the anchors that are due, one more at most."""
-    world = World()
+    simulation = LineageSimulation()
     for version in range(40):
         base = None if version % anchor_every == 0 else version - 1
-        world.write(manifest(version, base), fault if version == at else None)
-        world.catch_up()
-    assert world.anchors_in_vain <= 1
-    assert world.lineage.held == world.best()
+        simulation.write(manifest(version, base), fault if version == at else None)
+        simulation.catch_up()
+    assert simulation.anchors_in_vain <= 1
+    assert simulation.lineage.held == simulation.best()
 
 
 def test_newest_version_is_reported_with_the_reason_of_its_refusal() -> None:

@@ -158,15 +158,17 @@ def test_key_of_a_needed_manifest_is_never_tombstoned() -> None:
 def test_forged_anchors_delete_no_honest_version(version: int) -> None:
     """Two of them, which say that only what comes behind them is needed."""
     found = [honest(offset, each) for offset, each in enumerate(CHAIN[:2])]
-    lies = [forged(5 + n, manifest(version + n, None, (0, 10**6), (1, 10**6))) for n in range(2)]
-    gone = what_is_released(TRUST, [*found, *lies])
+    forged_manifests = [forged(5 + n, manifest(version + n, None, (0, 10**6), (1, 10**6))) for n in range(2)]
+    gone = what_is_released(TRUST, [*found, *forged_manifests])
     assert (gone.before, gone.files, gone.keys) == ({0: 0}, [], [])
 
 
 def test_nothing_is_deleted_for_a_run_without_versions() -> None:
     """What lies there may be on its way: chunks come before their manifest."""
-    stranger = honest(9, manifest(0, None, (1, 50), run=OTHER))
-    assert what_is_released(TRUST, [*(honest(n, each) for n, each in enumerate(CHAIN)), stranger]).before == {0: 20}
+    foreign_manifest = honest(9, manifest(0, None, (1, 50), run=OTHER))
+    assert what_is_released(TRUST, [*(honest(n, each) for n, each in enumerate(CHAIN)), foreign_manifest]).before == {
+        0: 20
+    }
 
 
 def test_chunks_of_other_runs_are_retained_until_their_manifests_are_tombstoned() -> None:
@@ -190,14 +192,16 @@ def test_chunks_of_other_runs_are_retained_until_their_manifests_are_tombstoned(
 
 def test_forged_anchors_of_another_run_delete_none_of_its_versions() -> None:
     mine = [honest(offset, each) for offset, each in enumerate(CHAIN)]
-    lies = [forged(8 + n, manifest(8 + n, None, (0, 10**6), run=OTHER)) for n in range(2)]
-    assert what_is_released(TRUST, [*mine, honest(7, manifest(7, None, (0, 3), run=OTHER)), *lies]).before == {0: 3}
+    forged_manifests = [forged(8 + n, manifest(8 + n, None, (0, 10**6), run=OTHER)) for n in range(2)]
+    assert what_is_released(
+        TRUST, [*mine, honest(7, manifest(7, None, (0, 3), run=OTHER)), *forged_manifests]
+    ).before == {0: 3}
 
 
 def test_active_run_or_run_without_retained_chunks_is_not_named() -> None:
     late = [honest(offset, each, at=QUIET_SECONDS + 1) for offset, each in enumerate(CHAIN)]
-    heard = [honest(7, manifest(0, None, (0, 3), run=OTHER)), honest(8, manifest(1, 0, (0, 33), run=OTHER), at=2.0)]
-    assert what_is_released(TRUST, [*late, *heard]).kept_for == []
+    active = [honest(7, manifest(0, None, (0, 3), run=OTHER)), honest(8, manifest(1, 0, (0, 33), run=OTHER), at=2.0)]
+    assert what_is_released(TRUST, [*late, *active]).kept_for == []
     assert what_is_released(TRUST, [*late, honest(7, manifest(0, None, (0, 33), run=OTHER))]).kept_for == []
 
 

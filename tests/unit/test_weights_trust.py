@@ -56,9 +56,9 @@ def test_manifest_without_a_trusted_signature_is_refused() -> None:
 def test_manifest_of_another_run_is_foreign_despite_the_same_key() -> None:
     for run in ("", "run", "other.:run", ":run2"):
         if run:
-            stranger = as_read(sign_manifest(manifest(9, run=run), KEY))
-            assert TRUST.verify(stranger) is UntrustedReason.STRANGER
-            assert TRUST.verified_of_any_run(stranger) == manifest(9, run=run)
+            foreign_manifest = as_read(sign_manifest(manifest(9, run=run), KEY))
+            assert TRUST.verify(foreign_manifest) is UntrustedReason.STRANGER
+            assert TRUST.verified_of_any_run(foreign_manifest) == manifest(9, run=run)
     assert TRUST.verify(as_read(sign_manifest(manifest(9, run="other.:run"), None))) is UntrustedReason.UNSIGNED
     assert TRUST.verified_of_any_run(as_read(sign_manifest(manifest(9), OTHER_KEY))) is None
 

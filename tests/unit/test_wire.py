@@ -106,15 +106,15 @@ def test_header_that_names_another_record_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "said"),
+    ("field", "fields"),
     [
         ("max_turn", {"max_turn": 3}),
         ("top_k", {"sampling": {"top_k": 5}}),
         ("x" * 64 + "`", {"x" * 100_000: 1}),
     ],
 )
-def test_prompt_with_an_unknown_field_is_refused(field: str, said: dict[str, Any]) -> None:
-    raw = msgpack.unpackb(encode(PROMPT)) | said
+def test_prompt_with_an_unknown_field_is_refused(field: str, fields: dict[str, Any]) -> None:
+    raw = msgpack.unpackb(encode(PROMPT)) | fields
     for wire in (msgpack.packb(raw), msgspec.json.encode(raw)):
         with pytest.raises(RecordError, match=f"no field `{field}"):
             decode(Prompt, wire)

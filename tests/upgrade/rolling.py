@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 from tests.support.storm.lines import Lines, Sort
-from tests.support.storm.plan import Act, Deed, Plan, Role, Worker
+from tests.support.storm.plan import Act, Plan, PlannedFault, Role, Worker
 from tests.support.storm.shape import Shape
 
 FLEET = (
@@ -22,8 +22,8 @@ FLEET = (
 
 def rolling(seed: int, shape: Shape, first: Sequence[Worker], order: Sequence[Worker]) -> Plan:
     """The workers of `first` run; those of `order` are replaced one by one."""
-    deeds = [Deed(0.0, act, worker) for worker in order for act in (Act.LEAVE, Act.START)]
+    planned_faults = [PlannedFault(0.0, act, worker) for worker in order for act in (Act.LEAVE, Act.START)]
     dice = random.Random(f"rolling {seed}")
     good = (line for line in Lines(dice, shape).drawn() if line.sort is Sort.GOOD)
     lines = sorted(good, key=lambda line: line.at)
-    return Plan(seed, shape, tuple(first), tuple(deeds), tuple(lines), in_turn=True)
+    return Plan(seed, shape, tuple(first), tuple(planned_faults), tuple(lines), in_turn=True)

@@ -52,12 +52,12 @@ def test_run_with_a_lost_broker_continues_in_a_new_namespace(tmp_path: Path) -> 
         for number in range(GROUPS)
     ]
     (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(prompt)}\n" for prompt in prompts))
-    asked = ("up", "--config", "rose.toml", "--prompts", "prompts.jsonl")
-    with rose.start(*asked, "--name", "lost") as process:
+    command_line = ("up", "--config", "rose.toml", "--prompts", "prompts.jsonl")
+    with rose.start(*command_line, "--name", "lost") as process:
         until(lambda: process.poll() is not None or bool(steps(runs / "lost")), STEP_SECONDS)
         process.send_signal(signal.SIGINT)
-        told = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, told
+        output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
     shutil.rmtree(runs / "lost" / "broker")
 
     settled = settled_groups(runs / "lost" / "metrics.jsonl")
@@ -65,7 +65,7 @@ def test_run_with_a_lost_broker_continues_in_a_new_namespace(tmp_path: Path) -> 
     assert 0 < left < GROUPS
     again = ("--name", "again", "--namespace", "again.", "--set", "trainer.begin_from=runs/lost/checkpoints")
     rest = ("--without", "runs/lost/metrics.jsonl", "--set", f"trainer.total_groups={left}")
-    rose(*asked, *again, *rest)
+    rose(*command_line, *again, *rest)
     audited = rose("audit", "--run", "again")
     assert f"{left * GROUP_SIZE} requested" in audited and "0 lost" in audited, audited
     assert not settled & settled_groups(runs / "again" / "metrics.jsonl")

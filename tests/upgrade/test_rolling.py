@@ -73,7 +73,7 @@ def test_every_role_is_upgraded_and_downgraded_under_load(tmp_path: Path, sites:
     with start(KAFKA, tmp_path / "broker") as broker:
         report = blow(tmp_path / "roles", plan, broker, sites=sites)
         clean(report)
-        assert sum(report.faults.values()) == len(plan.deeds) // 2
+        assert sum(report.faults.values()) == len(plan.planned_faults) // 2
         settings = broker.settings(NAMESPACE)
         for site in sites:
             subprocess.run(
@@ -101,19 +101,19 @@ def both_hands_wrote(settings: BusSettings) -> None:
 
 def requests_passed_unharmed(settings: BusSettings) -> None:
     """Whichever router dispatched it: what executors read is what the environment worker asked for."""
-    asked: dict[tuple[str, int], object] = {}
+    requested: dict[tuple[str, int], object] = {}
     sent: Counter[tuple[bool, bool]] = Counter()
     dispatches = []
     for found in read_all(settings, [settings.topic(REQUESTED), settings.topic(DISPATCHED)]):
         if found.value is None:
             continue
         if found.topic == settings.topic(REQUESTED):
-            asked[found.record["trajectory_id"], found.record["turn"]] = found.record
+            requested[found.record["trajectory_id"], found.record["turn"]] = found.record
         else:
             dispatches.append(found.record)
     for dispatch in dispatches:
         request = dispatch["request"]
-        assert request == asked[request["trajectory_id"], request["turn"]]
+        assert request == requested[request["trajectory_id"], request["turn"]]
         sent[FIELD in request, FIELD in dispatch] += 1
     print(f"dispatches, by whether the request and the dispatch are of the next version: {dict(sent)}")
     assert sent.keys() == {(False, False), (False, True), (True, False), (True, True)}

@@ -228,11 +228,11 @@ def breaches(plan: Plan, log: Log, settings: BusSettings) -> list[str]:
 
 
 def _of_outcomes(plan: Plan, log: Log) -> Iterator[str]:
-    asked = plan.trajectories
-    for trajectory in sorted(asked - log.outcomes.keys()):
+    requested = plan.trajectories
+    for trajectory in sorted(requested - log.outcomes.keys()):
         yield f"{trajectory} has no outcome"
     for trajectory, ends in sorted(log.outcomes.items()):
-        if trajectory not in asked:
+        if trajectory not in requested:
             yield f"{trajectory} has an outcome ({', '.join(ends)}), and nobody asked for it"
         if len(ends) > 1:
             yield f"{trajectory} has {len(ends)} outcomes: {', '.join(ends)}"
@@ -249,12 +249,12 @@ def of_turns(log: Log) -> Iterator[str]:
     for trajectory, many in sorted(log.samples.items()):
         if many > 1:
             yield f"{trajectory} has {many} samples"
-    asked: dict[str, list[int]] = defaultdict(list)
+    requested: dict[str, list[int]] = defaultdict(list)
     for trajectory, turn in sorted(log.requests):
-        asked[trajectory].append(turn)
+        requested[trajectory].append(turn)
     for trajectory, turns in sorted(log.sample_turns.items()):
-        if turns != asked[trajectory]:
-            yield f"turns {turns} are in the sample of {trajectory}, and {asked[trajectory]} were asked for"
+        if turns != requested[trajectory]:
+            yield f"turns {turns} are in the sample of {trajectory}, and {requested[trajectory]} were asked for"
 
 
 def _of_letters(plan: Plan, log: Log) -> Iterator[str]:
@@ -269,9 +269,9 @@ def _of_letters(plan: Plan, log: Log) -> Iterator[str]:
         if line.sort is not Sort.BAD:
             groups[line.group_id].append(line.mark)
     for group_id, marks in groups.items():
-        letters = [many[mark] for mark in marks]
-        if sorted(letters) != [0, *[1] * (len(marks) - 1)]:
-            yield f"of {len(marks)} prompts of {group_id} one opens; they are dead letters {letters} times"
+        dead_letters = [many[mark] for mark in marks]
+        if sorted(dead_letters) != [0, *[1] * (len(marks) - 1)]:
+            yield f"of {len(marks)} prompts of {group_id} one opens; they are dead letters {dead_letters} times"
     for place, times in Counter(place for place, _ in log.letters).items():
         if times > 1:
             yield f"what lies at {place} is a dead letter {times} times"

@@ -70,7 +70,7 @@ class Part(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Deed:
+class PlannedFault:
     """Something done to a worker."""
 
     at: float
@@ -88,7 +88,7 @@ class Plan:
     shape: Shape
     first: tuple[Worker, ...]
     """Run before the storm begins."""
-    deeds: tuple[Deed, ...]
+    planned_faults: tuple[PlannedFault, ...]
     lines: tuple[Line, ...]
     in_turn: bool = False
     """Nobody is asked to leave before all are well, however long that takes: each deed brings its share of the lines.
@@ -96,7 +96,7 @@ class Plan:
 
     def due(self, now: float, deeds_left: int) -> float:
         """The moment in the plan whose lines are to be produced."""
-        return self.shape.seconds * (1 - deeds_left / (len(self.deeds) + 1)) if self.in_turn else now
+        return self.shape.seconds * (1 - deeds_left / (len(self.planned_faults) + 1)) if self.in_turn else now
 
     @property
     def groups(self) -> dict[str, int]:
@@ -223,7 +223,7 @@ class _Cast:
         self._known += [_Known(Worker(Role.NODE, number), 0.0, 0.0) for number in range(shape.nodes)]
         self.first = tuple(known.worker for known in self._known if known.worker.role is not Role.NODE)
 
-    def deeds(self, at: float, act: Act, role: Role, part: Part) -> Iterator[Deed]:
+    def planned_faults(self, at: float, act: Act, role: Role, part: Part) -> Iterator[PlannedFault]:
         """What happens for one fault of the round: the fault and its end."""
         if act is Act.START:
             yield self._join(at, role)
@@ -231,19 +231,19 @@ class _Cast:
         while (victim := self._victim(at, role)) is None:
             at += 1.0
         worker = victim.worker
-        yield Deed(at, act, worker, part=part)
+        yield PlannedFault(at, act, worker, part=part)
         if act is Act.PARK:
-            yield Deed(at + self._dice.uniform(*PARKED_SECONDS), Act.WAKE, worker)
+            yield PlannedFault(at + self._dice.uniform(*PARKED_SECONDS), Act.WAKE, worker)
             return
         if part is Part.BESIDE and act is Act.KILL:
             victim.there_from = at + SETTLED_SECONDS[Role.EXECUTOR]
             return
         if part is Part.KEEPER and act is Act.KILL:
             at += self._dice.uniform(*AWAY_SECONDS)
-            yield Deed(at, Act.LEAVE, worker)
+            yield PlannedFault(at, Act.LEAVE, worker)
         if act is Act.FREEZE:
             at += self._dice.uniform(*FREEZE_SECONDS)
-            yield Deed(at, Act.THAW, worker)
+            yield PlannedFault(at, Act.THAW, worker)
             victim.there_from, victim.well_from = at, at + SETTLED_SECONDS[role]
             return
         self._known.remove(victim)
@@ -253,12 +253,12 @@ class _Cast:
         replacement = self._replacement(worker)
         there_from = at + SETTLED_SECONDS[role] if role is Role.LENDER else at
         self._known.append(_Known(replacement, at + SETTLED_SECONDS[role], there_from))
-        yield Deed(at, Act.START, replacement)
+        yield PlannedFault(at, Act.START, replacement)
 
-    def _join(self, at: float, role: Role) -> Deed:
+    def _join(self, at: float, role: Role) -> PlannedFault:
         worker = self._new(role)
         self._known.append(_Known(worker, at + SETTLED_SECONDS[role], at))
-        return Deed(at, Act.START, worker, joins=True)
+        return PlannedFault(at, Act.START, worker, joins=True)
 
     def _victim(self, at: float, role: Role) -> _Known | None:
         there = [known for known in self._known if known.worker.role is role and known.there_from <= at]
@@ -316,13 +316,15 @@ def draw(seed: int, shape: Shape) -> Plan:
     """The plan of this seed."""
     dice = random.Random(f"storm {seed}")
     cast = _Cast(shape, dice)
-    deeds: list[Deed] = []
+    planned_faults: list[PlannedFault] = []
     for number in range(shape.rounds):
         deck = _leaves(shape) if shape.leaves else _faults(shape, seed + number)
         dice.shuffle(deck)
         spacing = shape.round_seconds / len(deck)
         for place, (act, role, part) in enumerate(deck):
             at = number * shape.round_seconds + (place + dice.random()) * spacing
-            deeds += cast.deeds(at, act, role, part)
+            planned_faults += cast.planned_faults(at, act, role, part)
     lines = sorted(Lines(dice, shape).drawn(), key=lambda line: line.at)
-    return Plan(seed, shape, cast.first, tuple(sorted(deeds, key=lambda deed: deed.at)), tuple(lines))
+    return Plan(
+        seed, shape, cast.first, tuple(sorted(planned_faults, key=lambda planned_fault: planned_fault.at)), tuple(lines)
+    )

@@ -24,8 +24,8 @@ from rose.topics.local_broker.process import Broker, free_ports
 from tests.support.installed_versions import InstalledVersions
 from tests.support.kafka_cluster import Cluster
 from tests.support.lender_server_fixtures import MODEL, server_flags
-from tests.support.storm.plan import Act, Deed, Part, Role, Worker, cell_of
-from tests.support.storm.stalls import Change, Happening
+from tests.support.storm.plan import Act, Part, PlannedFault, Role, Worker, cell_of
+from tests.support.storm.stalls import Change, RoleEvent
 
 LOOK_SECONDS = 0.1
 """Between two looks for roles that are leaving: their ends are in no queue."""
@@ -108,7 +108,7 @@ class Roles:
         self._node_starts: dict[Worker, int] = {}
         self._next_look = 0.0
         self._starts = 0
-        self.happenings: list[Happening] = []
+        self.happenings: list[RoleEvent] = []
         self.faults: Counter[str] = Counter()
         """What was done, by kind."""
         self.crashes: Counter[str] = Counter()
@@ -122,20 +122,20 @@ class Roles:
         self.complete = False
         """The trainer has ended by itself, and well."""
 
-    def do(self, deed: Deed) -> None:
+    def do(self, planned_fault: PlannedFault) -> None:
         """Carry out one deed of the plan; what cannot be done to a worker that is not there is left out."""
-        worker = deed.worker
+        worker = planned_fault.worker
         if worker.role is Role.NODE:
-            self._do_to_node(deed)
-        elif deed.act in (Act.PARK, Act.WAKE):
-            self._grant(deed.act, worker)
-        elif deed.act is Act.START:
+            self._do_to_node(planned_fault)
+        elif planned_fault.act in (Act.PARK, Act.WAKE):
+            self._grant(planned_fault.act, worker)
+        elif planned_fault.act is Act.START:
             if worker not in self._present:
                 self._again[worker] = 0.0
-                if deed.joins:
+                if planned_fault.joins:
                     self._count("join", worker)
         elif (present := self._present.get(worker)) is not None and present.process.poll() is None:
-            self._do_to_role(deed, present)
+            self._do_to_role(planned_fault, present)
         else:
             self._again.pop(worker, None)
 
@@ -235,20 +235,20 @@ class Roles:
     def _name(self, lender: Worker) -> str:
         return f"executor-{self._most - 1 - lender.number}"
 
-    def _do_to_role(self, deed: Deed, present: _Process) -> None:
-        worker, number, part = present.worker, present.number, deed.part
-        if deed.act is Act.KILL:
+    def _do_to_role(self, planned_fault: PlannedFault, present: _Process) -> None:
+        worker, number, part = present.worker, present.number, planned_fault.part
+        if planned_fault.act is Act.KILL:
             part = self._kill(part, present)
-        elif deed.act is Act.LEAVE:
+        elif planned_fault.act is Act.LEAVE:
             self._ask_to_leave(present)
-        elif deed.act is Act.FREEZE:
+        elif planned_fault.act is Act.FREEZE:
             part = _send(present, signal.SIGSTOP, part)
             self._note(Change.FROZEN, worker, number)
         else:
             _send(present, signal.SIGCONT)
             self._note(Change.THAWED, worker, number)
             return
-        self._count(f"{deed.act.value}{_of(part)}", worker)
+        self._count(f"{planned_fault.act.value}{_of(part)}", worker)
 
     def _kill(self, part: Part, present: _Process) -> Part:
         """What of it was killed: its first process where there is no such part now."""
@@ -266,9 +266,9 @@ class Roles:
         return part
 
     def _grant(self, act: Act, lender: Worker) -> None:
-        told = ("--no-lend" if act is Act.PARK else "--lend", "--reason", "storm")
-        said = ("--release",) if act is Act.WAKE and self._controlled else told
-        command = ("grant", self._name(lender), *said, *self._arguments)
+        switch = ("--no-lend" if act is Act.PARK else "--lend", "--reason", "storm")
+        text = ("--release",) if act is Act.WAKE and self._controlled else switch
+        command = ("grant", self._name(lender), *text, *self._arguments)
         self._fork_server.start(command, name="grant", log=self._folder / "grants.log")
         self._write(act.value, lender, 0)
         if act is Act.PARK:
@@ -281,21 +281,21 @@ class Roles:
         self._leaving.append(present)
         self._write("asked to leave", present.worker, present.number)
 
-    def _do_to_node(self, deed: Deed) -> None:
+    def _do_to_node(self, planned_fault: PlannedFault) -> None:
         assert isinstance(self._broker, Cluster)
-        node = self._broker.nodes[deed.worker.number]
-        if deed.act in (Act.KILL, Act.LEAVE):
-            if deed.act is Act.KILL:
+        node = self._broker.nodes[planned_fault.worker.number]
+        if planned_fault.act in (Act.KILL, Act.LEAVE):
+            if planned_fault.act is Act.KILL:
                 node.kill()
             else:
                 node.stop()  # it hands its leaders over first, for seconds
-            self._note(Change.ENDED, deed.worker, 0)
-            self._count(deed.act.value, deed.worker)
+            self._note(Change.ENDED, planned_fault.worker, 0)
+            self._count(planned_fault.act.value, planned_fault.worker)
             self._starts += 1
-            self._node_starts[deed.worker] = -self._starts
+            self._node_starts[planned_fault.worker] = -self._starts
         else:
             node.launch()
-            self._note(Change.STARTED, deed.worker, self._node_starts[deed.worker])
+            self._note(Change.STARTED, planned_fault.worker, self._node_starts[planned_fault.worker])
 
     def _look_at(self, present: _Process, now: float) -> None:
         status = present.process.poll()
@@ -306,9 +306,9 @@ class Roles:
         if not present.ready and role in READY:
             with present.log.open("rb") as log:
                 log.seek(present.log_begin)
-                said = log.read().decode(errors="replace")
-            idle = role is Role.LENDER and self._controlled and PARKED.search(said)
-            if idle or READY[role].search(said):
+                text = log.read().decode(errors="replace")
+            idle = role is Role.LENDER and self._controlled and PARKED.search(text)
+            if idle or READY[role].search(text):
                 self.proven(present.worker)
         if status is None:
             return
@@ -326,7 +326,7 @@ class Roles:
 
     def _note(self, change: Change, worker: Worker, number: int, **more: object) -> None:
         at = self._write(change.value, worker, number, **more)
-        self.happenings.append(Happening(at, change, worker.role, number, cell_of(worker, self._cells)))
+        self.happenings.append(RoleEvent(at, change, worker.role, number, cell_of(worker, self._cells)))
 
     def _write(self, what: str, worker: Worker, number: int, **more: object) -> float:
         at = time.time()

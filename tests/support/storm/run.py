@@ -27,7 +27,7 @@ from tests.support.kafka_cluster import Cluster
 from tests.support.lender_server_fixtures import SERVING
 from tests.support.storm.lines import Line, Sort
 from tests.support.storm.log_checks import Log, breaches, read_all, read_log
-from tests.support.storm.plan import SLOTS, Act, Deed, Plan, Role, Worker
+from tests.support.storm.plan import SLOTS, Act, Plan, PlannedFault, Role, Worker
 from tests.support.storm.roles import Roles
 from tests.support.storm.stalls import Interval, Stall, excuses, stalls
 
@@ -203,7 +203,7 @@ def blow(folder: Path, plan: Plan, broker: Cluster | Broker, *, sites: Sequence[
 
 def _configure(folder: Path, plan: Plan) -> Path:
     path = folder / "storm.toml"
-    told = CONFIG.format(
+    summary = CONFIG.format(
         folder=folder,
         partitions=replace(PARTITIONS, cells=plan.shape.cells),
         imports=Path(__file__).with_name("environments"),
@@ -211,7 +211,7 @@ def _configure(folder: Path, plan: Plan) -> Path:
         total_groups=len(plan.groups) + plan.refused,
         environment=", ".join(f'{name} = "{value}"' for name, value in SERVING.items()),
     )
-    path.write_text(told)
+    path.write_text(summary)
     return path
 
 
@@ -227,8 +227,8 @@ def _conclude(report: Report, plan: Plan, roles: Roles, settings: BusSettings) -
     work = list(work_left(plan, log, until=ended))
     excused = [] if plan.in_turn else excuses(roles.happenings, until=ended)
     found = stalls(log.applied_at, work, excused)
-    told = {"excused": excused, "longest stalls": [asdict(stall) for stall in found[:SHOWN_STALLS]]}
-    (report.folder / "stalls.json").write_text(json.dumps(told, indent=1))
+    summary = {"excused": excused, "longest stalls": [asdict(stall) for stall in found[:SHOWN_STALLS]]}
+    (report.folder / "stalls.json").write_text(json.dumps(summary, indent=1))
     report.stall = found[0] if found else None
     if report.stall_seconds > MOST_STALL_SECONDS:
         assert report.stall is not None
@@ -241,14 +241,14 @@ def _conclude(report: Report, plan: Plan, roles: Roles, settings: BusSettings) -
 
 def work_left(plan: Plan, log: Log, *, until: float) -> list[Interval]:
     """When there was a group that was asked for and had not ended."""
-    asked: dict[str, list[float]] = defaultdict(list)
+    requested: dict[str, list[float]] = defaultdict(list)
     for line in plan.lines:
         if line.sort is not Sort.BAD and line.mark in log.produced_at:
-            asked[line.group_id].append(log.produced_at[line.mark])
+            requested[line.group_id].append(log.produced_at[line.mark])
     groups = plan.groups
     return [
         (min(moments), max(log.sampled_at.get(f"{group_id}:{index}", until) for index in range(groups[group_id])))
-        for group_id, moments in asked.items()
+        for group_id, moments in requested.items()
     ]
 
 
@@ -312,14 +312,14 @@ class _Storm:
     def rage(self) -> None:
         """Carry out the plan, then wait until every trajectory has its end and every bad line its letter."""
         began = self._watch.moved_at = time.monotonic()
-        deeds, through = list(self._plan.deeds), self._plan.shape.seconds
+        planned_faults, through = list(self._plan.planned_faults), self._plan.shape.seconds
         while not (self._roles.complete and self._all_produced()):
             now = time.monotonic() - began
-            while deeds and deeds[0].at <= now and not self._too_soon(deeds[0]):
-                self._roles.do(deeds.pop(0))
-            self._produce(self._plan.due(now, len(deeds)))
+            while planned_faults and planned_faults[0].at <= now and not self._too_soon(planned_faults[0]):
+                self._roles.do(planned_faults.pop(0))
+            self._produce(self._plan.due(now, len(planned_faults)))
             self._turn_over()
-            if self._plan.in_turn and deeds:  # there may be nothing to do until the next deed brings some
+            if self._plan.in_turn and planned_faults:  # there may be nothing to do until the next deed brings some
                 through, self._watch.moved_at = now, time.monotonic()
             if time.monotonic() - self._watch.moved_at > SILENCE_SECONDS:
                 raise StormBroken(f"nothing moved for {SILENCE_SECONDS:.0f} s")
@@ -329,11 +329,13 @@ class _Storm:
         while not self._all_dead() and time.monotonic() < deadline:
             self._turn_over()
 
-    def _too_soon(self, deed: Deed) -> bool:
+    def _too_soon(self, planned_fault: PlannedFault) -> bool:
         """Whether others must be well first."""
         if self._plan.in_turn:
-            return deed.act is Act.LEAVE and not self._roles.all_well()
-        return deed.act is Act.KILL and deed.worker.role is Role.NODE and self._roles.waits_for_nodes()
+            return planned_fault.act is Act.LEAVE and not self._roles.all_well()
+        return (
+            planned_fault.act is Act.KILL and planned_fault.worker.role is Role.NODE and self._roles.waits_for_nodes()
+        )
 
     def _late(self) -> list[Worker]:
         """Who does not do its work yet; of routers one is enough."""
@@ -346,8 +348,8 @@ class _Storm:
     def _all_dead(self) -> bool:
         """Whether every bad line has its letter."""
         dead = {line.mark for line in self._plan.lines if line.sort is Sort.BAD}
-        letters = f"{self._settings.namespace}{PROMPTS.dead_letters}"
-        return dead <= {found.mark for found in read_all(self._settings, [letters])}
+        dlq_topic = f"{self._settings.namespace}{PROMPTS.dead_letters}"
+        return dead <= {found.mark for found in read_all(self._settings, [dlq_topic])}
 
     def unproduced(self) -> list[str]:
         """What kcat could not produce."""

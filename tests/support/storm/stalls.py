@@ -45,7 +45,7 @@ class Change(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class RoleEvent:
     """A change of one process, and when (unix seconds)."""
 
     at: float
@@ -77,7 +77,7 @@ def stalls(applied: Sequence[float], work: Iterable[Interval], excused: Iterable
     return sorted(found, key=lambda stall: -stall.seconds)
 
 
-def excuses(happenings: Sequence[Happening], *, until: float) -> list[Interval]:
+def excuses(happenings: Sequence[RoleEvent], *, until: float) -> list[Interval]:
     """When time does not count."""
     found: list[Interval] = []
     for role in (Role.ENVIRONMENT, Role.EXECUTOR, Role.ROUTER, Role.TRAINER):
@@ -87,7 +87,7 @@ def excuses(happenings: Sequence[Happening], *, until: float) -> list[Interval]:
     return union([*found, *sessions(happenings)])
 
 
-def nobody_well(happenings: Sequence[Happening], *, until: float) -> list[Interval]:
+def nobody_well(happenings: Sequence[RoleEvent], *, until: float) -> list[Interval]:
     """When no process of these is well."""
     well: set[int] = set()
     ready: set[int] = set()
@@ -111,7 +111,7 @@ def nobody_well(happenings: Sequence[Happening], *, until: float) -> list[Interv
     return found
 
 
-def sessions(happenings: Sequence[Happening]) -> list[Interval]:
+def sessions(happenings: Sequence[RoleEvent]) -> list[Interval]:
     """The time after a death, or in a freeze, in which the others cannot know."""
     found = []
     for each in happenings:
