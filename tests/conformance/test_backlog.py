@@ -1,4 +1,4 @@
-"""A long partition is read in pieces of the size that the reader asks for; one with nothing new is asked seldom."""
+"""A long partition is read in pieces of the requested size; a partition without new records is fetched rarely."""
 
 import json
 import random
@@ -25,7 +25,7 @@ def whole(cluster: Cluster, topic: str, **limits: int) -> list[int]:
 
 
 def test_backlog_is_read_with_a_large_enough_receive_buffer(cluster: Cluster, backlog: str) -> None:
-    """With the limits that ROSE's readers have: they take an answer far larger than they asked for."""
+    """The limits are those of ROSE's readers, which accept responses far larger than requested."""
     limits = {"fetch_message_max_bytes": 4 * 2**20, "receive_message_max_bytes": 512 * 2**20}
     assert whole(cluster, backlog, **limits) == list(range(RECORDS))
 
@@ -46,7 +46,7 @@ def test_fetch_is_no_larger_than_requested(cluster: Cluster, backlog: str) -> No
 
 @pytest.mark.embedded_fault("answers an empty fetch at once: a waiting reader asks without end", raises=AssertionError)
 def test_fetch_without_records_is_held(cluster: Cluster) -> None:
-    """As long as the reader says: two a second, and some more at the start."""
+    """The broker holds a fetch as long as the reader allows: two fetches a second, and some more at the start."""
     reported: list[int] = []
 
     def statistics(text: str) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of records when the broker's disk is full."""
+"""Behaviour of a broker with a full disk."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ RECORDS = 100
 
 @contextmanager
 def mounted(disk: Path) -> Iterator[Path]:
-    """A disk of DISK_BYTES at this new folder."""
+    """Mount a disk of DISK_BYTES at this new folder."""
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
@@ -36,14 +36,14 @@ def mounted(disk: Path) -> Iterator[Path]:
 
 @dataclass
 class FullBroker:
-    """A broker that was sent 10 MB while its disk had room for one."""
+    """A broker that received 10 MB while its disk had room for 1 MB."""
 
     broker: Broker
     filler: Path
     cluster: Cluster
     topic: str
     answers: list[KafkaError | None]
-    """The error, or None, with which each of the records was answered."""
+    """The error, or None, of each record."""
     sent: list[bytes | None]
 
     @property
@@ -98,7 +98,7 @@ def test_launcher_reports_a_full_disk_and_its_losses(full: FullBroker) -> None:
 def test_all_records_are_saved_once_the_disk_has_room_again(broker_kind: str, tmp_path: Path) -> None:
     with mounted(tmp_path / "disk") as disk, filled(broker_kind, disk) as full:
         full.filler.unlink()
-        if not full.broker.alive():  # Apache Kafka died of it, and takes no harm
+        if not full.broker.alive():  # Apache Kafka ended at the full disk without damage
             full.broker.restart()
         producer = full.cluster.producer()
         delivered = produce(producer, full.topic, [b"room again"])

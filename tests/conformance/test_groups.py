@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture
 def sides(cluster: Cluster) -> list[str]:
-    """Two topics with equally many partitions, as prompts and results are."""
+    """Two topics with the same number of partitions, like prompts and results."""
     return [cluster.topic("prompts", PARTITIONS), cluster.topic("results", PARTITIONS)]
 
 
@@ -31,9 +31,9 @@ def member(cluster: Cluster, sides: list[str], name: str | None = None, **more: 
 
 
 def together(cluster: Cluster, sides: list[str], *names: str | None) -> list[Consumer]:
-    """Members, each of which came when those before it had their shares, who share everything between them.
+    """Return members that joined one after another, each after the previous rebalance, and that share all partitions.
 
-    The embedded broker forgets a second member that comes just as it no longer waits for one (`rose.topics.reader`).
+    The embedded broker forgets a second member that joins just as it stops waiting for one (`rose.topics.reader`).
     """
     members: list[Consumer] = []
     for name in names:
@@ -43,7 +43,7 @@ def together(cluster: Cluster, sides: list[str], *names: str | None) -> list[Con
 
 
 def settled(members: list[Consumer], sides: list[str]) -> bool:
-    """Every partition of both sides belongs to one of the members."""
+    """Whether every partition of both topics belongs to one of the members."""
     poll_all(members)
     shares = [owned(consumer, topic) for topic in sides for consumer in members]
     return sorted(part for share in shares for part in share) == sorted(list(range(PARTITIONS)) * 2)
@@ -139,7 +139,7 @@ while True:
 
 @contextmanager
 def killed_in_the_end(cluster: Cluster, sides: list[str], name: str) -> Iterator[Callable[[], bool]]:
-    """Another member in a process of its own; what it yields tells whether it has a share yet."""
+    """Run another member in its own process; yield a function that tells whether the member has partitions."""
     command = [sys.executable, "-c", KILLED_MEMBER, cluster.bootstrap, cluster.namespace, name, *sides]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -166,7 +166,8 @@ def test_partitions_of_a_killed_member_go_to_live_members(cluster: Cluster, side
 
 @pytest.mark.slow
 def test_killed_static_member_is_replaced_under_its_name(cluster: Cluster, sides: list[str]) -> None:
-    """How an environment worker returns after a crash: at once on any broker, without waiting for an eviction."""
+    """The test follows an environment worker after a crash: it returns at once on any broker, without waiting for an
+    eviction."""
     [stays] = together(cluster, sides, "worker-0")
     with killed_in_the_end(cluster, sides, "worker-1") as has_share:
         until(lambda: shared(stays, sides) and has_share(), what="a share for the member that will die")

@@ -1,4 +1,4 @@
-"""Records come back as they went in, in order, from the place that the producer was told."""
+"""Records are read as they were written, in order, from the offset that the producer was told."""
 
 import random
 import time
@@ -12,7 +12,7 @@ from tests.conformance.bus_driver import WAIT_SECONDS, Cluster, produce, read_to
 def test_keys_values_headers_timestamps_and_order_survive(cluster: Cluster) -> None:
     topic = cluster.topic("all", 3)
     producer = cluster.producer()
-    start = int(time.time() * 1000) - 60_000  # recent, or retention takes the records away
+    start = int(time.time() * 1000) - 60_000  # recent, because retention would delete older records
     for index in range(300):
         headers = [("rose-schema", b"turn-request/1"), ("twice", b"1"), ("twice", bytes([index % 256])), ("none", None)]
         producer.produce(
@@ -49,7 +49,7 @@ def test_headers_of_one_name_survive_where_the_broker_stamps_records(cluster: Cl
 
 
 def test_last_header_of_a_name_survives_where_the_broker_stamps_records(cluster: Cluster) -> None:
-    """ROSE reads the last one of a name: whoever wrote it had the record last."""
+    """ROSE reads the last header of a name, which the last writer of the record added."""
     topic = cluster.topic("stamped", message_timestamp_type="LogAppendTime")
     producer = cluster.producer()
     producer.produce(topic, b"value", headers=[("twice", b"1"), ("once", b"2"), ("twice", b"3")])
@@ -59,7 +59,7 @@ def test_last_header_of_a_name_survives_where_the_broker_stamps_records(cluster:
 
 
 def test_delivery_report_names_the_offset_of_the_record(cluster: Cluster) -> None:
-    """ROSE points at records by partition and offset, so the report must be true under batches and interleaving."""
+    """ROSE refers to records by partition and offset, so the report must be correct under batches and interleaving."""
     topic = cluster.topic("places", 2)
     seed = 20_240
     draw = random.Random(seed)
@@ -144,8 +144,8 @@ def test_watermarks_follow_the_log(cluster: Cluster) -> None:
 
 def test_offsets_are_found_by_time(cluster: Cluster) -> None:
     topic = cluster.topic("clock")
-    start = int(time.time() * 1000) - 60_000  # recent, or retention takes the records away
-    producer = cluster.producer(linger_ms=50)  # one batch: the answer must be exact inside it
+    start = int(time.time() * 1000) - 60_000  # recent, because retention would delete older records
+    producer = cluster.producer(linger_ms=50)  # one batch: the offset must be exact inside it
     for index in range(50):
         producer.produce(topic, b"%d" % index, partition=0, timestamp=start + 10 * index)
     assert producer.flush(WAIT_SECONDS) == 0
@@ -176,6 +176,6 @@ def test_waiting_consumer_gets_new_records(cluster: Cluster) -> None:
     consumer.assign([TopicPartition(topic, 0, 0)])
     for index in range(20):
         cluster.send(topic, [b"%d" % index])
-        message = consumer.poll(WAIT_SECONDS)  # a broker that does not wake it answers later
+        message = consumer.poll(WAIT_SECONDS)  # a broker that does not wake the fetch answers later
         assert message is not None and message.value() == b"%d" % index
     consumer.close()

@@ -1,4 +1,4 @@
-"""What a topic is told to forget goes, and nothing else."""
+"""A broker deletes exactly the records that the topic configuration names."""
 
 import time
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from tests.conformance.bus_driver import Cluster, until
 
 SLOW_SECONDS = 120
-"""Apache Kafka looks for what can go when it likes: its cleaner rests 15 s, its retention begins after 30 s."""
+"""Apache Kafka deletes at its own times: its cleaner pauses 15 s, and its retention begins after 30 s."""
 
 COMPACTED_SOON: dict[str, Any] = {
     "cleanup_policy": "compact",
@@ -24,7 +24,8 @@ def history(cluster: Cluster, topic: str) -> list[tuple[bytes, bytes | None]]:
 
 @pytest.mark.slow
 def test_compaction_keeps_the_newest_of_each_key(cluster: Cluster) -> None:
-    """The compacted topics (grants, snapshots, manifests) are read whole at a start: old values must not pile up."""
+    """The compacted topics (grants, snapshots, manifests) are read completely at a start, so old values must not
+    accumulate."""
     topic = cluster.topic(
         "compacted",
         cleanup_policy="compact",

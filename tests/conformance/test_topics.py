@@ -1,4 +1,4 @@
-"""Topics are made as the catalog asks, and by nobody else."""
+"""Topics are created with the settings of the catalog, and only on request."""
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException

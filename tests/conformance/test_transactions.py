@@ -1,4 +1,4 @@
-"""A transaction is seen whole or not at all, and only by its rightful owner."""
+"""A transaction is visible as a whole or not at all, and only its current owner can commit it."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from tests.conformance.bus_driver import WAIT_SECONDS, Cluster, poll_all, produc
 
 
 def store(producer: Producer, topic: str, *values: bytes, partition: int = 0) -> None:
-    """Bring the records of an open transaction to the broker."""
+    """Send the records of an open transaction to the broker."""
     delivered = produce(producer, topic, values, partition=partition)
     assert producer.flush(WAIT_SECONDS) == 0 and len(delivered) == len(values)
 
@@ -99,7 +99,7 @@ def test_offsets_move_with_the_commit_and_not_before(cluster: Cluster) -> None:
 
 @pytest.mark.embedded_fault("tells the offsets of a transaction that is open", raises=pytest.fail.Exception)
 def test_offsets_of_an_open_transaction_are_not_reported(cluster: Cluster) -> None:
-    """Who is given another's home begins there only once what the other had under way is decided."""
+    """A new owner of a home starts only after the open transaction of the previous owner is decided."""
     source = cluster.topic("source")
     cluster.send(source, [b"input"])
     consumer = cluster.consumer("steps")
@@ -179,7 +179,7 @@ def test_idle_fenced_owner_cannot_begin_again(cluster: Cluster) -> None:
 
 @pytest.mark.embedded_fault("commits the offsets of a member that was replaced", raises=pytest.fail.Exception)
 def test_member_without_its_former_partitions_cannot_commit_their_offsets(cluster: Cluster) -> None:
-    """A worker that was frozen while its group moved on must not commit what its successor redoes."""
+    """A worker that was frozen while its group moved on must not commit work that its successor repeats."""
     source, sink = cluster.topic("source"), cluster.topic("sink")
     cluster.send(source, [b"input"] * 3)
     old = cluster.consumer("steps", group_instance_id="worker-0")

@@ -1,4 +1,4 @@
-"""Executors as their users start them, forked from a fork server that a test file shares."""
+"""Executors as users start them, forked from a fork server that a test file shares."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -30,26 +30,26 @@ from tests.support.policy_folders import new_policy, save_policy, tensors_of
 
 SLOT = 1
 WAIT_SECONDS = 120.0
-"""What has not come by then has been lost."""
+"""A record that has not arrived within this time is lost."""
 
 
 class Process(Protocol):
-    """What runs the executor."""
+    """The process of the executor."""
 
     def poll(self) -> int | None:
-        """Its exit status; None while it runs."""
+        """Return the exit status; None while the process runs."""
         ...
 
 
 @dataclass
 class Router:
-    """The executor's other side: publishes versions, dispatches turns, hears results and heartbeats."""
+    """The router side of an executor: publishes versions, dispatches turns, and reads results and heartbeats."""
 
     settings: BusSettings
     executor: "Process | None" = None
-    """Whose end is the end of waiting."""
+    """The executor process. Its end ends every wait."""
     key: Ed25519PrivateKey | None = None
-    """With which it signs versions."""
+    """Key that signs the versions."""
 
     def __post_init__(self) -> None:
         self.writer = Writer(self.settings, "test")
@@ -67,7 +67,7 @@ class Router:
         manifest = self.publisher.put(snapshot, version, step=version, published_at=time.time())
         if digest is not None:
             manifest = msgspec.structs.replace(manifest, digest=digest)
-            self.publisher = WeightPublisher(self.settings, "policy", key=self.key)  # builds on nothing forged
+            self.publisher = WeightPublisher(self.settings, "policy", key=self.key)  # skips forged versions
         sign_manifest(manifest, self.key).write(self.writer)
         self.writer.flush()
 
@@ -112,7 +112,7 @@ class Router:
         )
 
     def log(self, request: TurnRequest) -> int:
-        """Put a request where its home is; its offset."""
+        """Write a request to its home partition; return its offset."""
         offsets: list[int] = []
         self.writer.write(
             REQUESTED,
@@ -155,14 +155,14 @@ class Router:
         return record.key
 
     def lists(self, key: TurnKey) -> bool:
-        """Whether a heartbeat has said that it holds the turn: on a busy machine several come at once."""
+        """Whether a heartbeat has listed the turn. On a busy machine several heartbeats arrive at once."""
         execution = held_hash(key).to_bytes(8, "little")
         return any(
             execution == beat.holds[at : at + 8] for beat in self.heartbeats for at in range(0, len(beat.holds), 8)
         )
 
     def until(self, met: Callable[[], bool]) -> None:
-        """Listen until it is so."""
+        """Read records until the condition holds."""
         deadline = time.monotonic() + WAIT_SECONDS
         while not met():
             assert self.executor is None or self.executor.poll() is None, "the executor has ended"
@@ -194,7 +194,8 @@ def start_executor(
     kv_cache_bytes: int,
     metrics_port: int = 0,
 ) -> ForkedProcess:
-    """`rose executor` of this inbox: its policy and its log are in the folder; `most_tokens` of one turn."""
+    """Start `rose executor` for this inbox with the policy in the folder. The log goes to the folder. `most_tokens`
+    bounds one turn."""
     values = {
         "run.name": DEFAULT_RUN,
         "executor.slot": slot,
@@ -210,6 +211,6 @@ def start_executor(
 
 
 def engine_of(executor: ForkedProcess) -> int:
-    """The process that its engine lives in."""
+    """Return the process of the engine."""
     (child,) = Path(f"/proc/{executor.pid}/task/{executor.pid}/children").read_text().split()
     return int(child)

@@ -1,4 +1,4 @@
-"""What tests of a guest have serving and the guest do: the same prompts and turns, one after another or meanwhile."""
+"""Serving traffic and guest turns for tests of a guest: the same prompts and turns, in sequence or together."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,8 @@ from tests.support.lender_server_fixtures import VOCABULARY, Answer, PlayedSidec
 
 PROMPTS = [[3 + (7 * prompt + place) % (VOCABULARY - 3) for place in range(10 + prompt)] for prompt in range(6)]
 SHORT = ([3, 4, 5], Sampling(max_tokens=4, temperature=0.0))
-"""A first turn so short that torch asks the kernel for no AMX tiles, which vLLM's bfloat16 attention then uses."""
+"""A first turn so short that torch does not request AMX tiles from the kernel, which the bfloat16 attention of vLLM
+then uses."""
 
 TURNS = [
     SHORT,
@@ -22,7 +23,7 @@ TURNS = [
 
 @contextmanager
 def traffic(server: Server, pause_seconds: float = 0.05) -> Iterator[list[tuple[int, Answer]]]:
-    """Requests one after another, meanwhile: which prompt, and what was answered."""
+    """Send serving requests in sequence during the block. Collect the prompt and the answer of each."""
     answers: list[tuple[int, Answer]] = []
     stop = threading.Event()
     troubles: list[BaseException] = []
@@ -52,7 +53,7 @@ def same(answers: Sequence[tuple[int, Answer]], alone: Sequence[Answer]) -> bool
 
 
 def run_guest(sidecar: PlayedSidecar, version: int = -1) -> list[tuple[bytes, bytes]]:
-    """TURNS one after another: tokens and logprobs."""
+    """Run TURNS in sequence; return tokens and logprobs."""
     made = []
     sidecar.awake()
     for number, (context, sampling) in enumerate(TURNS):

@@ -1,4 +1,5 @@
-"""A router's other sides over a real broker, by hand: environment workers, executors; and routers as processes."""
+"""The counterparts of a router on a real broker, operated by hand: environment workers and executors; and routers as
+processes."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -28,18 +29,18 @@ BEAT_SECONDS = 0.2
 
 @dataclass
 class Fleet:
-    """Executors that answer nothing by themselves: what they have taken they hold until the test lets them answer."""
+    """Executors that hold every accepted turn until the test answers it."""
 
     alive: dict[int, dict[str, object]] = field(default_factory=dict)
-    """Those that send heartbeats, and what they say."""
+    """Executors that send heartbeats, with the fields of their heartbeats."""
     held: dict[int, list[TurnDispatch]] = field(default_factory=dict)
-    """By executor: the first and the third have one inbox."""
+    """Held turns by executor. The first and the third executor share one inbox."""
     claims: dict[int, int] = field(default_factory=dict)
-    """The newest claim seen in each inbox."""
+    """The newest fencing token of each inbox."""
 
 
 class RouterHarness:
-    """The other side of the topics."""
+    """The counterparts of a router."""
 
     def __init__(self, settings: BusSettings, partitions: Partitions = PARTITIONS) -> None:
         self.settings = settings
@@ -48,12 +49,12 @@ class RouterHarness:
         self.reader = Reader(settings, "test", group="test")
         self.reader.assign({(DISPATCHED, slot): OFFSET_BEGINNING for slot in range(partitions.slots)})
         self.inboxes: list[TurnDispatch] = []
-        """All dispatches that executors take for valid, in the order in which they were found."""
+        """All dispatches that executors accept as valid, in the order in which they were read."""
         self.zombies: list[TurnDispatch] = []
-        """Those of a claim that was not the newest."""
+        """Dispatches with an outdated fencing token."""
         self.fleet = Fleet()
         self.most_held = 0
-        """Turns that one executor held at once."""
+        """Largest number of turns that one executor held at once."""
         self.requested = 0
         self._next_beat = 0.0
 
@@ -68,7 +69,7 @@ class RouterHarness:
         self.write(REQUESTED, turn_request, trajectory, home)
 
     def beat(self, worker: int, **fields: object) -> None:
-        """Send a heartbeat, and from now on more of it whenever somebody waits."""
+        """Send a heartbeat, and repeat it during every later wait."""
         self.fleet.alive[worker] = fields
         holds = packed(self.fleet.held.get(worker, []))
         record = heartbeat(worker, **{"holds": holds, "sent_at": time.time(), **fields})
@@ -82,7 +83,7 @@ class RouterHarness:
         self.write(COMPLETED, result(dispatch, outcome), dispatch.request.trajectory_id, dispatch.home)
 
     def look(self) -> list[TurnDispatch]:
-        """Let the executors that are alive take what there is and send heartbeats; all dispatches so far."""
+        """Let live executors accept turns and send heartbeats; return all dispatches so far."""
         for item in self.reader.read(100, 0.01):
             if not isinstance(item, Envelope):
                 continue
@@ -104,7 +105,7 @@ class RouterHarness:
         return self.inboxes
 
     def until(self, condition: Callable[[], object], on_wait: Callable[[], None] = lambda: None) -> None:
-        """Look until something is so; the executors that are alive go on all the while."""
+        """Poll until the condition holds. Live executors continue meanwhile."""
         deadline = time.monotonic() + WAIT_SECONDS
         while not condition():
             assert time.monotonic() < deadline, f"{self.requested} asked for, {len(self.inboxes)} dispatched"
@@ -116,12 +117,12 @@ class RouterHarness:
         assert len(self.inboxes) == count
 
     def go_on(self, seconds: float) -> None:
-        """Let so much time pass."""
+        """Let the given time pass."""
         end = time.monotonic() + seconds
         self.until(lambda: time.monotonic() >= end)
 
     def keep_turns_moving(self, seconds: float, turns: int = 6) -> None:
-        """Executors answer, and so many trajectories are begun, all the while."""
+        """Answer turns and start new trajectories continuously."""
         for _ in range(turns):
             self.ask(f"g:{self.requested}", home=self.requested % self.homes)
             for held in self.fleet.held.values():
@@ -130,7 +131,7 @@ class RouterHarness:
             self.go_on(seconds / turns)
 
     def finish(self) -> None:
-        """Answer until every turn has a result; none has two, and none was lost or failed."""
+        """Answer until every turn has a result. Assert that no turn has two results, and none was lost or failed."""
 
         def answer_next() -> None:
             for held in self.fleet.held.values():
@@ -158,13 +159,13 @@ def _number(dispatch: TurnDispatch) -> int:
 def router_process(
     settings: BusSettings, number: int = 0, *, log: Path | None = None, **config: object
 ) -> AbstractContextManager[ForkedProcess]:
-    """A router in a process of its own; killed at the end if it still runs. What it prints is appended to `log`."""
+    """Run a router in its own process, which is killed at the end. Its output is appended to `log`."""
     own = {f"router.{name}": value for name, value in config.items()}
     return role_process("router", settings, number, {"router.low_water_seconds": 0.0, **own}, log=log)
 
 
 def with_properties(settings: BusSettings, properties: Mapping[str, str]) -> BusSettings:
-    """The same broker, reached with more librdkafka settings."""
+    """Return settings for the same broker with more librdkafka properties."""
     return BusSettings(
         settings.bootstrap, settings.namespace, {**settings.properties, **properties}, embedded=settings.embedded
     )

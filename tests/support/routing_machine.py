@@ -1,4 +1,4 @@
-"""What can happen in a world of executors that come and go, one step at a time; for property tests."""
+"""The events of a routing simulation, one step at a time, for property tests."""
 
 from hypothesis import strategies as st
 
@@ -47,7 +47,7 @@ STEPS = st.one_of(
 
 
 def step(simulation: RoutingSimulation, what: str, *values: object) -> None:
-    """Let one thing happen in the world; steps that make no sense at the moment do nothing."""
+    """Apply one event to the simulation. An impossible step does nothing."""
     match what, *values:
         case "ask", str(trajectory), int(context), int(most), float(patience):
             ask_next(simulation, trajectory, context=context, max_tokens=most, patience_seconds=patience)
@@ -55,7 +55,7 @@ def step(simulation: RoutingSimulation, what: str, *values: object) -> None:
             if trajectory in simulation.requested:
                 simulation.feed(simulation.requested[trajectory][0])
         case "overtake", int(which):
-            if simulation.running:  # its result and the request that it led to lie in two partitions
+            if simulation.running:  # a result and the request that follows it are in two partitions
                 done = simulation.running[which % len(simulation.running)]
                 trajectory, turn = done.request.trajectory_id, done.request.turn
                 if simulation.requested[trajectory][0].turn == turn and simulation.done.get(trajectory, -1) < turn:
@@ -118,7 +118,7 @@ def started() -> RoutingSimulation:
 
 
 def settle(simulation: RoutingSimulation) -> None:
-    """The fleet is well from now on: every turn ends."""
+    """Keep the fleet healthy until every turn has ended."""
     simulation.loses = False
     simulation.read_on()
     for _ in range(200):

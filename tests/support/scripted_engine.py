@@ -1,4 +1,4 @@
-"""An executor whose engine is played: on threads of a test, and in processes that a test can kill and freeze."""
+"""An executor with a scripted engine: on threads of a test, and in processes that a test can kill and freeze."""
 
 import multiprocessing
 import os
@@ -54,7 +54,7 @@ Wanted = TypeVar("Wanted", bound=Command)
 
 
 class OneVersion:
-    """A receiver to which version 3 came."""
+    """A receiver that got version 3."""
 
     newest, refused_newest = 3, None
 
@@ -66,12 +66,12 @@ class OneVersion:
         return staged
 
     def refuse(self, version: int, reason: str) -> None:
-        """The engine does not take it."""
+        """Ignore a refused version."""
 
 
 @dataclass
 class Engine:
-    """The other end of an executor's channel. What it says of itself is `tick`."""
+    """The engine end of an executor's channel. It reports the status `tick`."""
 
     channel: ChannelFds
     tick: EngineStatus = TICK
@@ -88,14 +88,14 @@ class Engine:
         self.tick = msgspec.structs.replace(self.tick, **changes)
 
     def wait_for_command(self, kind: type[Wanted]) -> Wanted:
-        """Wait for an order of a kind, and forget it."""
+        """Wait for a command of a kind and remove it from `commands`."""
         until(lambda: any(isinstance(command, kind) for command in self.commands))
         found = next(command for command in self.commands if isinstance(command, kind))
         self.commands.remove(found)
         return found
 
     def serve(self) -> None:
-        """Take a version up, as it is told to."""
+        """Stage and activate the commanded version."""
         version = self.wait_for_command(StageWeights).version
         self.reports.send(WeightsStaged(version))
         self.wait_for_command(ActivateWeights)
@@ -127,7 +127,7 @@ def turn_finished(
     logprob: float = -1.0,
     finished_at: float = 3.0,
 ) -> TurnFinished:
-    """The report of a turn with these tokens, whose logprobs are alike."""
+    """Return the report of a turn with these tokens, all with the same logprob."""
     sampled = SampledTokensBuilder()
     sampled.append(tokens, [logprob] * len(tokens))
     turn = FinishedTurn(
@@ -145,7 +145,7 @@ def turn_finished(
 def running(
     settings: BusSettings, granted: PermissionSource | None = None, *, kind: type[Engine] = Engine, lends: bool = True
 ) -> Iterator[tuple[Engine, Router]]:
-    """An executor, its engine of this kind, and the router that it talks to."""
+    """Run an executor with an engine of this kind; yield the engine and the router counterpart."""
     channel, stop = ChannelFds.create(), threading.Event()
     engine = kind(channel)
     parent = os.pidfd_open(os.getpid())
@@ -171,7 +171,7 @@ def running(
 
 
 class Answering(Engine):
-    """One that serves what it is told to, and completes each turn a while after it took it."""
+    """An engine that activates every commanded version and completes each turn after a delay."""
 
     def __init__(self, channel: ChannelFds, turn_seconds: float = 0.1) -> None:
         self._due: deque[tuple[float, SubmitTurn]] = deque()
@@ -208,7 +208,8 @@ class Answering(Engine):
 
 
 def played_executor(settings: BusSettings, config: ExecutorConfig, message_file: Path) -> None:
-    """The program of a process: until SIGTERM, or another begins under its name. Its last words are in the file."""
+    """Program of an executor process. It runs until SIGTERM, or until another executor starts under its name, and
+    writes its last message to the file."""
     stop, channel = threading.Event(), ChannelFds.create()
     set_stop = signal_safe_setter(stop)
     signal.signal(signal.SIGTERM, lambda *_: set_stop())
@@ -233,18 +234,18 @@ def played_executor(settings: BusSettings, config: ExecutorConfig, message_file:
 
 @dataclass
 class Played:
-    """A process that runs one."""
+    """A process with a scripted executor."""
 
     process: ForkServerProcess
     message_file: Path
-    """Its last words: what it counted, or why it ended."""
+    """File with the last message: the counts, or the reason of the end."""
 
     def send(self, number: signal.Signals) -> None:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
     def stop(self) -> int | None:
-        """Ask it to, and wait; its exit status."""
+        """Send SIGTERM and wait; return the exit status."""
         self.send(signal.SIGTERM)
         self.process.join(60.0)
         return self.process.exitcode
@@ -252,7 +253,7 @@ class Played:
 
 @contextmanager
 def played(settings: BusSettings, folder: Path, name: str, *, slot: int | None = None) -> Iterator[Played]:
-    """A process with an executor of this name; killed at the end if it still runs."""
+    """Run a process with an executor of this name. A process that still runs at the end is killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     config = ExecutorConfig(model_folder=Path(), name=name, slot=slot, max_turns=4)

@@ -32,28 +32,29 @@ from tests.support.storm.roles import Roles
 from tests.support.storm.stalls import Interval, Stall, excuses, stalls
 
 MOST_STALL_SECONDS = 20.0
-"""No longer may nothing move while it could."""
+"""Longest allowed stall, in seconds."""
 LEAST_ASKED = 0.9
-"""Of those that a plan has leave: who is still on the way out under its name cannot be asked again."""
+"""Share of the planned stop requests that must happen. A worker that is still leaving cannot be stopped again."""
 READY_SECONDS = 600.0
-"""How long all roles together may take to start; a serving engine takes longest."""
+"""Time that all roles together may take to start. A serving engine takes longest."""
 SILENCE_SECONDS = 75.0
-"""With nothing applied nor settled for so long, a freeze, a session and a start included, the storm is broken off."""
+"""A storm without an applied turn or an outcome for so long is aborted. The time includes a freeze, a session timeout
+and a start."""
 DRAIN_SECONDS = 240.0
-"""So long after the last fault everything has its end."""
+"""Time after the last fault within which everything must end."""
 LETTERS_SECONDS = 30.0
-"""How long the last dead letters may take once everything else has its end."""
+"""Time that the last dead letters may take after everything else has ended."""
 TICK_SECONDS = 0.05
 LOOK_SECONDS = 2.0
-"""Between two looks at the log."""
+"""Time between two checks of the log."""
 PRODUCE_SECONDS = 1.0
-"""Lines are handed to kcat so often."""
+"""Time between two deliveries of lines to kcat."""
 SHOWN_BREACHES = 40
 SHOWN_STALLS = 10
 
 NAMESPACE = "storm."
 PARTITIONS = Partitions(home=6, slots=SLOTS, samples=2, chunks=2)
-"""In one cell."""
+"""Partitions for one cell."""
 GROUPS_PER_STEP = 4
 CONFIG = """
 [run]
@@ -102,41 +103,41 @@ minibatches = 1
 
 @dataclass(slots=True)
 class Report:
-    """What a storm came to."""
+    """Result of a storm."""
 
     seed: int
     broker: str
     folder: Path
-    """Where the journal, the times that did not count and the logs of all roles are."""
+    """Folder with the journal, the excused times and the logs of all roles."""
     seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
-    """By kind."""
+    """Number of faults by kind."""
     crashes: Counter[str] = field(default_factory=Counter)
-    """Roles that ended by themselves and were started again."""
+    """Roles that ended by themselves and were restarted."""
     crash_words: list[str] = field(default_factory=list)
-    """What they said last."""
+    """Last log lines of crashed roles."""
     trajectories: int = 0
     turns: int = 0
-    """Applied ones."""
+    """Number of applied turns."""
     repeated: int = 0
-    """Attempts at turns beyond the first."""
+    """Number of attempts beyond the first."""
     dropped: int = 0
-    """Results of which nothing came."""
+    """Number of results that were not applied."""
     letters: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     stall: Stall | None = None
-    """The longest."""
+    """The longest stall."""
     left: Counter[int] = field(default_factory=Counter)
-    """The exit statuses of those that were asked to leave; at the end all are that are still there."""
+    """Exit statuses of stopped workers; at the end all remaining workers are stopped."""
     attempts_at_fault: int = 0
-    """The most at one turn that ended by somebody's fault."""
+    """Largest number of failed attempts at one turn."""
     waits: dict[Role, float] = field(default_factory=dict)
-    """Seconds that a turn waited at most for this role."""
+    """Longest wait of a turn for each role, in seconds."""
     breaches: list[str] = field(default_factory=list)
 
     @property
     def asked_to_leave(self) -> int:
-        """Times that one was while the storm blew."""
+        """Number of stop requests during the storm."""
         return sum(many for what, many in self.faults.items() if what.startswith(f"{Act.LEAVE.value} "))
 
     @property
@@ -164,13 +165,13 @@ def _told(counts: Counter[str]) -> str:
 
 
 class StormBroken(Exception):
-    """It cannot go on: nothing moves."""
+    """Raised if the storm cannot continue because nothing progresses."""
 
 
 def blow(folder: Path, plan: Plan, broker: Cluster | Broker, *, sites: Sequence[Path] = ()) -> Report:
-    """Let the storm blow over a broker that is its own, and look at what it leaves. `sites` are those of `Roles`.
+    """Run the storm on its own broker, and check the log. `sites` are those of `Roles`.
 
-    Call it from a thread that lives as long as the storm.
+    Call this from a thread that lives as long as the storm.
     """
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -240,7 +241,7 @@ def _conclude(report: Report, plan: Plan, roles: Roles, settings: BusSettings) -
 
 
 def work_left(plan: Plan, log: Log, *, until: float) -> list[Interval]:
-    """When there was a group that was asked for and had not ended."""
+    """Return the times in which a requested group had not ended."""
     requested: dict[str, list[float]] = defaultdict(list)
     for line in plan.lines:
         if line.sort is not Sort.BAD and line.mark in log.produced_at:
@@ -253,7 +254,8 @@ def work_left(plan: Plan, log: Log, *, until: float) -> list[Interval]:
 
 
 class _Watch:
-    """Does anything move on the log while the storm blows? Asks for the ends only: a reader would keep a core busy."""
+    """Watches the progress of the log during the storm. It queries only end offsets, because a reader would use a whole
+    core."""
 
     def __init__(self, settings: BusSettings) -> None:
         self._address = {"bootstrap.servers": settings.bootstrap, **QUIET}
@@ -268,7 +270,7 @@ class _Watch:
         self.moved_at = time.monotonic()
 
     def look(self) -> None:
-        """Now and then."""
+        """Check the progress at intervals."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -276,7 +278,7 @@ class _Watch:
         try:
             found = self._admin.list_offsets(self._ends, request_timeout=LOOK_SECONDS)
             seen = [offset_in(end) for end in found.values()]
-        except KafkaException:  # a node is away; a client that met this may hold on to a leader's old epoch for good
+        except KafkaException:  # a node is down; a client that met this may keep an old leader epoch for good
             self._admin = AdminClient(self._address)
             return
         if seen != self._seen:
@@ -284,7 +286,7 @@ class _Watch:
 
 
 class _Storm:
-    """What is done, and when."""
+    """The course of a storm."""
 
     def __init__(self, plan: Plan, settings: BusSettings, roles: Roles) -> None:
         self._plan = plan
@@ -297,20 +299,20 @@ class _Storm:
         self._next_produce = 0.0
 
     def gather(self) -> None:
-        """Start everybody, and wait until all do their work."""
+        """Start all workers and wait until all of them are ready."""
         for worker in self._plan.first:
             self._roles.start(worker)
         deadline = time.monotonic() + READY_SECONDS
         while late := self._late():
             if {worker.role for worker in late} == {Role.TRAINER}:
-                self._roles.proven(late[0])  # executors serve what it has published
+                self._roles.proven(late[0])  # executors serve the published version
             self._turn_over()
             if time.monotonic() > deadline:
                 words = "; ".join(f"{worker}: {self._roles.last_words(worker)}" for worker in late)
                 raise StormBroken(f"not ready after {READY_SECONDS:.0f} s: {words}")
 
     def rage(self) -> None:
-        """Carry out the plan, then wait until every trajectory has its end and every bad line its letter."""
+        """Carry out the plan, then wait until every trajectory has ended and every invalid line is dead-lettered."""
         began = self._watch.moved_at = time.monotonic()
         planned_faults, through = list(self._plan.planned_faults), self._plan.shape.seconds
         while not (self._roles.complete and self._all_produced()):
@@ -319,7 +321,7 @@ class _Storm:
                 self._roles.do(planned_faults.pop(0))
             self._produce(self._plan.due(now, len(planned_faults)))
             self._turn_over()
-            if self._plan.in_turn and planned_faults:  # there may be nothing to do until the next deed brings some
+            if self._plan.in_turn and planned_faults:  # there may be no work until the next fault releases lines
                 through, self._watch.moved_at = now, time.monotonic()
             if time.monotonic() - self._watch.moved_at > SILENCE_SECONDS:
                 raise StormBroken(f"nothing moved for {SILENCE_SECONDS:.0f} s")
@@ -330,7 +332,7 @@ class _Storm:
             self._turn_over()
 
     def _too_soon(self, planned_fault: PlannedFault) -> bool:
-        """Whether others must be well first."""
+        """Whether other workers must be healthy first."""
         if self._plan.in_turn:
             return planned_fault.act is Act.LEAVE and not self._roles.all_well()
         return (
@@ -338,7 +340,7 @@ class _Storm:
         )
 
     def _late(self) -> list[Worker]:
-        """Who does not do its work yet; of routers one is enough."""
+        """Return the workers that are not ready; one ready router is enough."""
         first = self._plan.first
         served = any(self._roles.ready(worker) for worker in first if worker.role is Role.ROUTER)
         return [
@@ -346,13 +348,13 @@ class _Storm:
         ]
 
     def _all_dead(self) -> bool:
-        """Whether every bad line has its letter."""
+        """Whether every invalid line is dead-lettered."""
         dead = {line.mark for line in self._plan.lines if line.sort is Sort.BAD}
         dlq_topic = f"{self._settings.namespace}{PROMPTS.dead_letters}"
         return dead <= {found.mark for found in read_all(self._settings, [dlq_topic])}
 
     def unproduced(self) -> list[str]:
-        """What kcat could not produce."""
+        """Return the lines that kcat could not produce."""
         for kcat in self._kcats:
             kcat.kill()
             kcat.wait()
@@ -361,10 +363,10 @@ class _Storm:
     def _turn_over(self) -> None:
         self._roles.tick()
         self._watch.look()
-        time.sleep(TICK_SECONDS)  # logs and processes are looked at: they call nobody
+        time.sleep(TICK_SECONDS)  # logs and processes are polled, because they send no events
 
     def _produce(self, now: float) -> None:
-        """Hand the lines that are due to kcat: those with a key and those without."""
+        """Give the due lines to kcat: lines with a key and lines without."""
         if now < self._next_produce:
             return
         self._next_produce = now + PRODUCE_SECONDS
