@@ -1,4 +1,4 @@
-"""A scheduler for a serving engine whose guest fails at steps that a seed draws, for as long as a file is there."""
+"""A scheduler for a serving engine whose guest fails at steps drawn from a seed while a file exists."""
 
 import os
 import random
@@ -13,14 +13,14 @@ from rose.workers.executor.vllm.engine import Engine, StepResult
 from tests.chaos.lending import GUEST_FAULTS
 
 MOST_STEPS = 300
-"""From one failure to the next."""
+"""Largest number of steps between two failures."""
 
 BEFORE = 0.5
-"""Share of the failures that come before the step; the others come after it, so that what it sampled is lost."""
+"""Share of failures before the step. The other failures come after the step and lose its sampled tokens."""
 
 
 class UnprintableError(Exception):
-    """One that does not let itself be told."""
+    """An exception whose `__str__` raises."""
 
     def __str__(self) -> str:
         raise RuntimeError("nor does this")
@@ -46,7 +46,7 @@ KINDS: tuple[Callable[[], None], ...] = (_out_of_memory, _untold, _of_torch, _of
 
 
 class Failing(Scheduler):  # type: ignore[misc]
-    """Stands in a server by `--scheduler-cls`."""
+    """The scheduler. A server selects it by `--scheduler-cls`."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)

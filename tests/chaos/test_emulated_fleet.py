@@ -1,7 +1,7 @@
-"""Executors join and leave in mid-step, stop, fall silent and freeze, lend and take back: nothing is lost or doubled.
+"""Executors join and leave during steps, stop, fall silent, freeze, lend and take back: no turn is lost or doubled.
 
-The executors are emulated (`bench.fleet`: the executor's contract on the real bus); router, environment worker,
-control app and broker are real. ROSE_CHAOS_SEED repeats a seed.
+The executors are emulated (`bench.fleet`: the executor's contract on the real bus). Router, environment worker, control
+app and broker are real. ROSE_CHAOS_SEED repeats a seed.
 """
 
 import os
@@ -41,10 +41,10 @@ CONTROL = {"lease_seconds": 6.0, "dwell_seconds": 2.0, "idle_seconds": 2.0, "mar
 
 GROUP_SIZE = 8
 FAULTS_SECONDS = 25.0
-"""From the prompts on: all that is done to executors."""
+"""Time of faults from the first prompt on."""
 
 UNTOUCHED = 1
-"""Dedicated executors to which nothing is done: no work waits for good."""
+"""Number of dedicated executors without faults, so that no work waits forever."""
 
 pytestmark = [
     pytest.mark.long,
@@ -54,7 +54,7 @@ pytestmark = [
 
 
 def terms_of(executors: int) -> tuple[Terms, ...]:
-    """Every second one lends; inboxes are shared by two."""
+    """Return the executors: every second one lends, and two share an inbox."""
     return tuple(
         Terms(
             name=f"emulated-{number}",
@@ -69,9 +69,8 @@ def terms_of(executors: int) -> tuple[Terms, ...]:
 
 
 def draw(dice: random.Random, terms: tuple[Terms, ...]) -> tuple[Deed, ...]:
-    """What is done to whom: the dedicated ones join late, so that lenders are needed; most of all leave in one of three
-    ways and come back, some of them at once.
-    """
+    """Return the faults. Dedicated executors join late, so that lenders are needed. Most executors leave in one of
+    three ways and return, some at once."""
     deeds: list[Deed] = []
     for each in terms[UNTOUCHED:]:
         at = dice.uniform(3.0, 8.0)
@@ -134,7 +133,7 @@ def check_log(settings: BusSettings, trajectories: int) -> None:
 
 
 def check_samples(samples: list[Sample]) -> None:
-    """Each turn is in its sample once, with the very tokens that it has wherever its parts were sampled."""
+    """Check that each turn is in its sample once, with the tokens of all its parts."""
     assert len({sample.trajectory_id for sample in samples}) == len(samples)
     for sample in samples:
         assert [turn.turn for turn in sample.turns] == list(range(len(sample.turns)))

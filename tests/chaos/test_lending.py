@@ -1,4 +1,4 @@
-"""Whatever becomes of the run around a server that lends, and of its guest, its users notice nothing.
+"""Faults of the run around a lending server, and of its guest, do not reach the users of the server.
 
 ROSE_CHAOS_SEED repeats a seed.
 """
@@ -25,12 +25,12 @@ from tests.chaos.lending import LENDER_NAME, Left, Run
 from tests.support.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, start
 
 TRAFFIC_SECONDS = 600.0
-"""Of users' requests, with a fault every few seconds."""
+"""Duration of the user traffic, with a fault every few seconds."""
 
 WAKES = 10
 
 GROWN_BYTES = 8 << 20
-"""What ten wakes and parks may leave in the engine core's memory: half of one guest's cache."""
+"""Memory that ten wakes and parks may leave in the engine core: half of the cache of one guest."""
 
 pytestmark = [
     pytest.mark.long,
@@ -40,7 +40,7 @@ pytestmark = [
 ]
 
 OURS = re.compile(r"rose:|/workers/|/schemas/")
-"""In a line of trouble that is not vLLM's alone."""
+"""Pattern of error lines that are not vLLM's alone."""
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_faults_of_run_and_guest_do_not_reach_users_of_a_lending_server(run: Run
     tell(run, began, left)
 
     assert troubles == []
-    since = list(run.serving_troubles())  # as it leaves vLLM may call its engine dead, which it ends itself
+    since = list(run.serving_troubles())  # a stopping vLLM may report the engine that it ends as dead
     assert [line for line in since if OURS.search(line)] == []
     waits = read_request_log(run.folder / "faults")
     assert [each.error for each in waits if each.error] == []
@@ -89,7 +89,7 @@ def test_faults_of_run_and_guest_do_not_reach_users_of_a_lending_server(run: Run
     assert run.count_logged("guest_dropped") >= 3
     assert run.count_logged("version_refused") >= 1
     assert results(run.settings)[LENDER_NAME, TurnOutcome.COMPLETED] > 100
-    if not run.broker.embedded:  # that one loses what it had not saved when it was killed
+    if not run.broker.embedded:  # the embedded broker loses unsaved records when killed
         audit = audit_log(run.settings)
         assert (audit.lost, audit.doubled, audit.unasked) == ((), (), ())
 
@@ -112,7 +112,7 @@ def tell(run: Run, began: float, left: list[Left]) -> None:
 
 
 def results(settings: BusSettings) -> Counter[tuple[str | None, TurnOutcome]]:
-    """How many turns each worker answered, and how."""
+    """Return the number of turns by worker and outcome."""
     reader, found = (
         Reader(settings, "chaos", group="chaos", report_ends=True),
         Counter[tuple[str | None, TurnOutcome]](),

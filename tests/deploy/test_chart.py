@@ -1,4 +1,4 @@
-"""The chart: what it renders is what Kubernetes takes, what the roles understand, and what was seen in review."""
+"""Chart tests: the rendered chart is valid for Kubernetes, understood by the roles, and equal to the reviewed files."""
 
 import copy
 import os
@@ -27,7 +27,8 @@ from tests.deploy.chart_fixtures import (
 from tests.deploy.command_lines import configured, parsed
 
 pytestmark = pytest.mark.skipif(
-    find_spec("helm_python") is None,  # not imported here: Helm's threads would not survive the fork that runs tests
+    # not imported here, because Helm's threads would not survive the fork of the test processes
+    find_spec("helm_python") is None,
     reason="helm-python-sdk is not installed: pip install 'rose-rollouts[chart]'",
 )
 kubernetes_validate = pytest.importorskip(
@@ -35,7 +36,7 @@ kubernetes_validate = pytest.importorskip(
 )
 
 OLDEST, NEWEST = "1.30", "1.37"
-"""Of Kubernetes' versions that the chart supports."""
+"""Kubernetes versions that the chart supports."""
 
 OF_OTHERS = {
     "KafkaTopic": ("kafka.strimzi.io/v1", {"topicName", "partitions", "replicas", "config"}),
@@ -45,7 +46,7 @@ OF_OTHERS = {
     ),
     "PodMonitor": ("monitoring.coreos.com/v1", {"selector", "podMetricsEndpoints"}),
 }
-"""Resources whose schemas Kubernetes does not have: their versions and the fields of `spec`, by their documentation."""
+"""Resources without a schema from Kubernetes: their versions and the fields of `spec`, from their documentation."""
 
 POD = "rl-executor-5d9c-x7k2p"
 
@@ -138,14 +139,14 @@ def test_terminating_lender_stops_lending_first_and_its_next_start_lends(tmp_pat
 
 
 def said_by(variable: Resource) -> str:
-    """What a variable of a pod's says, of the fourth pod."""
+    """Return the value of a variable in the fourth pod."""
     path = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
     named = {"metadata.name": POD, "metadata.labels['apps.kubernetes.io/pod-index']": "3"}
     return named[path] if path else str(variable["value"])
 
 
 def outlives_its_container(folder: Path, one: Resource) -> bool:
-    """Whether what is written there is still there when the container is started again."""
+    """Whether files at this path survive a container restart."""
     mounts = [Path(each["mountPath"]) for each in one["volumeMounts"] if not each.get("readOnly")]
     return any(folder.is_relative_to(mount) for mount in mounts)
 
@@ -208,7 +209,7 @@ def test_strimzi_topics_have_the_retention_of_the_values() -> None:
 
 
 def merged(into: Any, patch: Any) -> Any:
-    """As Kubernetes merges a patch: objects field by field, null takes a field away, lists by name."""
+    """Merge a patch as Kubernetes does: objects by field, null removes a field, lists by name."""
     if isinstance(into, dict) and isinstance(patch, dict):
         both = {name: merged(into.get(name), patch.get(name)) for name in {**into, **patch}}
         return {name: value for name, value in both.items() if not (name in patch and patch[name] is None)}
@@ -261,7 +262,7 @@ def test_patch_turns_a_vllm_deployment_into_a_lender_and_keeps_its_flags(tmp_pat
 
 
 def of_kind(kind: str, values: Values, role: str = "") -> Resource:
-    """The one of this kind, or the role's."""
+    """Return the resource of this kind, or that of the role."""
     found = [each for each in resources(rendered(values)) if each["kind"] == kind]
     (one,) = [each for each in found if not role or each["metadata"]["name"] == f"{RELEASE}-{role}"]
     return one

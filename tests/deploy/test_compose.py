@@ -1,6 +1,6 @@
-"""The compose file: what it runs is what the images have, what `rose` understands, and no more than a role may.
+"""Compose file tests: its commands exist in the images, `rose` understands them, and roles have minimal rights.
 
-No container engine was at hand: it has not been run.
+No container engine was available: the file has not been run.
 """
 
 import re
@@ -23,7 +23,7 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 
 OF_OTHERS = {"kafka", "prometheus", "grafana"}
 ROOTS_OWN = {"runs"}
-"""Gives a volume to the user of the others, and ends."""
+"""Services that give a volume to the user of the other services, and end."""
 
 Service = dict[str, Any]
 
@@ -72,7 +72,7 @@ def test_every_command_line_is_known_to_rose_and_fits_the_configuration(tmp_path
             (_, submit) = line[0].strip().splitlines()
             line = submit.split()[1:]
         config = configured(line, each["environment"], toml, tmp_path)
-        if line[0] == "lend":  # its stop file has to outlive it
+        if line[0] == "lend":  # its stop file has to outlive the container
             assert any(config.run_folder.is_relative_to(volume.split(":")[1]) for volume in each["volumes"])
         assert config.bus().bootstrap == "kafka:9092"
         if not each["healthcheck"].get("disable"):

@@ -1,4 +1,4 @@
-"""The images, built here: what is in the large ones, and the whole loop run from all of them as another user.
+"""The images, built here: the contents of the large images, and a run from all images as another user.
 
 Namespaces and cgroups are not tested: there is no container engine here.
 """
@@ -22,7 +22,7 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 OWN_MEGABYTES = 150
-"""Of the engine's and the trainer's image, beside torch, vLLM and what those need."""
+"""Size limit of the engine and trainer images beyond torch, vLLM and their dependencies."""
 
 GROUPS, GROUP_SIZE, GROUPS_OF_OWN = 32, 8, 2
 
@@ -54,13 +54,13 @@ print(sum(found.values()) / 1e6)
 
 @pytest.fixture(scope="module")
 def debian() -> Debian:
-    """The engine's image adds a package."""
+    """The base of an engine image, which adds a package."""
     return WHOLE
 
 
 @pytest.fixture(scope="module")
 def own(images: Images, tmp_path_factory: pytest.TempPathFactory) -> Container:
-    """An image with an environment of a user's own: the one of docs/guides/environments.md."""
+    """An image with a user's own environment, from docs/guides/environments.md."""
     images.container("light")
     root = Path(__file__).parents[2]
     folder = tmp_path_factory.mktemp("own")
@@ -80,7 +80,7 @@ def test_image_is_small_without_a_compiler_and_lists_its_contents(images: Images
 
 
 def test_lender_image_adds_missing_packages_to_vllm_and_replaces_none(images: Images, tmp_path: Path) -> None:
-    """As the init container does it, for a server in an image of its own."""
+    """The test does the steps of the init container, for a server in its own image."""
     os.chown(tmp_path, 10001, 10001)
     volumes = {tmp_path: "/rose"}
     done = images.container("light").run("rose-beside", "/rose", volumes=volumes)

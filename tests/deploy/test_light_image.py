@@ -1,4 +1,4 @@
-"""The light image, built here from the present wheel. The others, and the loop run from all of them, take longer."""
+"""The light image, built here from the current wheel. `test_images.py` builds the others."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MOST_MEGABYTES = 400
 DEBIAN_MEGABYTES = 174
-"""Of them: a Debian with Python that was set up, in whose place these tests have less."""
+"""Size of a set-up Debian with Python, which these tests replace by a smaller base."""
 
 
 def test_light_image_is_small_without_a_compiler_and_lists_its_contents(images: Images) -> None:

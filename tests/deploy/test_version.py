@@ -1,4 +1,4 @@
-"""Wherever a version of ROSE is named it is the present one."""
+"""Every file that names a version of ROSE names the current version."""
 
 import re
 import tomllib

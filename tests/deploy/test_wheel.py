@@ -1,4 +1,4 @@
-"""The wheel, installed into an environment that has other packages with the names of ROSE's own folders."""
+"""The wheel, installed into an environment with other packages that have the names of ROSE's folders."""
 
 import os
 import re
@@ -22,7 +22,7 @@ OTHERS = {
     for folder in FOLDERS
     for name in ("__init__.py", "metrics.py", "config.py")
 }
-"""Files of other packages that lie in the environment before ROSE comes: path below site-packages to text."""
+"""Files of other packages in the environment before ROSE: path below site-packages to text."""
 
 LOADS_THE_PLUGIN = f"""
 import importlib, os
@@ -36,7 +36,7 @@ for each in others:
     assert each is importlib.import_module(each.__name__) and each.NAME == f"{{each.__name__}} of another project"
     print(importlib.import_module(f"{{each.__name__}}.metrics").NAME)
 """
-"""vLLM loads the plugin in this way, here in a server that uses the other packages itself."""
+"""vLLM loads the plugin in this way, here in a server that uses the other packages."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with the other packages and then ROSE; what ROSE needs is taken from the present one."""
+    """A virtual environment with the other packages and then ROSE. Dependencies come from the current environment."""
     folder = tmp_path_factory.mktemp("environment") / "venv"
     venv.create(folder, with_pip=False)
     site = site_of(folder)
@@ -69,7 +69,7 @@ def python_of(environment: Path) -> Path:
 
 
 def ran(*command: str | Path, folder: Path) -> str:
-    """The output of a command that runs in this folder, outside of the checkout. Raises CalledProcessError."""
+    """Return the output of a command that runs in this folder, outside of the checkout. Raises CalledProcessError."""
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "ROSE_LEND")}
     return subprocess.run(command, cwd=folder, env=variables, check=True, stdout=subprocess.PIPE, text=True).stdout
 

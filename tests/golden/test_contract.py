@@ -1,4 +1,4 @@
-"""Records only grow: whatever a release has promised of its wire holds for ever."""
+"""Records only grow: the wire contract of every release holds forever."""
 
 import copy
 import json
@@ -75,7 +75,7 @@ def schemas_within(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def test_all_lists_and_texts_have_a_maximum_length() -> None:
-    """Where none was promised none can be set later. A list of fixed places is a struct, which grows at its end."""
+    """A missing maximum cannot be added later. A list of fixed length is a struct, which grows at its end."""
     for schema in schemas_within(contract()["schemas"]):
         match schema["type"]:
             case "array":

@@ -1,4 +1,4 @@
-"""Bytes once shipped decode for ever, and any MessagePack implementation reads them."""
+"""Released bytes decode forever, with any MessagePack implementation."""
 
 from operator import attrgetter
 from pathlib import Path
@@ -45,9 +45,8 @@ def test_plain_msgpack_package_reads_the_same_values(example: Record) -> None:
 
 
 def grown(kind: types.Type, value: Any) -> Any:
-    """The value as the next release may write it: with one more field in each map, one more place in each list, of all
-    structs within it.
-    """
+    """Return the value as the next release may write it: with an additional field in each map and an additional element
+    in each list of the nested structs."""
     match kind:
         case types.Metadata():
             named = (kind.extra or {}).get("record")

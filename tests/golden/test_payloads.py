@@ -1,4 +1,4 @@
-"""What chunks once held is read for ever: an index, and slices of weights. How they are encoded may change."""
+"""Released chunk payloads are readable forever: an index and slices of weights. Their encoding may change."""
 
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,8 @@ def test_index_of_a_release_decodes_to_the_original_index(path: Path) -> None:
 
 
 def test_unknown_index_fields_are_ignored() -> None:
-    """Fields of what has names, places at the end of what has none; and any MessagePack implementation reads it."""
+    """Named structs grow by fields and positional structs at their end. Any MessagePack implementation reads
+    the index."""
     values: dict[str, Any] = msgpack.unpackb(msgspec.msgpack.encode(INDEX))
     values["from_the_future"] = [1, {"deep": b"bytes"}]
     values["tensors"][0]["from_the_future"] = 1

@@ -1,4 +1,4 @@
-"""Readers and writers on a real broker: what is handed out, buried, fetched by place and deleted."""
+"""Readers and writers on a real broker: returned, dead-lettered, fetched and deleted records."""
 
 import json
 import random
@@ -52,7 +52,7 @@ def test_dead_letter_has_the_original_message_and_its_location(settings: BusSett
     good, bad = read_until(reader, 2)
     assert isinstance(good, Envelope) and isinstance(bad, InvalidMessage)
     writer = Writer(settings, "test")
-    for _ in range(2):  # a restart says it again
+    for _ in range(2):  # a restart reports the message again
         writer.dead_letter(bad, bad.reason)
     writer.dead_letter(good, "its group is known")
     writer.flush()
@@ -92,7 +92,7 @@ def test_message_dead_lettered_again_has_its_latest_location(settings: BusSettin
 def test_message_too_large_once_decompressed_is_dead_lettered_truncated(
     settings: BusSettings, reader: Reader, large: str
 ) -> None:
-    """Topics limit the bytes that travel, and those of a producer that compresses are few."""
+    """Topics limit the transferred bytes, which are few with a compressing producer."""
     packing = {**settings.producer("stranger"), "message.max.bytes": 20_000_000, "compression.type": "gzip"}
     value, headers = {
         "value": (b"x" * 5_000_000, [("padding", b"")]),
@@ -118,7 +118,7 @@ def test_message_too_large_once_decompressed_is_dead_lettered_truncated(
 def test_every_accepted_message_fits_the_dlq_and_another_partition(
     settings: BusSettings, reader: Reader, headers: int
 ) -> None:
-    """However many headers it is made of: each has two lengths of its own on the wire."""
+    """The number of headers varies, because each header has two lengths on the wire."""
     headers_of_message = (("a", b""),) * headers
     for spare, limit in (("whole", MAX_MESSAGE_BYTES), ("sent on", FORWARD_BYTES)):
         value = random.Random(headers).randbytes(limit - RawMessage(b"k", b"", headers_of_message).size)
@@ -130,18 +130,18 @@ def test_every_accepted_message_fits_the_dlq_and_another_partition(
             writer.dead_letter(InvalidMessage(PROMPTS, 0, headers, raw, "bad"), "ü" * MAX_REASON_CHARACTERS)
         writer.flush()
     [dead_letter] = read_dead_letters(settings, PROMPTS)
-    # Megabytes stay out of a failed assertion: with CI set, pytest shows in minutes how they differ.
+    # Megabytes stay out of a failed assertion: with CI set, pytest takes minutes to show their difference.
     same = dead_letter.raw == RawMessage(b"k", dead_letter.raw.value, headers_of_message)
     assert (same, dead_letter.raw.size) == (True, MAX_MESSAGE_BYTES)
 
 
 @pytest.mark.skipif(shutil.which("kcat") is None, reason="kcat is not installed: it sends what Python cannot")
 def test_message_with_a_non_text_header_name_is_read_without_headers(settings: BusSettings, reader: Reader) -> None:
-    """Any client may send one, and the one that reads it cannot say it."""
+    """Any client may send such a header, and confluent-kafka cannot return it."""
     address = ["-b", settings.bootstrap, "-t", settings.topic(PROMPTS), "-p", "0"]
     odd = [b"-H", b"\xff\xfe=1", b"-H", b"said=2"]
     wire = json.dumps(msgspec.to_builtins(PROMPT)).encode()
-    lines = (wire + b"\n" + BAD + b"\n") * 10  # often enough for Python to learn its short cuts
+    lines = (wire + b"\n" + BAD + b"\n") * 10  # enough repetitions for Python's adaptive interpreter
     put(settings, [encode(PROMPT)] * 10)
     subprocess.run(["kcat", *address, "-P", *odd], input=lines, check=True, timeout=WAIT_SECONDS)
     reader.assign({(PROMPTS, 0): 0})
@@ -171,7 +171,7 @@ def test_unselected_message_is_not_decoded_and_has_its_size(settings: BusSetting
 
 
 def test_reader_with_a_full_prefetch_still_gets_records(settings: BusSettings) -> None:
-    """librdkafka would look after a second whether there is room again; its reader has read everything long before."""
+    """librdkafka would check for room only after a second, when the reader has long read everything."""
     if settings.embedded:
         pytest.skip("an answer of the embedded broker holds the whole partition: nothing is left to fetch")
     put(settings, [random.Random(each).randbytes(2**16) for each in range(100)])

@@ -1,4 +1,5 @@
-"""Members of a group on a real broker: who is given partitions reads them, whoever else comes, goes or asks again."""
+"""Members of a group on a real broker: a member reads its assigned partitions while other members join, leave or
+rejoin."""
 
 import time
 from contextlib import closing
@@ -26,11 +27,11 @@ def test_new_assignment_of_a_paused_partition_is_read(settings: BusSettings) -> 
             assert read_until(reader, 1), f"nothing is read after assignment {again}"
             reader.pause([(PROMPTS, 0)])
             reader.assign({})
-            reader.pause([(PROMPTS, 0)])  # of what is not assigned: no harm
+            reader.pause([(PROMPTS, 0)])  # pausing an unassigned partition does no harm
 
 
 def test_new_group_assignment_is_read_after_all_partitions_were_paused(settings: BusSettings) -> None:
-    """A full window pauses the prompts; then another member joins, and leaves again."""
+    """A full window pauses the prompts; then another member joins and leaves again."""
 
     def member(name: str) -> tuple[Reader, list[list[Place]]]:
         assignments: list[list[Place]] = []
@@ -67,7 +68,7 @@ def test_new_group_assignment_is_read_after_all_partitions_were_paused(settings:
 
 
 def test_member_that_joins_soon_after_another_gets_partitions(settings: BusSettings) -> None:
-    """The embedded broker forgets both, if the second comes just as its wait for others is over."""
+    """The embedded broker forgets both members if the second joins just as its wait for others ends."""
     taken_in: list[str] = []
 
     def join(pair: int, name: str) -> Reader:
@@ -96,8 +97,8 @@ def test_member_that_joins_soon_after_another_gets_partitions(settings: BusSetti
 def test_rejoined_or_left_member_ignores_answers_to_its_former_membership(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer to the first question may come just as the second is asked: then it is told as that consumer leaves,
-    on a thread of its own."""
+    """The answer to the first subscription may arrive just as the second is sent. The leaving consumer then reports it
+    on its own thread."""
     subscriptions: list[tuple[IdleConsumer, dict[str, Any]]] = []
     reported_assignments: list[list[Place]] = []
     closed: list[IdleConsumer] = []

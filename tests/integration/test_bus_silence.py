@@ -1,4 +1,4 @@
-"""A broker that is frozen: who asks it something is not silent itself meanwhile, and gives up when it is told to."""
+"""A frozen broker: a waiting client calls back during the wait, and stops waiting when told to."""
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 
 class QueryAborted(Exception):
-    """Raised by whoever asks."""
+    """Raised by the callback of a test."""
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ READINGS: list[Callable[[BusSettings, Callable[[], None]], object]] = [
 def test_replay_ends_when_its_caller_stops(
     settings: BusSettings, own_broker: Broker, read: Callable[[BusSettings, Callable[[], None]], object]
 ) -> None:
-    """Also once it has begun, where nothing else ends it before the broker is back."""
+    """The stop also ends a started replay, which nothing else would end before the broker returns."""
     with closing(Writer(settings, "test")) as writer:
         writer.dead_letter(InvalidMessage(PROMPTS, 0, 0, RawMessage(b"g", b"v", ()), "spoiled"), "spoiled")
         writer.write(PROMPTS, PROMPT, key="g", partition=0)
@@ -75,7 +75,7 @@ def test_replay_ends_when_its_caller_stops(
             read(settings, on_wait)
         except QueryAborted:
             return True
-        return False  # all of it had come before the broker was frozen
+        return False  # everything had arrived before the broker was frozen
 
     until(given_up)
 
@@ -159,7 +159,7 @@ def test_query_ends_when_its_caller_stops(
 
 @any_broker
 def test_topic_creation_is_retried_after_a_silent_broker(own_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It had answered before: a broker that never did is told at once."""
+    """The broker had answered before: a broker that never answered is reported at once."""
     monkeypatch.setattr(queries, "WATERMARKS_SECONDS", 4.0)
     calls = 0
 
@@ -182,7 +182,7 @@ def test_topic_creation_is_retried_after_a_silent_broker(own_broker: Broker, mon
 
 @any_broker
 def test_silent_leader_is_not_taken_for_an_answering_leader(settings: BusSettings, own_broker: Broker) -> None:
-    """confluent-kafka raises nothing then."""
+    """confluent-kafka raises no error in this case."""
     client = connect(settings)
     place = TopicPartition(settings.topic(PROMPTS), 0)
 

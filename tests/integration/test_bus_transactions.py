@@ -1,4 +1,4 @@
-"""Transactions on a real broker: committed once, undone, fenced or made again; and what is left of their writers."""
+"""Transactions on a real broker: committed once, aborted, fenced or repeated; and the release of their writers."""
 
 import random
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from tests.support.waiting import until
 def test_running_reader_sees_commits_of_the_next_owner_of_a_transactional_id(
     settings: BusSettings, reader: Reader
 ) -> None:
-    """As when a worker is killed in the midst of a transaction and started again."""
+    """A worker may be killed within a transaction and restarted."""
 
     def write_prompt(writer: Writer, key: str) -> None:
         writer.begin()
@@ -51,7 +51,7 @@ def test_running_reader_sees_commits_of_the_next_owner_of_a_transactional_id(
 def test_transaction_aborted_by_the_broker_is_repeated_whole_and_once(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first time it names a member that its group does not know, as one does that met a change of coordinators."""
+    """The first attempt names a member that its group does not know, as after a change of coordinators."""
     if settings.embedded:
         pytest.skip("the embedded broker asks nobody who it is, and hides what comes after an abort")
     came: list[Place] = []
@@ -103,7 +103,7 @@ def test_transaction_of_a_fenced_writer_is_not_repeated(settings: BusSettings) -
 
 
 def test_writer_fenced_within_a_transaction_raises_fenced_on_its_next_call(settings: BusSettings) -> None:
-    """What it writes goes out by itself: the broker refuses it before the next record is handed over."""
+    """Records are sent in the background: the broker refuses them before the next write."""
     old = Writer(settings, "test", transactional_id="test")
     old.begin()
     Writer(settings, "test", transactional_id="test")
@@ -114,7 +114,7 @@ def test_writer_fenced_within_a_transaction_raises_fenced_on_its_next_call(setti
 
 
 def test_clients_end_no_later_than_their_writer(settings: BusSettings) -> None:
-    """On the embedded broker it ends what the owner before it left open, with a client of that one's name."""
+    """On the embedded broker a new writer aborts the open transaction of its predecessor with a client of that name."""
     before = set(enumerate_threads())
     writer = Writer(settings, "test", transactional_id="worker")
     until(lambda: not [each for each in set(enumerate_threads()) - before if each.name == "free"])
@@ -132,14 +132,14 @@ def test_transaction_marker_offset_has_no_record(settings: BusSettings, reader: 
         writer.commit()
     await_transactions(
         settings, [(PROMPTS, 0)], client_id="test"
-    )  # Kafka writes a commit's marker after it has said yes
+    )  # Kafka writes the marker of a commit after its acknowledgement
     fetch = RecordFetch(reader, {(PROMPTS, 0): range(4)})
     fetched = [envelope.offset for envelope in fetch]
     assert len(fetched) == 2 and sorted(fetched + [offset for _, offset in fetch.missing]) == [0, 1, 2, 3]
 
 
 def test_offsets_are_committed_by_another_thread_while_the_reader_continues(settings: BusSettings) -> None:
-    """The client lets one thread in at a time, and a reader that waits for records is in it nearly always."""
+    """The client admits one thread at a time, and a reader that waits for records is in the client almost always."""
     put(settings, [encode(PROMPT)])
     done = Event()
 

@@ -1,6 +1,4 @@
-"""Clocks that are wrong, on a real broker: whatever a writer's clock says, its records are taken and kept for their
-time.
-"""
+"""Wrong clocks on a real broker: records of any writer clock are accepted and kept for their retention."""
 
 import time
 from dataclasses import replace
@@ -22,7 +20,7 @@ from tests.support.bus_fixtures import PARTITIONS, put, with_topics
 
 DAY_SECONDS = 24 * 3600.0
 LEAST_SECONDS = 3600.0
-"""Nearer to the true time than any of the wrong clocks below."""
+"""Smaller than the error of any wrong clock below."""
 
 
 @pytest.mark.parametrize("days", [-400, 400])
@@ -77,13 +75,13 @@ def test_topic_with_create_time_differs_from_the_catalog(broker: AnyBroker, name
 
 
 def _make_stamped_by_writers(settings: BusSettings) -> None:
-    """As 0.2.0 made it."""
+    """Make the topic as version 0.2.0 did."""
     config = {
         name: value
         for name, value in expected_settings(SAMPLES, settings.retention).items()
         if name != "message.timestamp.type"
     }
     topic = NewTopic(settings.topic(SAMPLES), num_partitions=1, replication_factor=1, config=config)
-    admin = connect(settings)  # to be held while it is asked
+    admin = connect(settings)  # keeps a reference during the query
     for made in admin.create_topics([topic]).values():
         made.result()

@@ -1,4 +1,4 @@
-"""A cluster of three Apache Kafka nodes loses one and goes on."""
+"""A cluster of three Apache Kafka nodes works after the loss of one."""
 
 import os
 import select
@@ -31,7 +31,7 @@ REPOSITORY = Path(__file__).parents[2]
 WAIT_SECONDS = 60
 PROBES = 20
 FROZEN_SECONDS = 45
-"""A session of a node, and what a call that hangs is given, are over long before."""
+"""Exceeds the session of a node and the time of a hung call by far."""
 
 pytestmark = pytest.mark.long
 
@@ -81,7 +81,7 @@ def test_topics_have_a_replica_on_every_node(cluster: Cluster, namespace: str) -
 
 
 def coordinator_of(cluster: Cluster, transactional_id: str) -> Broker:
-    """As Kafka places them: by Java's hash of the id, over the partitions of a topic of its own."""
+    """Return the coordinator by Kafka's rule: Java's hash of the id over the partitions of the coordinator topic."""
     admin = AdminClient({"bootstrap.servers": cluster.bootstrap})
     partitions = admin.list_topics("__transaction_state", timeout=WAIT_SECONDS).topics["__transaction_state"].partitions
     hashed = reduce(lambda value, byte: (31 * value + byte) % 2**32, transactional_id.encode(), 0)
@@ -93,7 +93,8 @@ def coordinator_of(cluster: Cluster, transactional_id: str) -> Broker:
 def test_commit_ends_despite_a_frozen_coordinator_and_is_decided_before_the_next(
     cluster: Cluster, namespace: str
 ) -> None:
-    """Given up while it is on its way to the next coordinator it may still come true: then, and not later."""
+    """A commit that is aborted on its way to the next coordinator may still succeed, but not later than the next
+    transaction."""
 
     def keys() -> list[str | None]:
         return [each.key for each in read_to_end(settings, {(OUTCOMES, 0): 0}, client_id="test")]
@@ -110,7 +111,7 @@ def test_commit_ends_despite_a_frozen_coordinator_and_is_decided_before_the_next
     long_frozen = Timer(FROZEN_SECONDS, frozen.send_signal, [signal.SIGCONT])
     long_frozen.start()
     try:
-        writer.commit()  # librdkafka may hear of the next coordinator in time
+        writer.commit()  # librdkafka may learn of the next coordinator in time
         decided: list[str | None] = ["before"]
     except BusError:
         writer.close()
@@ -129,7 +130,7 @@ def test_commit_ends_despite_a_frozen_coordinator_and_is_decided_before_the_next
 
 
 def group_coordinator_of(cluster: Cluster, settings: BusSettings, group: str) -> Broker:
-    """As the cluster says; asking for offsets has it come up."""
+    """Return the coordinator that the cluster reports; an offset query makes it available."""
     with closing(Reader(settings, "test", group=group)) as reader:
         reader.committed([(OUTCOMES, 0)])
     admin, name = AdminClient({"bootstrap.servers": cluster.bootstrap}), settings.name(group)
@@ -138,7 +139,7 @@ def group_coordinator_of(cluster: Cluster, settings: BusSettings, group: str) ->
 
 
 def test_frozen_coordinator_is_unreachable_until_replaced(cluster: Cluster, namespace: str) -> None:
-    """Though two brokers of three answer."""
+    """Two of three brokers answer."""
     settings = cluster.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1), replication_factor=3)
     cluster.await_in_sync(WAIT_SECONDS)
@@ -182,7 +183,7 @@ for line in sys.stdin:
 
 @pytest.mark.long
 def test_broker_probe_survives_the_loss_of_a_coordinator(cluster: Cluster, namespace: str) -> None:
-    """An AdminClient that asks for a group's offsets while its coordinator moves brings its process down."""
+    """An AdminClient that queries the offsets of a group while its coordinator moves crashes its process."""
     settings = cluster.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1), replication_factor=3)
     cluster.await_in_sync(WAIT_SECONDS)

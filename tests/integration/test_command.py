@@ -1,4 +1,4 @@
-"""The `rose` command as a user meets it: a process, its output, its exit status."""
+"""The `rose` command as users run it: a process, its output and its exit status."""
 
 import os
 import re
@@ -71,11 +71,11 @@ def test_help_imports_no_heavy_module() -> None:
 
 
 HEAVY = {"numpy", "prometheus_client", "pydantic_settings", "torch", "transformers", "tokenizers", "vllm", "faust"}
-"""What no look at a run needs."""
+"""Modules that no status command needs."""
 
 
 def imported_by(*arguments: str) -> set[str]:
-    """The modules in a fresh process that has run the command to its end, whatever that was."""
+    """Return the modules of a fresh process that has run the command to any end."""
     program = (
         "import sys\n"
         "from rose.pipeline.cli.main import main\n"

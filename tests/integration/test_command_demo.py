@@ -1,4 +1,4 @@
-"""The demo as a user runs it, only smaller: every role on a real broker, a policy that is trained, a report."""
+"""The demo as users run it, with smaller settings: every role on a real broker, a trained policy, a report."""
 
 import json
 from pathlib import Path
@@ -78,7 +78,8 @@ def test_demo_trains_on_a_server_under_user_load(rose: Rose) -> None:
 
 
 def steady_users(folder: Path) -> Path:
-    """A trace of a request a second: ROSE's own has half a minute of silence, and a small demo may fall in it."""
+    """Write a trace with one request per second. ROSE's own trace has half a minute of silence, in which a small demo
+    may fall."""
     ask = {"input_length": 512, "output_length": 16}
     trace = folder / "users.jsonl"
     rows = [json.dumps({"timestamp": 1000 * second, "hash_ids": [second], **ask}) for second in range(60)]

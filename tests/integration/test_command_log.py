@@ -1,4 +1,4 @@
-"""What the commands that look at a log tell of one that was written by hand, on a real broker."""
+"""Output of commands that read a log, for a handwritten log on a real broker."""
 
 from contextlib import closing
 from pathlib import Path
@@ -53,7 +53,7 @@ def elsewhere(log: Log, group_id: str) -> int:
 
 
 def dead_letter(log: Log, group_id: str, partition: int, offset: int, reason: str = "no such environment") -> None:
-    """Bury the prompt that lies there, as an environment worker does."""
+    """Dead-letter the prompt at this offset, as an environment worker does."""
     [found] = [
         each
         for each in read_whole_topics(log.settings, [PROMPTS])
@@ -64,7 +64,7 @@ def dead_letter(log: Log, group_id: str, partition: int, offset: int, reason: st
 
 
 def produce(settings: BusSettings, value: bytes, *, key: bytes | None = None, partition: int = 0) -> int:
-    """As any program may, with no care for what is in it."""
+    """Produce messages as any program may, without validation."""
     offsets: list[int] = []
     producer = Producer({"bootstrap.servers": settings.bootstrap, "linger.ms": 0})
     producer.produce(
@@ -224,7 +224,7 @@ def test_why_shows_a_trajectory_from_prompt_to_end(log: Log, capsys: pytest.Capt
     log.progress("g:1")
     request = log.request("g:0")
     assert "g:0: turn 0 waits in the router since 00:01:40 UTC" in why()
-    for name in ("g:00", "g:2", "g:٣", f"g:{'9' * 5_000}"):  # not lost: nobody asked for it
+    for name in ("g:00", "g:2", "g:٣", f"g:{'9' * 5_000}"):  # not lost, because no prompt requested them
         with pytest.raises(UnknownTrajectory):
             why(name)
     log.dispatch(request)
@@ -270,7 +270,7 @@ def test_why_reports_a_refused_prompt(log: Log, capsys: pytest.CaptureFixture[st
 
 @pytest.fixture
 def spoiled_place(log: Log) -> str:
-    """A prompt with a mistake in it that was dead-lettered; its place."""
+    """Dead-letter an invalid prompt; return its location."""
     line = {"group_id": "mended", "group_size": 0, "environment": "calculator", "seed": 1}
     away = elsewhere(log, "mended")
     offset = produce(log.settings, msgspec.json.encode(line), key=b"\x00key", partition=away)

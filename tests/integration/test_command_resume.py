@@ -1,4 +1,4 @@
-"""A run that its user ends goes on where it was."""
+"""A run that its user stops can be resumed."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""`rose status` and the live view on a real broker: what stands still is told, by what was received here alone."""
+"""`rose status` and the live view on a real broker: stalls are measured only by what this process received."""
 
 import io
 import json
@@ -124,7 +124,7 @@ def test_broker_that_delivers_records_counts_as_answering(log: Log, monkeypatch:
 
 
 def test_unobserved_broker_does_not_count_as_unreachable(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the looking process was stopped: its questions were, too."""
+    """The looking process was stopped, and so were its queries."""
     with watch(log.settings) as looking:
         monkeypatch.setattr(BrokerProbe, "probe", lambda _: None)
         monkeypatch.setattr(looking._reader, "read", lambda *_: [])
@@ -218,7 +218,7 @@ def test_status_reports_unhealthy_parts_and_exits_with_1(log: Log, capsys: pytes
 
 @contextmanager
 def beating(log: Log, **changes: object) -> Iterator[None]:
-    """An executor that is heard."""
+    """Send heartbeats of an executor during the block."""
     over = Event()
 
     def beat() -> None:
@@ -247,7 +247,7 @@ IDLE = {
 def test_prompts_unopened_by_a_worker_with_room_are_unhealthy(
     log: Log, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of one that begins anew again and again: it is a member, and commits nothing."""
+    """A worker that restarts repeatedly is a member and commits nothing."""
     for module in (diagnosis, statuses):
         monkeypatch.setattr(module, "STALLED_SECONDS", 4.0)
     log.prompt("a")
@@ -359,7 +359,7 @@ def test_log_without_remaining_work_is_healthy(log: Log, capsys: pytest.CaptureF
 
 
 def test_broker_without_answers_about_groups_is_unhealthy(log: Log, namespace: str) -> None:
-    """As one does whose ACLs let nobody describe them."""
+    """ACLs may forbid every client to describe groups."""
     silent = BrokerProbe(log.settings)
     assert silent.probe() is not None
     silent._settings = replace(log.settings, namespace=f"nowhere-{namespace}")

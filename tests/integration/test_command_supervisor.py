@@ -1,4 +1,5 @@
-"""The supervisor keeps real roles going, tells when it cannot, and leaves nothing behind; so does its fork server."""
+"""The supervisor keeps real roles running, reports when it cannot, and leaves no process behind; so does its fork
+server."""
 
 import os
 import signal
@@ -23,12 +24,12 @@ from tests.support.waiting import has_ended, until
 
 
 def fork_server_of(role: int) -> int:
-    """The parent of the role's guard."""
+    """Return the parent of the guard of the role."""
     return parent_of(parent_of(role))
 
 
 def parent_of(process_id: int) -> int:
-    """Of a role: its guard."""
+    """Return the parent of a role, its guard."""
     return int(Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[1])
 
 
@@ -55,7 +56,7 @@ def test_role_with_a_usage_error_ends_the_run_with_its_last_log_lines(fork_serve
 
 
 def test_role_that_completes_the_run_ends_it(fork_server: ForkServer, tmp_path: Path) -> None:
-    """By what it has written: whoever asked it to leave has not ended the run."""
+    """The role ends the run by its records: a role that was asked to stop does not end the run."""
     key = tmp_path / "key"
     supervisor = Supervisor([Role("keys", ("keys", str(key)), ends_run_with=key)], tmp_path, fork_server)
     supervisor.start()
@@ -110,7 +111,7 @@ def test_role_with_niceness_runs_at_that_nice_value_within_and_between_sessions(
 
 
 class Played:
-    """A process that ends when it is asked to, and notes what it was asked."""
+    """A process that ends when asked, and notes what it was asked."""
 
     def __init__(self, name: str, notes: list[str]) -> None:
         self._name = name
@@ -205,7 +206,7 @@ Event().wait()
 
 
 def starting(settings: BusSettings, folder: Path) -> tuple[str, ...]:
-    """The arguments of a role that starts others."""
+    """Return the arguments of a role that starts other processes."""
     (folder / "starting.py").write_text(STARTING)
     create_topics(settings, Partitions(2, 2, 1, 1))
     (folder / "rose.toml").write_text(
@@ -215,7 +216,7 @@ def starting(settings: BusSettings, folder: Path) -> tuple[str, ...]:
 
 
 def children(folder: Path) -> list[int]:
-    """Whom that role has started."""
+    """Return the processes that the role has started."""
     return [int(each) for each in (folder / "children").read_text().split()]
 
 
@@ -228,14 +229,14 @@ def test_process_id_of_an_ended_role_stays_taken_while_its_children_run(
     os.kill(process.pid, signal.SIGQUIT)
 
     def ended() -> bool:
-        free = not psutil.pid_exists(process.pid)  # looked at first: what runs after that has run before
+        free = not psutil.pid_exists(process.pid)  # checked first: a process that runs after this check ran before it
         left = [each for each in children(tmp_path) if not has_ended(each)]
         assert not (free and left)
         return not left
 
     until(ended)
     assert process.wait(60.0) == -signal.SIGQUIT
-    until(lambda: not psutil.pid_exists(process.pid))  # the guard tells the status first
+    until(lambda: not psutil.pid_exists(process.pid))  # the guard reports the status first
 
 
 @any_broker
@@ -245,7 +246,7 @@ def test_process_id_of_an_ended_role_stays_taken_while_its_children_run(
 def test_children_of_a_role_end_with_it_whichever_process_is_killed(
     broker: AnyBroker, namespace: str, tmp_path: Path, killed: str, number: signal.Signals
 ) -> None:
-    """A child, one with a session of its own that ignores SIGTERM, and one whose parent has gone."""
+    """The children are a plain child, a child with its own session that ignores SIGTERM, and an orphan."""
     program = SUPERVISES.format(arguments=starting(broker.settings(namespace), tmp_path), logs=str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None
@@ -304,7 +305,7 @@ program.connect = connect
 def test_forked_role_ends_like_a_spawned_role(
     broker: AnyBroker, namespace: str, fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    """Exit status and last words: of what is refused, of what nobody expected, of what goes well."""
+    """Exit status and last log lines are compared for a refusal, an unexpected error and a success."""
     (tmp_path / "failing.py").write_text(FAILING)
     settings = broker.settings(namespace)
     create_topics(settings, Partitions(2, 2, 1, 1))

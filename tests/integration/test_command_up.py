@@ -1,4 +1,4 @@
-"""`rose up` started again, and twice at once: what the log knows is not sent again, and one folder is one run's."""
+"""`rose up` restarted, and started twice at once: known prompts are not sent again, and a folder belongs to one run."""
 
 import signal
 import subprocess
@@ -97,7 +97,7 @@ def test_run_resumed_without_prompts_knows_its_requested_groups(settings: BusSet
 def test_prompt_changed_after_sending_is_refused_in_any_state(
     settings: BusSettings, tmp_path: Path, state: GroupState | None
 ) -> None:
-    """Also once nothing on the log says what it was; a note is not what it asks for, nor the order of arguments."""
+    """The prompt is also refused after its records are gone. A changed note or order of arguments is no change."""
     same, changed = prompt("same", arguments={"low": 1, "high": 2}), prompt("changed")
     remaining_work(settings, [same, changed], tmp_path)
     if state is None:
@@ -111,7 +111,7 @@ def test_prompt_changed_after_sending_is_refused_in_any_state(
 
 
 def test_settled_trajectories_never_exceed_the_requested() -> None:
-    """Others may submit while the run goes on."""
+    """Other producers may submit during the run."""
 
     class Watched:
         class run_state:
@@ -129,7 +129,7 @@ def opened(settings: BusSettings) -> set[str]:
 
 
 def ended(process: subprocess.Popen[str]) -> str:
-    """What it said, asked to stop."""
+    """Stop the process; return its output."""
     process.send_signal(signal.SIGHUP)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
@@ -165,7 +165,9 @@ def test_run_locks_its_folder_and_a_restart_sends_no_prompt_twice(
 
 @pytest.mark.slow
 def test_run_with_closed_output_ends_with_summary_and_report(tmp_path: Path) -> None:
-    """In `rose up | tee`, Ctrl-C ends tee at once."""
+    """In `rose up
+    tee`, Ctrl-C ends tee at once.
+    """
     rose, run = Rose("embedded", tmp_path), tmp_path / "runs" / "mine"
     with rose.start("up", "--name", "mine", "--set", "run.executors=0") as process:
         until(lambda: process.poll() is not None or (run / "trainer.lock").exists())

@@ -1,4 +1,4 @@
-"""Elasticity over a real broker: a router, the control app, and a lender whose engine the test plays."""
+"""Elasticity on a real broker: a router, the control app, and a lender with a scripted engine."""
 
 import json
 import time
@@ -48,7 +48,7 @@ CONTROL = {"lease_seconds": 6.0, "dwell_seconds": 1.0, "idle_seconds": 2.0, "mar
 
 
 class Guest(Engine):
-    """A guest that is there at once when it is woken, takes each version, and answers turns while it is let."""
+    """A guest that starts at once when woken, activates each version, and answers turns while allowed."""
 
     answers = True
 
@@ -89,7 +89,7 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 
 @contextmanager
 def lender(settings: BusSettings) -> Iterator[tuple[Guest, Router]]:
-    """One that needs a grant, and who hears it."""
+    """Run a lender that requires a grant, and its router counterpart."""
     grants = GrantFollower(settings, NAME, Lease(run_id(settings.namespace, "demo"), grant_required=True))
     try:
         with running(settings, grants.permission, kind=Guest) as (guest, router):
@@ -105,7 +105,7 @@ def control_process(settings: BusSettings, log: Path, **more: object) -> Any:
 
 
 class RequestSender:
-    """Asks for turns, which the router reads."""
+    """Requests turns from the router."""
 
     def __init__(self, settings: BusSettings, router: Router) -> None:
         self._writer, self._router, self._count = Writer(settings, "asks"), router, 0
@@ -153,14 +153,15 @@ def test_work_wakes_a_lender_until_it_ends_or_the_lease_expires(settings: BusSet
             kill(control)
             until_parked(router, "its grant ran out")
             router.until(lambda: not router.heartbeats[-1].holds)
-        router.until(lambda: len(router.results) == answered + 5)  # of another topic than heartbeats are
+        router.until(lambda: len(router.results) == answered + 5)  # results and heartbeats are on different topics
         assert {each.outcome for each in router.results[answered:]} == {TurnOutcome.PREEMPTED}
         with control_process(settings, log) as control:
             until_lends(router)
             freeze(control)
             until_parked(router, "its grant ran out")
             router.until(lambda: not router.heartbeats[-1].holds)
-            guest.answers = True  # not sooner: a turn that it was not let answer it never does
+            # not earlier, because the guest never answers a turn that it was not allowed to answer
+            guest.answers = True
             thaw(control)
             asking.until_done()
             guest.answers = False

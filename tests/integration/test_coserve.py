@@ -1,4 +1,4 @@
-"""A short window of the co-serving benchmark against vLLM's own server."""
+"""A short window of the co-serving benchmark on a vLLM server."""
 
 import random
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ANY = float("inf")
-"""However late: the machine may be busy with other tests."""
+"""Any lateness, because other tests may load the machine."""
 
 BUDGETS = Budgets(ttft=ANY, tpot=ANY)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One that knows priorities can host every arm."""
+    """A server with priorities, which can host every arm."""
     folder = tmp_path_factory.mktemp("coserve")
     with serve(PRIORITIES, make_model(folder / "model", SERVED), folder / "server.log") as running:
         yield running
@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def work() -> TraceWindow:
-    """Thirty requests in two seconds: ten conversations of three turns, each turn longer than the one before."""
+    """Return thirty requests in two seconds: ten conversations of three turns, each longer than the one before."""
     draw = random.Random(0)
     moments = sorted(draw.uniform(0, 2) for _ in range(30))
     arrivals = [
@@ -49,7 +49,7 @@ def work() -> TraceWindow:
 
 
 def well(window: Window, work: TraceWindow) -> None:
-    """Every request was answered whole, in the order of things."""
+    """Assert that every request was answered completely, with ordered timestamps."""
     assert window.thrown == ""
     assert [answer.error for answer in window.answers] == [""] * len(work.requests)
     assert [answer.due - window.start for answer in window.answers] == pytest.approx([r.at for r in work.requests])
@@ -97,7 +97,7 @@ def refusals(server: Server) -> int:
 def test_refused_rollout_is_reported(server: Server, work: TraceWindow) -> None:
     before = refusals(server)
     with Requesters(1, priority=2**70).beside(server) as rolled:
-        until(lambda: refusals(server) > before + 1)  # who asks again has had its first answer
+        until(lambda: refusals(server) > before + 1)  # the sender of the next request has the first answer
     assert rolled.errors
     assert rolled.errors[0].startswith("status 400")
 

@@ -1,4 +1,4 @@
-"""What a broker would lose or forget too soon is told, and what it does not answer is not held against it."""
+"""Broker settings that lose or forget data too soon are reported, and unanswered queries are not."""
 
 import pytest
 

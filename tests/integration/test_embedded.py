@@ -1,4 +1,4 @@
-"""The launcher of the broker: one sentence for whatever is missing, and no broker left behind."""
+"""The broker launcher: one sentence for every missing part, and no broker left behind."""
 
 import os
 import select
@@ -37,7 +37,7 @@ def test_folder_without_kafka_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def kafka_home(tmp_path: Path) -> Path:
-    """A folder that looks like an Apache Kafka until Java is asked for."""
+    """A folder that looks like an Apache Kafka until Java is started."""
     libs = tmp_path / "kafka" / "libs"
     libs.mkdir(parents=True)
     (libs / "kafka_2.13-4.3.1.jar").touch()
@@ -111,7 +111,7 @@ def test_broker_identifies_itself_and_its_death_is_detected(own_broker: Broker) 
 
 
 def test_broker_asked_to_stop_stops_serving_at_once(own_broker: Broker) -> None:
-    """All its threads do, also those that are answering; one that goes on for a moment answers whoever asks then."""
+    """All threads stop, also answering threads, because one that continued would answer new requests."""
     client, done = connect(own_broker.settings()), Event()
 
     def ask() -> None:
@@ -136,12 +136,12 @@ def children() -> list[str]:
 
 
 def states(process: str) -> set[str]:
-    """One letter for each of its threads, as /proc writes them: T for one that is stopped."""
+    """Return one letter per thread, as in /proc: T is stopped."""
     return {file.read_text().rpartition(") ")[2][0] for file in Path(f"/proc/{process}/task").glob("*/stat")}
 
 
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
-"""127.0.0.1 as /proc/net writes it, plain and mapped into IPv6."""
+"""127.0.0.1 as in /proc/net, plain and mapped into IPv6."""
 
 
 def listening_addresses(port: int) -> set[str]:
@@ -197,7 +197,7 @@ def read(bootstrap: str) -> object:
 
 @pytest.mark.slow
 def test_group_of_a_new_broker_has_no_offsets(own_broker: Broker, namespace: str) -> None:
-    """On Apache Kafka its coordinator is only coming up then."""
+    """On Apache Kafka the coordinator of the group starts only then."""
     settings = own_broker.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1))
     reader = Reader(settings, "test", group="first")

@@ -1,4 +1,4 @@
-"""A lender by requests, between a real broker and a scripted endpoint."""
+"""A lender over HTTP requests, between a real broker and a scripted endpoint."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,7 +64,7 @@ def router(settings: BusSettings, lender: Lending) -> Router:
 
 
 def prove(result: TurnResult, model: Any, version: int) -> None:
-    """The result is what this model says after the context, under this version."""
+    """Assert that the result is the output of this model after the context, under this version."""
     tokens = unpack_tokens(result.tokens)
     assert result.outcome is TurnOutcome.COMPLETED
     assert [(span.start, span.end, span.version) for span in result.spans] == [(0, len(tokens), version)]
@@ -197,7 +197,7 @@ def test_failed_turn_affects_no_other_turn_and_no_user(router: Router, endpoint:
         prove(run(None), model, 1)
     result = run(Fault(429))
     assert (result.outcome, result.tokens) == (TurnOutcome.PREEMPTED, b"") and "no room" in result.reason
-    while result.refusal is not Refusal.ROOM:  # it is asked for less, down to nothing
+    while result.refusal is not Refusal.ROOM:  # the lender lowers its limit to zero
         number += 1
         endpoint.faults[endpoint.turns + 1] = Fault(429)
         router.dispatch(f"turn-{number}", CONTEXT)
@@ -218,7 +218,7 @@ def test_failed_turn_affects_no_other_turn_and_no_user(router: Router, endpoint:
 def test_replaced_or_unresponsive_endpoint_is_started_anew(
     router: Router, endpoint: ScriptedEndpoint, fault: Fault, instance: str
 ) -> None:
-    """What it serves is not known any more."""
+    """The weights of a replaced endpoint are unknown."""
     model = new_policy(1, tied=False)
     router.publish(model, 1)
     router.until(lambda: router.serves(1))

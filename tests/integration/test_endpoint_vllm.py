@@ -1,4 +1,4 @@
-"""`rose lend --endpoint`: turns of the bus on a real vLLM server of the policy, over HTTP."""
+"""`rose lend --endpoint`: turns on a real vLLM server of the policy, over HTTP."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ CONTEXT = [3, 4, 5, 6] * 20
 
 
 class Server:
-    """A vLLM server of a model folder, to kill and start again at the same port."""
+    """A vLLM server of a model folder that can be killed and restarted at the same port."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         [self.port], self._folder, self._model = free_ports(1), folder, model
@@ -88,7 +88,7 @@ def lender(settings: BusSettings, server: Server, tmp_path: Path) -> Iterator["s
         "executor.max_turns": 8,
         "executor.slot": SLOT,
         "endpoint.folder": tmp_path / "versions",
-        "endpoint.ttft_seconds": 20,  # a machine that others share: no latency is what is tested here
+        "endpoint.ttft_seconds": 20,  # on a shared machine; this test does not test latency
         "endpoint.tpot_seconds": 5,
     }
     settings_flags = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
@@ -119,7 +119,7 @@ def prove(result: TurnResult, model: Any, version: int, earlier_tokens: tuple[in
 
 
 def alone(model: Any, folder: Path) -> list[int]:
-    """What a rollout engine of its own says, greedily."""
+    """Return the greedy output of a dedicated rollout engine."""
     from rose.workers.executor.vllm.engine import Engine
     from tests.support.engine_fixtures import EngineFixture, folder_config, tokens_of
 
@@ -164,7 +164,7 @@ def test_vllm_server_answers_turns_under_proven_versions(
     router.until(lambda: router.heartbeats[-1].rollout.running == 1)
     server.kill()
     cut = router.result("cut-off")
-    if cut.outcome is TurnOutcome.PREEMPTED:  # else it had ended before
+    if cut.outcome is TurnOutcome.PREEMPTED:  # otherwise the turn had ended before
         assert "away" in cut.reason
     router.until(lambda: router.heartbeats[-1].state is ExecutorState.STOPPING)
     gone = router.heartbeats[-1].incarnation

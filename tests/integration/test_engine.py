@@ -1,4 +1,4 @@
-"""The engine's versions against transformers: every claim about weights is proven by logprobs."""
+"""The engine's versions against transformers: logprobs prove every claim about weights."""
 
 import random
 import subprocess
@@ -58,7 +58,7 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 one_head = pytest.mark.parametrize("started", [True], indirect=True, ids=["tied"])
-"""Of a test to which it is all one whether the head is tied."""
+"""Mark of a test for which a tied head makes no difference."""
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def engine_fixture(started: EngineFixture) -> Iterator[EngineFixture]:
 
 
 def fail_after(calls: int, times: int = 1) -> Callable[..., None]:
-    """The function that packs a layer, failing `times` times after it packed `calls` layers."""
+    """Return a packing function of a layer that fails `times` times after `calls` layers."""
     real = layer_utils.dispatch_cpu_unquantized_gemm
     seen = 0
 
@@ -125,7 +125,10 @@ class Drawn:
 def test_on_policy_importance_ratio_of_engine_and_trainer_is_1(
     engine_fixture: EngineFixture, temperatures: list[float]
 ) -> None:
-    """Through a sample, its turns' sampling and the logits of the loss: mean |log ratio| under 1e-3 in float32."""
+    """The comparison goes through a sample, the sampling of its turns and the logits of the loss: mean
+    log ratio
+    under 1e-3 in float32.
+    """
     engine_fixture.swap()
     rng, log_ratios = random.Random(4), list[float]()
     drawn = [Drawn(contexts_of(rng, rng.randint(5, 40))) for _ in range(12)]
@@ -166,11 +169,11 @@ def test_failed_later_swap_keeps_the_previous_version(
 REAL_PACK = layer_utils.dispatch_cpu_unquantized_gemm
 
 MOST_ELEMENTS = 3000
-"""Of a piece: fewer than the embedding and most layers have."""
+"""Element limit of a piece: fewer than the embedding and most layers have."""
 
 
 class Elements(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what is read or written, views aside: by torch, and of layers that are packed."""
+    """Counts read and written elements, except views: by torch, and of packed layers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -287,7 +290,7 @@ def test_turn_over_a_swap_continues_with_the_version_of_each_token(engine_fixtur
     turn = engine_fixture.drain()["over"]
     assert turn.sampled.spans == (VersionSpan(0, 11, before), VersionSpan(11, 30, before + 1))
 
-    # Its cache holds what the old weights computed: all but the last token that they sampled.
+    # The cache has values of the old weights for all tokens except the last that they sampled.
     ids = torch.tensor([[*context, *tokens_of(turn)]])
     split = len(context) + 10
     with torch.no_grad():
@@ -336,7 +339,7 @@ def overflows(turn: FinishedTurn) -> bool:
 
 
 def test_nan_of_one_version_reaches_no_turn_of_the_next(tmp_path: Path) -> None:
-    """A policy of finite weights whose products overflow; of a small cache each block holds what is no number then."""
+    """The policy has finite weights with overflowing products. In a small cache each block then has NaN."""
     model = new_policy(0, tied=True)
     kv_bytes = 100 * BLOCK * 4 * 2 * 2 * 32 * 4
     config = folder_config(save_policy(tmp_path, model), policy_version=0, kv_cache_bytes=kv_bytes)
@@ -353,7 +356,7 @@ def test_nan_of_one_version_reaches_no_turn_of_the_next(tmp_path: Path) -> None:
 
 
 def test_overflowing_turn_affects_no_other_turn(tmp_path: Path) -> None:
-    """One token alone meets a vast weight of the first layer: whose context has it computes no number."""
+    """One token meets a huge weight of the first layer: a context with this token has NaN logits."""
     model = new_policy(0, tied=False)
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 0] = 0.0
@@ -373,7 +376,8 @@ def test_overflowing_turn_affects_no_other_turn(tmp_path: Path) -> None:
                     assert overflows(turn)
                 else:
                     tokens, logprobs = tokens_of(turn), sampled_logprobs(turn)
-                    least = len(tokens) - tokens.count(VOCABULARY - 1)  # transformers computes none
+                    # transformers computes no finite logprob for these
+                    least = len(tokens) - tokens.count(VOCABULARY - 1)
                     sampled = SampledTokensBuilder(tokens[:least], logprobs[:least].tolist()).build(version=0)
                     sound = msgspec.structs.replace(turn, sampled=sampled)
                     assert not overflows(turn) and (not least or difference(model, contexts[key], sound) < TOLERANCE)
@@ -449,9 +453,9 @@ Engine(EngineConfig(model_folder=Path(sys.argv[1]))).allocate_spare()
 
 
 def test_policy_that_accepts_no_version_is_refused(tmp_path: Path) -> None:
-    """vLLM lays experts out anew under their old names and shapes: a version would be read as what it is not.
+    """vLLM rearranges expert weights under their old names and shapes: a version would be misread.
 
-    In a process of its own: where another engine was made before, vLLM has no group for experts.
+    The test runs in its own process, because vLLM has no group for experts after another engine was made.
     """
     folder = save_policy(tmp_path, new_mixture(1))
     made = subprocess.run([sys.executable, "-c", MAKE, str(folder)], cwd=REPOSITORY, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""An engine that follows deltas computes with the trainer's weights: proven by logprobs, against transformers."""
+"""An engine that applies deltas computes with the trainer's weights, proven by logprobs of transformers."""
 
 import random
 from pathlib import Path
@@ -17,7 +17,7 @@ UPDATES = 20
 
 
 def wire_of(model: torch.nn.Module) -> Tensors:
-    """The trainer's weights as they travel."""
+    """Return the trainer's weights in their wire type."""
     return {name: tensor.detach().bfloat16() for name, tensor in tensors_of(model).items()}
 
 

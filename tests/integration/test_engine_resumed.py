@@ -1,4 +1,4 @@
-"""A turn that is broken off and goes on elsewhere is the turn that nobody broke: proven on two engines."""
+"""An interrupted turn that resumes elsewhere equals the uninterrupted turn: proven on two engines."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ def part_of(finished: FinishedTurn) -> Part:
 def go_on(
     engine_fixture: EngineFixture, dispatch: TurnDispatch, steps: int | None = None
 ) -> tuple[TurnDispatch, FinishedTurn]:
-    """Run a turn for so many steps, or to its end, beside others; the dispatch that goes on from there."""
+    """Run a turn beside others for the given steps, or to its end; return the dispatch that resumes it."""
     rng, others = random.Random(steps), list[str]()
     for number in range(rng.randint(0, 3)):
         others.append(f"other{number}")
@@ -174,7 +174,7 @@ def test_random_draws_of_one_seed_are_uniform_over_positions() -> None:
 
 
 def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    """How many standard deviations the statistic is above its mean."""
+    """Return the number of standard deviations of the statistic above its mean."""
     common = expected >= 5
     freedom = int(common.sum())
     statistic = float(((counts - expected)[common] ** 2 / expected[common]).sum())

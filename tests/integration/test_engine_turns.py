@@ -1,4 +1,4 @@
-"""The engine's turns against transformers: what they sample, how they end, what is refused, and what the load says."""
+"""The engine's turns against transformers: sampling, ends, refusals and reported load."""
 
 import random
 import time
@@ -100,7 +100,7 @@ def test_seeded_turn_with_chunked_prefill_samples_the_same_tokens(engine_fixture
     whole = engine_fixture.run(context, max_tokens=20, seed=6)
     engine_fixture.engine.swap(
         engine_fixture.engine.version + 1, tensors_of(engine_fixture.model).items()
-    )  # forgets the prefix, not the weights
+    )  # forgets the prefix and not the weights
     for i in range(2):
         engine_fixture.add(f"t{i}", contexts_of(rng, 200), max_tokens=20, seed=i)
     engine_fixture.add("cut", context, max_tokens=20, seed=6)

@@ -1,4 +1,5 @@
-"""Environment workers that come, go, freeze and die with full windows over a real broker: each trajectory ends once."""
+"""Environment workers that join, leave, freeze and die with full windows on a real broker: each trajectory ends
+once."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -45,7 +46,7 @@ WINDOW = 2
 
 
 def are_shared(settings: BusSettings, workers: int) -> bool:
-    """Whether so many workers own a home each at least, and all homes together."""
+    """Whether `count` workers own at least one home each, and all homes together."""
     homes = homes_of_members(settings)
     return len(homes) == workers and all(homes) and set().union(*homes) == set(range(PARTITIONS.home))
 
@@ -62,7 +63,7 @@ def test_workers_that_join_with_full_windows_keep_reading(
         for workers in (1, 2, 3):
             running.enter_context(worker_process(executors.settings, workers, config))
             executors.pump_until(lambda: are_shared(executors.settings, workers), what=f"{workers} members")  # noqa: B023
-            finish(executors, WINDOW * SIZE)  # the windows are full: nothing else opens
+            finish(executors, WINDOW * SIZE)  # the windows are full, so no other group opens
         settle_all(executors)
         finish(executors)
     assert once(executors) == undisturbed
@@ -92,7 +93,7 @@ def test_worker_that_leaves_with_a_full_window_hands_its_homes_over(
 def test_frozen_or_killed_worker_with_a_full_window_is_replaced_and_returns(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, broker_kind: str, dies: bool
 ) -> None:
-    """The frozen one goes on as a new member: what it had under way is refused, and it does not end."""
+    """The frozen worker continues as a new member: its open work is refused, and the worker does not end."""
     if broker_kind == EMBEDDED:
         pytest.skip("never evicts a member: tests/conformance/test_groups.py")
     settings = executors.settings
@@ -123,7 +124,7 @@ def test_frozen_or_killed_worker_with_a_full_window_is_replaced_and_returns(
 def test_prompt_of_another_home_is_forwarded_and_duplicates_open_nothing(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str
 ) -> None:
-    """Keyless, with another partitioner's key, twice: as honest strangers produce."""
+    """The prompts have no key or the key of another partitioner, and are sent twice, as honest producers may do."""
     settings, config = executors.settings, {"model_folder": model}
     wires = {prompt_of(number).group_id: encode(prompt_of(number)) for number in range(GROUPS)}
     with worker_process(settings, 0, config):
@@ -162,7 +163,7 @@ POISON = {
 def test_undecodable_message_is_dead_lettered_once_over_worker_restarts(
     executors: ScriptedExecutors, model: str, broker_kind: str
 ) -> None:
-    """A worker that is started again, and one that comes after the group's offsets have expired."""
+    """One worker is restarted, and another starts after the offsets of the group have expired."""
     settings = executors.settings
     values = [begin % b"poison" if b"%s" in begin else begin for begin, _ in POISON.values()]
     values = [begin + end for begin, (_, end) in zip(values, POISON.values(), strict=True)]
@@ -175,7 +176,7 @@ def test_undecodable_message_is_dead_lettered_once_over_worker_restarts(
             executors.submit(prompt_of(2 + start))
             finish(executors, (3 + start) * SIZE)
             executors.pump_until(lambda: len(dead_letters(settings)) >= len(POISON), what="dead letters")
-        if start == 1 and broker_kind != EMBEDDED:  # it never takes a member for gone
+        if start == 1 and broker_kind != EMBEDDED:  # the embedded broker never evicts a member
             client: AdminClient = connect(settings)
             for deleted in client.delete_consumer_groups([settings.name(ENVIRONMENT_GROUP)]).values():
                 deleted.result()
@@ -244,7 +245,7 @@ def test_thread_blocking_environment_fails_only_its_trajectories(
 @kafka_first
 @pytest.mark.slow
 def test_recovery_reads_live_records_and_none_of_them_is_deleted(executors: ScriptedExecutors, model: str) -> None:
-    """All but one group have ended; the last one's trajectories wait for a turn."""
+    """All groups except one have ended; the trajectories of the last group wait for a turn."""
     settings = executors.settings
     submit_all(executors)
     with worker_process(settings, 0, {"model_folder": model}):
@@ -312,7 +313,7 @@ def test_trajectories_with_deleted_unread_results_fail_with_the_reason(
 
 
 def end(settings: BusSettings, topic: Topic, home: int, *, first: bool = False) -> int:
-    """Where a partition ends, or begins."""
+    """Return the end or the beginning of a partition."""
     reader = Reader(settings, "test", group="test")
     low, high = reader.watermarks((topic, home))
     reader.close()
@@ -324,7 +325,7 @@ def abandon() -> None:
 
 
 def recovered(settings: BusSettings, home: int, on_wait: Callable[[], None] = lambda: None) -> RecoveredHomes:
-    """What a worker that takes this home over would know."""
+    """Return the recovered state of a worker that takes this home over."""
     reader = Reader(settings, "test", group=ENVIRONMENT_GROUP)
     rules = TrajectoryRules(model_id="policy", sampling=Sampling(), turn_patience_seconds=60.0, max_context_tokens=1024)
     try:

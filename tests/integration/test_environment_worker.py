@@ -1,4 +1,4 @@
-"""The environment worker over a real broker: whatever is killed or wrong, every trajectory ends once."""
+"""The environment worker on a real broker: every trajectory ends once under any kill or fault."""
 
 import itertools
 import random
@@ -86,7 +86,7 @@ class Moody(Calculator):
 def test_kill_and_restart_of_a_worker_changes_no_trajectory(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, seed: int
 ) -> None:
-    """Seeds say when the kills come; print them to see one again."""
+    """The seed determines the times of the kills; it is printed to repeat a run."""
     draw = random.Random(seed)
     submit_all(executors)
     for _ in range(3):
@@ -123,7 +123,7 @@ def test_fenced_writer_is_recreated_without_loss(
     with worker_process(executors.settings, 0, {"model_folder": model}) as worker:
         for requests in (30, 90):
             executors.pump_until(lambda: executors.requested >= requests, what=f"{requests} requests")  # noqa: B023
-            with suppress(BusError):  # it fences at once, and may be fenced before it has become an owner
+            with suppress(BusError):  # the writer fences at once, and may be fenced before it becomes the owner
                 Writer(executors.settings, "intruder", transactional_id="environment.environment-0")
         finish(executors)
         assert worker.poll() is None
@@ -379,7 +379,7 @@ def test_malformed_or_failed_results_fail_their_trajectory(broker: AnyBroker, na
 def test_turn_with_missing_context_is_requested_again_with_an_anchor(
     broker: AnyBroker, namespace: str, model: str, killed: bool
 ) -> None:
-    """Each turn behind a chain is refused twice, as by two executors; whoever takes over does what was left undone."""
+    """Each turn with a chain is refused twice, as by two executors. A new owner repeats unfinished work."""
 
     def results(request: TurnRequest, context: bytes) -> list[TurnResult]:
         sound = results_of(request, context)[-1]
@@ -411,7 +411,7 @@ def test_turn_with_missing_context_is_requested_again_with_an_anchor(
 def test_prompt_stop_token_is_left_out_of_the_action_and_closed_in_the_context(
     broker: AnyBroker, namespace: str, model: str
 ) -> None:
-    """Also by who takes over."""
+    """A new owner does the same."""
     stop = FIRST_CHARACTER + CHARACTERS.index(".")
 
     def results(request: TurnRequest, context: bytes) -> list[TurnResult]:
@@ -443,7 +443,7 @@ def test_open_groups_never_exceed_the_window(executors: ScriptedExecutors, model
     executors.settles = False
     submit_all(executors)
     config = {"model_folder": model, "window_groups": 2}
-    for settled in range(4):  # every restart knows which groups are unsettled
+    for settled in range(4):  # every restart knows the unsettled groups
         with worker_process(executors.settings, 0, config):
             finish(executors, (2 + settled) * SIZE)
             groups = list(dict.fromkeys(request.group_id for request in executors.requests.values()))

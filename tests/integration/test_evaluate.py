@@ -1,4 +1,4 @@
-"""`rose evaluate` plays its tasks: figures that repeat, and none where an environment fails amid a task."""
+"""`rose evaluate`: reproducible figures, and no figures if an environment fails within a task."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ CONFIG = EngineConfig(model_folder=SHIPPED, max_model_len=256, max_running=16, s
 
 
 class RaisesLate(Calculator):
-    """In a later step of one task."""
+    """An environment that raises in a later step of one task."""
 
     async def step(self, action: str) -> Step:
         step = await super().step(action)

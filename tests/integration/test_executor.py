@@ -1,4 +1,4 @@
-"""The executor over a real broker with a real engine: turns in, results out, versions swapped under it."""
+"""The executor on a real broker with a real engine: turns in, results out, and weight swaps between."""
 
 import os
 import select
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 FREEZE_SECONDS = 5.0
 AWAY_SECONDS = 15.0
-"""Longer than the client's tries to reach a broker again are apart."""
+"""Longer than the interval at which the client tries to reach a broker again."""
 
 
 def start(fork_server: ForkServer, settings: BusSettings, folder: Path, *, metrics_port: int = 0) -> ForkedProcess:
@@ -73,7 +73,7 @@ def router(settings: BusSettings, executor: ForkedProcess) -> Router:
 
 
 def prove(result: TurnResult, model: Any, context: list[int], version: int) -> None:
-    """The result is what this model sampled under this version: its logprobs are transformers' own."""
+    """Assert that this model sampled the result under this version: its logprobs equal those of transformers."""
     tokens = unpack_tokens(result.tokens)
     assert result.outcome is TurnOutcome.COMPLETED
     assert result.spans == (VersionSpan(0, len(tokens), version),)
@@ -168,7 +168,7 @@ def test_uncached_context_is_read_back_by_its_offsets(router: Router) -> None:
 
     longer = contexts[2] + [10]
     fourth = router.request("moved", longer, turn=3, chain=(first, second, router.log(third)), known=19)
-    router.send(fourth)  # goes on from what is kept
+    router.send(fourth)  # continues from the cached context
     prove(router.result("moved", turn=3), model, longer, 1)
 
     cut = router.request("cut", contexts[0])
@@ -218,7 +218,7 @@ def test_executor_continues_after_a_freeze_and_a_broker_outage(
 ) -> None:
     settings = own_broker.settings()
     troubles = {"frozen": freeze, "engine-frozen": freeze_engine}
-    if broker_kind != EMBEDDED:  # started again, it takes nothing more from producers that it knew before
+    if broker_kind != EMBEDDED:  # a restarted embedded broker accepts no records of producers that it knew before
         troubles["cut-off"] = cut_off
     create_topics(settings, Partitions(home=2, slots=2, samples=1, chunks=2))
     executor = start(fork_server, settings, tmp_path)

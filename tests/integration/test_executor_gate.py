@@ -1,4 +1,4 @@
-"""An executor whose engine the test plays: what it does when a grant, a guest or a server says that it may not run."""
+"""An executor with a scripted engine: its behaviour when a grant, a guest or a server stops it."""
 
 import os
 import threading
@@ -68,7 +68,7 @@ def grants(settings: BusSettings) -> Iterator[GrantFollower]:
 
 @contextmanager
 def drains(settings: BusSettings) -> Iterator[GrantFollower]:
-    """What an executor that is no lender follows."""
+    """Run the grant follower of a dedicated executor."""
     grants = GrantFollower(settings, NAME, Lease())
     grants.wait_until_read(threading.Event())
     yield grants
@@ -80,7 +80,7 @@ def exported(name: str) -> float | None:
 
 
 def common_of(settings: BusSettings) -> Common:
-    """The options that reach this broker."""
+    """Return the options that reach this broker."""
     embedded = f"broker.embedded={str(settings.embedded).lower()}"
     return Common(bootstrap_server=settings.bootstrap, namespace=settings.namespace, settings=[embedded])
 
@@ -90,7 +90,7 @@ def grant(settings: BusSettings, *, lend: bool, worker: str = NAME, token_budget
 
 
 def test_executor_is_alive_during_a_long_engine_load(settings: BusSettings) -> None:
-    """It has not passed for one that hangs, and been started again, time after time."""
+    """Otherwise the executor would count as hung and be restarted again and again."""
     channel, stop, life = ChannelFds.create(), threading.Event(), os.pidfd_open(os.getpid())
     config = ExecutorConfig(model_folder=Path(), name=NAME, slot=SLOT)
     executor = threading.Thread(target=run_executor, args=(settings, config, EngineClient(channel, life), {}, stop))
@@ -162,7 +162,7 @@ def test_guest_that_returns_unnoticed_gets_its_version_again(
 def test_turn_that_waits_for_context_over_a_guest_change_needs_a_version(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the next guest does not take the version that served."""
+    """This also holds if the next guest does not activate the served version."""
     answers = threading.Event()
 
     class Late(RecordFetch):
@@ -210,7 +210,7 @@ def test_never_idle_server_returns_its_turns_until_it_was_idle(settings: BusSett
 
 
 class Withheld(Writer):
-    """Stores answers once their leader is back, and all else at once."""
+    """A writer that stores results only once their leader returns, and other records at once."""
 
     back: ClassVar[threading.Event]
     answers: ClassVar[list[Callable[[], None]]]
@@ -289,7 +289,7 @@ def test_last_heartbeat_lists_just_answered_turns(settings: BusSettings) -> None
             engine.abort(engine.wait_for_command(SubmitTurn).name, [7])
             router.result(key.trajectory_id)
         engine.wait_for_command(SubmitTurn)
-    # the last one is never answered: its engine hangs, and the router issues it again
+    # The last turn is never answered: its engine hangs, and the router reissues the turn.
     router.until(lambda: router.heartbeats[-1].state is ExecutorState.STOPPING)
     assert router.heartbeats[-1].holds == held_hash(keys[0]).to_bytes(8, "little")
 
@@ -376,7 +376,7 @@ def test_impossible_grant_is_reported_in_one_sentence(settings: BusSettings) -> 
 
 @pytest.mark.parametrize("logprob", [float("nan"), float("-inf"), -9999.0, 0.5])
 def test_turn_with_impossible_logprobs_is_refused(settings: BusSettings, logprob: float) -> None:
-    """So it is tried elsewhere, and fails at last as infrastructure: nothing is learned from it."""
+    """The turn is tried elsewhere and finally fails as infrastructure: nothing is learned from it."""
     with running(settings) as (engine, router):
         engine.serve()
         router.until(lambda: bool(router.heartbeats) and router.heartbeats[-1].state is ExecutorState.READY)

@@ -1,4 +1,4 @@
-"""An executor that stops in the midst of turns hands them back, and another ends them: a router and two engines."""
+"""A stopping executor hands its turns back, and another executor finishes them: a router and two engines."""
 
 import signal
 import time
@@ -47,7 +47,7 @@ def executor(fork_server: ForkServer, settings: BusSettings, folder: Path, slot:
 
 
 class Log:
-    """What the topics hold, as far as it was read, and the environment worker's side of it."""
+    """The records read from the topics so far, and the environment worker's side of the log."""
 
     def __init__(self, settings: BusSettings) -> None:
         self.writer = Writer(settings, "test")
@@ -56,16 +56,16 @@ class Log:
         self.results: list[TurnResult] = []
         self.dispatches: list[TurnDispatch] = []
         self.heartbeats: dict[int, SlackHeartbeat] = {}
-        """The newest, by slot."""
+        """The newest heartbeat of each slot."""
 
     def of(self, outcome: TurnOutcome) -> dict[str, TurnResult]:
-        """By trajectory; there is one of each."""
+        """Return the results by trajectory; there is one per trajectory."""
         found = [each for each in self.results if each.outcome is outcome]
         assert len({each.trajectory_id for each in found}) == len(found)
         return {each.trajectory_id: each for each in found}
 
     def until(self, met: Callable[[], bool]) -> None:
-        """Read on until it is so."""
+        """Read until the condition holds."""
         deadline = time.monotonic() + WAIT_SECONDS
         while not met():
             assert time.monotonic() < deadline, (self.heartbeats, len(self.results), len(self.dispatches))
@@ -82,7 +82,7 @@ class Log:
         return [self.heartbeats[slot].state for slot in sorted(self.heartbeats)] == [ExecutorState.READY] * 2
 
     def ask(self, group: str) -> None:
-        """One turn in each of TURNS groups; what is drawn depends on the number of the group alone."""
+        """Request one turn in each of TURNS groups. The sampled tokens depend only on the group number."""
         for number in range(TURNS):
             request = TurnRequest(
                 trajectory_id=f"{group}{number}:0",
@@ -132,7 +132,7 @@ def test_turns_of_a_stopping_executor_end_identically_on_another(
 
 
 def check(log: Log, stopped: str, other: str) -> None:
-    """What lies on the log: one COMPLETED result for each turn, and nothing sampled twice."""
+    """Check the log: one COMPLETED result per turn, and no token sampled twice."""
     done, parts = log.of(TurnOutcome.COMPLETED), log.of(TurnOutcome.PREEMPTED)
     resumed_names = [name for name, part in parts.items() if part.tokens]
     assert resumed_names, "the executor stopped between the turns"
@@ -154,5 +154,6 @@ def check(log: Log, stopped: str, other: str) -> None:
     workers: dict[str, list[str]] = defaultdict(list)
     for each in log.dispatches:
         workers[each.request.trajectory_id].append(each.worker)
-    for name in done.keys() - parts.keys():  # at once, or after it lay unread in the inbox of who left
+    # at once, or after the dispatch was unread in the inbox of the stopped executor
+    for name in done.keys() - parts.keys():
         assert len(workers[name]) == 1 or workers[name] == [stopped, other], name

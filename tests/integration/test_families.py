@@ -1,7 +1,7 @@
-"""Every architecture that transformers and vLLM's build for CPUs share goes all the way, or is refused at the start.
+"""Every architecture that transformers and vLLM's CPU build share is supported completely, or refused at the start.
 
-A run trains it, publishes it, serves each version with the logprobs of transformers, exports it and begins anew from
-what was exported; or trainer or executor say in one sentence why not, before anything is trained.
+A run trains and publishes it, serves each version with the logprobs of transformers, exports it and restarts from the
+export; or trainer or executor refuse it in one sentence before any training.
 """
 
 import json
@@ -25,7 +25,7 @@ from tests.support.model_families import CONTEXT, Turn, played, sent, tiny_polic
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOLERANCE = 1e-4
-"""Largest difference of two logprobs that counts as the same."""
+"""Largest difference of two logprobs that counts as equal."""
 
 QUICK = ("gemma", "gpt2", "gpt_neox", "llama", "phi", "phi3", "qwen2", "qwen3")
 
@@ -79,7 +79,7 @@ REFUSED = {
     "qwen3_5_text": f"{LOADING} .*failed to be inspected",
     "qwen3_5_moe_text": f"{LOADING} .*failed to be inspected",
 }
-"""On a CPU, and why: some want kernels of a GPU, others settings that only published folders have."""
+"""Architectures unsupported on a CPU, with the reason: some need GPU kernels, others settings of published folders."""
 
 SEVERAL_PARTS = ("gemma3", "gemma3n", "gemma4", "gemma4_unified", "llama4", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
 
@@ -130,7 +130,7 @@ def test_unservable_family_is_refused_in_one_sentence_at_the_start(kind: str, tm
 
 
 def refused(folder: Path) -> str:
-    """By an engine, in a sentence."""
+    """Assert that an engine refuses the folder in one sentence."""
     with pytest.raises(UsageError) as caught:
         played(folder, load_file(folder / WHOLE))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600

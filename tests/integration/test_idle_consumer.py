@@ -1,4 +1,5 @@
-"""A consumer that rests reads what any other would: on the embedded broker, for which it is, and on Apache Kafka."""
+"""A consumer that rests reads the same records as any other: on the embedded broker, its purpose, and on Apache
+Kafka."""
 
 import random
 from collections.abc import Iterator
@@ -16,12 +17,12 @@ from tests.support.brokers import AnyBroker
 HOMES = 3
 RECORDS = 150
 LONG_ENOUGH_SECONDS = 10 * MAX_REST_SECONDS
-"""Of silence, after which it rests most of the time."""
+"""A silence after which the consumer rests most of the time."""
 WAIT_SECONDS = 30.0
 
 
 class Log:
-    """A topic that is written and read by turns, and what was read of it."""
+    """A topic that is written and read in turns, and the read records."""
 
     def __init__(self, settings: BusSettings) -> None:
         self._topic = settings.topic(REQUESTED)
@@ -41,7 +42,7 @@ class Log:
         assert self._producer.flush(WAIT_SECONDS) == 0
 
     def listen(self, seconds: float) -> bool:
-        """Whether a record came."""
+        """Whether a record arrived."""
         message: Message | None = self.reader.poll(seconds)
         if message is None:
             return False

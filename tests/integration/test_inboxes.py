@@ -1,4 +1,4 @@
-"""Inboxes that are added to a run: nobody is started again for it, and nothing else of the topics changes."""
+"""Inboxes added to a run: no process restarts, and no other topic changes."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 
 
 def claimed(settings: BusSettings) -> set[int]:
-    """The inboxes that a router has claimed."""
+    """Return the inboxes with a fencing token."""
     return {each.partition for each in read_whole_topics(settings, [DISPATCHED]) if each.key == FENCING_KEY}
 
 

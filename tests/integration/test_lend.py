@@ -1,4 +1,4 @@
-"""`rose lend`: a real vLLM server that answers over HTTP, and runs turns from the bus while it has nothing to serve."""
+"""`rose lend`: a real vLLM server that answers over HTTP, and runs turns of the bus while it has nothing to serve."""
 
 import os
 import signal
@@ -47,11 +47,11 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 START_SECONDS = 4 * WAIT_SECONDS
-"""What a server may take to come up on a machine that has much else to do."""
+"""Time that a server may take to start on a busy machine."""
 
 CONTEXT = [5, 6, 7, 8, 9, 10, 11, 12] * 4
 LONG = 450
-"""Tokens of a turn that takes longer than a grant to come by."""
+"""Tokens of a turn that takes longer than the delivery of a grant."""
 
 HANG_SECONDS = 4.0
 
@@ -67,9 +67,10 @@ def with_topics(settings: BusSettings) -> BusSettings:
 
 
 def started(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: object) -> Server:
-    """A server by `rose lend`, with these arguments and flags of vLLM's; `more` of the configuration, __ for a dot.
+    """Start a server by `rose lend`, with these arguments and vLLM flags. `more` are configuration values, with __ for
+    a dot.
 
-    It loads yet.
+    The server is still loading.
     """
     [port], log = free_ports(1), folder / "server.log"
     values = {
@@ -96,7 +97,7 @@ def started(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: o
 
 @contextmanager
 def lending(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: object) -> Iterator[Server]:
-    """The same, once it is up; it is asked to stop at the end."""
+    """Start a server and wait until it is ready; stop it at the end."""
     server = started(folder, *arguments, vllm=vllm, **more)
     process, log = server.process, server.log
     children: list[psutil.Process] = []
@@ -106,7 +107,7 @@ def lending(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: o
         children = psutil.Process(process.pid).children(recursive=True)
         yield server
     finally:
-        if not children:  # one that is not up yet hears nothing
+        if not children:  # a server that is not ready receives nothing
             for child in psutil.Process(process.pid).children(recursive=True):
                 child.kill()
             process.kill()
@@ -182,7 +183,7 @@ def test_hung_rank_is_ended_with_the_engine_core(settings: BusSettings, tmp_path
 
 
 def goes_on_after_a_park(router: Router) -> None:
-    """Turns of a lender that a grant parks end as if nobody had: on another guest, that knows nothing of them."""
+    """Assert that the turns of a parked lender end as uninterrupted turns on another guest."""
     names = [f"turn-{number}" for number in range(8)]
     for number, name in enumerate(names):
         router.dispatch(f"whole-{name}", CONTEXT, max_tokens=LONG, stop=(), seed=number)
@@ -192,7 +193,7 @@ def goes_on_after_a_park(router: Router) -> None:
         router.dispatch(name, CONTEXT, max_tokens=LONG, stop=(), seed=seed)
         if seed == 3:
             router.dispatch("soon", CONTEXT, max_tokens=5, stop=())
-    router.result("soon")  # those before it have as many tokens, and are far from their end
+    router.result("soon")  # earlier turns have as many tokens and are far from their end
     offered = router.heartbeats[-1].token_budget
     grant(router, lend=False)
     parts = {name: router.result(name) for name in names}
@@ -257,7 +258,7 @@ def test_observed_server_lends_nothing_and_reports_its_potential(tmp_path: Path)
 
 
 def metric(port: int, name: str, labels: str = "") -> float:
-    """Of the sidecar; 0 while it does not tell."""
+    """Return a metric of the sidecar; 0 while the sidecar does not export it."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS) as answer:
             lines = answer.read().decode().splitlines()
@@ -268,14 +269,14 @@ def metric(port: int, name: str, labels: str = "") -> float:
 
 
 def child(server: Server, name: str) -> psutil.Process:
-    """Of the server's process, or of the watchdog."""
+    """Return a child of the server process, or of the watchdog."""
     there = psutil.Process(server.process.pid).children(recursive=True)
     (found,) = [each for each in there if each.name().startswith(name)]
     return found
 
 
 def is_cut_and_recovers(router: Router, server: Server) -> None:
-    """A burst of serving's wants all KV memory that there is."""
+    """Send a serving burst that needs all KV memory; wait for the cut and the recovery."""
     offered = router.heartbeats[-1].token_budget
     assert offered > 0 and not router.heartbeats[-1].frozen
     for number in range(8):

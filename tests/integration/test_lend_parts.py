@@ -1,6 +1,5 @@
-"""The processes of a lending server are halted and killed, one after another: serving goes on, and what is written of
-each in docs/guides/lend-a-server.md is so.
-"""
+"""The processes of a lending server are halted and killed one by one: serving continues, as
+docs/guides/lend-a-server.md states."""
 
 import random
 import sys
@@ -39,7 +38,7 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 
 @pytest.fixture
 def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where servers make the folders that their processes share; its name is short, for sockets lie in it."""
+    """Folder in which servers create their shared folders. Its name is short, because it holds sockets."""
     with tempfile.TemporaryDirectory(prefix="rose-") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         yield Path(folder)
@@ -47,12 +46,12 @@ def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @contextmanager
 def halted(process: psutil.Process, seconds: float) -> Iterator[None]:
-    """In the block; it goes on `seconds` after it was halted, or later."""
+    """Halt the process during the block. It continues `seconds` after the halt, or later."""
     began = time.monotonic()
     process.suspend()
     try:
         yield
-        time.sleep(max(0.0, began + seconds - time.monotonic()))  # so long it is halted
+        time.sleep(max(0.0, began + seconds - time.monotonic()))  # total time of the halt
     finally:
         process.resume()
 
@@ -147,7 +146,7 @@ def test_server_killed_during_loading_leaves_nothing_behind(folders: Path, tmp_p
 
 
 def lends(router: Router, when: str) -> None:
-    """It runs a turn, sooner or later: one that it refuses is sent again, as a router would."""
+    """Assert that the lender runs a turn. A refused turn is sent again, as a router would."""
     name = when.replace(" ", "-")
     for attempt in count():
         router.heartbeats.clear()

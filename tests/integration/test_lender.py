@@ -1,7 +1,7 @@
-"""A guest in a real vLLM server: what it computes, and what serving sees of it, which is nothing.
+"""A guest in a real vLLM server: its results, and no visible effect on serving.
 
-All tests share one server, in which the model computes in the engine-core process, as it does on a GPU. They run in
-the order in which they stand here.
+All tests share one server, in which the model computes in the engine-core process, as on a GPU. The tests run in file
+order.
 """
 
 import sys
@@ -38,7 +38,7 @@ from tests.support.lender_server_fixtures import MODEL, VOCABULARY, Answer, Play
 from tests.support.waiting import WAIT_SECONDS, until
 
 MEASURED_SECONDS = 3.0
-"""Of an idle guest."""
+"""Time for which an idle guest is measured."""
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -52,7 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def alone(server: Server) -> list[Answer]:
-    """Serving's answers before anybody has knocked; the first of each warms up."""
+    """Answers of serving before any sidecar connects; the first of each prompt warms up."""
     for prompt in PROMPTS:
         server.complete(prompt)
     return [server.complete(prompt) for prompt in PROMPTS]
@@ -65,7 +65,7 @@ def sidecar(server: Server, alone: list[Answer]) -> PlayedSidecar:
 
 @pytest.fixture(scope="module")
 def standalone(server: Server) -> Iterator[Engine]:
-    """The same engine as the guest, with no host."""
+    """An engine like the guest's, without a host."""
     engine = build_engine(server.config)
     yield engine
     engine.close()
@@ -210,7 +210,7 @@ def test_ten_wakes_and_parks_leak_no_thread_and_no_memory(server: Server, sideca
 
 
 def test_turn_interrupted_by_a_park_returns_its_sampled_tokens(sidecar: PlayedSidecar, standalone: Engine) -> None:
-    """A guest that was built anew has the version of the folder."""
+    """A rebuilt guest has the version of the folder."""
     standalone.swap(2, load_file(MODEL / "model.safetensors").items())
     sampling = Sampling(max_tokens=230, temperature=0.0)
     sidecar.send(Resume())
@@ -267,7 +267,7 @@ def test_server_log_has_no_error_of_the_server(server: Server, sidecar: PlayedSi
 
 
 def test_guest_with_turns_does_not_delay_a_server_exit(server: Server, sidecar: PlayedSidecar) -> None:
-    """The last test. How vLLM ends, with what lines in its log, is chance with and without a guest."""
+    """The last test. vLLM's own exit and its log lines vary with and without a guest."""
     for number in range(8):
         sidecar.take(f"last {number}", PROMPTS[0], Sampling(max_tokens=200))
     core = server.core

@@ -1,6 +1,6 @@
-"""A server's KV memory under a guest: it is lent, taken back in the pass in which serving wants it, and really moves.
+"""KV memory of a server under a guest: it is lent, taken back in the pass in which serving needs it, and really moves.
 
-All tests share one server and run in the order in which they stand here.
+All tests share one server and run in file order.
 """
 
 import sys
@@ -34,18 +34,17 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SERVING_BYTES, GUEST_BYTES = 32 << 20, 24 << 20
 BLOCK_TOKENS, GUEST_BLOCK = 32, 32 << 10
-"""Of the shipped policy in bfloat16."""
+"""Sizes of the shipped policy in bfloat16."""
 
 TURNS, CONTEXT, SAMPLED = 48, 64, 440
-"""Of the guest: together they come to hold almost all of its memory. They sample for much longer than their prefills
-take, one after another: so all of them run at once.
-"""
+"""Turns of the guest, which together fill almost all of its memory. They sample for much longer than their sequential
+prefills take, so that all of them run at once."""
 
 PROMPT = 320
 """Tokens of a request: with its answer it holds twelve blocks."""
 
 ALL_AT_ONCE = Promise(yield_seconds=0.2)
-"""A step may take as long as one of all its turns does, also on a slow machine."""
+"""A step may take as long as a step of all turns, also on a slow machine."""
 
 NEVER = MemoryConfig(quiet_seconds=3600.0)
 """A freeze lasts until the next version."""
@@ -86,7 +85,7 @@ def prompt(number: int, tokens: int = PROMPT) -> list[int]:
 
 
 def burst(server: Server, requests: int, first: int = 100, tokens: int = 64) -> list[Answer]:
-    """So many at once, of prompts that nobody has asked for before."""
+    """Send requests with new prompts all at once."""
     answers: list[Answer] = []
     clients = [
         threading.Thread(target=lambda number=number: answers.append(server.complete(prompt(number), tokens)))
@@ -105,7 +104,7 @@ def lent(sidecar: PlayedSidecar) -> list[LendingStats]:
 
 
 def grown(sidecar: PlayedSidecar) -> int:
-    """The budget, once there is one that a test can use."""
+    """Return the budget once a test can use it."""
     sidecar.awake()
     until(lambda: bool(stats := lent(sidecar)) and stats[-1].budget_bytes > GUEST_BYTES // 2)
     sidecar.forget()
@@ -132,7 +131,7 @@ class Turn:
 
 
 def fill(sidecar: PlayedSidecar, version: int, name: str) -> list[Turn]:
-    """Give the guest turns until its memory is taken, and let them run for a while."""
+    """Give the guest turns until its memory is full, and let the turns run for a while."""
     turns = [Turn(f"{name} {number}", prompt(1000 + number, CONTEXT), SAMPLED) for number in range(TURNS)]
     begin(sidecar, turns, version)
     until(lambda: sidecar.wait_for_reports(EngineStatus)[-1].kv_bytes_free < GUEST_BYTES // 3)
@@ -246,7 +245,7 @@ def test_server_log_has_no_error(server: Server, sidecar: PlayedSidecar) -> None
 
 
 def tell(what: str, figures: Sequence[LendingStats]) -> None:
-    """A direction, not a measurement."""
+    """Print the direction of an effect, not a measurement."""
     looks, cuts = sum(each.looks for each in figures), sum(each.cuts for each in figures)
     cut = sum(each.cut_seconds for each in figures)
     others = sum(each.look_seconds for each in figures) - cut

@@ -1,6 +1,7 @@
-"""A guest in a server whose worker is a process of its own, as vLLM has it on a CPU unless it is told otherwise.
+"""A guest in a server with a worker process, the default of vLLM on a CPU.
 
-There nothing of serving's model is in the engine-core process, and the first guest makes what vLLM wants there.
+The engine-core process then has no part of the serving model, and the first guest creates the state that vLLM needs
+there.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""A server on a GPU that is told to lend, or to be observed, keeps each name of torch and vLLM that it had.
+"""A server on a GPU that lends or is observed keeps each name of torch and vLLM.
 
 vLLM's modules for CPUs replace `torch.cuda.Event` and other names when they are imported. So the lender's attach path
-runs here in a fresh process whose platform says that it is CUDA, and every name is compared before and after.
+runs here in a fresh process whose platform claims to be CUDA, and every name is compared before and after.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""A guest in a real tensor-parallel vLLM server: a share of it on each rank, and one loop that drives them.
+"""A guest in a real tensor-parallel vLLM server: a shard on each rank, and one loop that drives them.
 
-All tests share one server of two ranks. They run in the order in which they stand here.
+All tests share one server of two ranks and run in file order.
 """
 
 import json
@@ -36,7 +36,7 @@ from tests.support.lender_server_fixtures import MODEL, ON_RANKS, RANKS, Answer,
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 CLOSE = 1e-4
-"""Of two logprobs in float32, whose sums were taken in another order."""
+"""Tolerance of two float32 logprobs with sums in different orders."""
 
 Made = list[tuple[bytes, bytes]]
 """Tokens and logprobs of TURNS."""
@@ -50,7 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def alone(server: Server) -> list[Answer]:
-    """Serving's answers before anybody has knocked; the first of each warms up."""
+    """Answers of serving before any sidecar connects; the first of each prompt warms up."""
     for prompt in PROMPTS:
         server.complete(prompt)
     return [server.complete(prompt) for prompt in PROMPTS]
@@ -63,7 +63,7 @@ def sidecar(server: Server, alone: list[Answer]) -> PlayedSidecar:
 
 @pytest.fixture(scope="module")
 def one_rank(server: Server) -> Iterator[Engine]:
-    """The guest's policy in an engine that is whole."""
+    """The guest's policy in an engine on one rank."""
     engine = build_engine(server.config)
     yield engine
     engine.close()
@@ -79,7 +79,7 @@ def version() -> dict[str, torch.Tensor]:
 
 
 def assert_close(made: Made, expected: Made) -> None:
-    """The same tokens, with logprobs that float32 cannot tell apart."""
+    """Assert equal tokens, and logprobs within the tolerance."""
     assert [tokens for tokens, _ in made] == [tokens for tokens, _ in expected]
     off = max(
         float(np.abs(unpack_logprobs(mine) - unpack_logprobs(theirs)).max())
@@ -173,7 +173,7 @@ def test_turn_over_a_swap_continues_under_the_new_version_on_every_rank(
 def test_rank_failure_within_a_step_is_reported_and_the_guest_dropped_on_all(
     server: Server, alone: list[Answer], sidecar: PlayedSidecar, one_rank: Engine
 ) -> None:
-    sidecar.awake()  # the thread that builds a guest is none that is left behind
+    sidecar.awake()  # the thread of the guest build is not a leaked thread
     threads = [worker.num_threads() for worker in server.workers]
     one_rank.swap(4, load_file(MODEL / "model.safetensors").items())
     with traffic(server) as answers:
@@ -194,7 +194,7 @@ def test_rank_failure_within_a_step_is_reported_and_the_guest_dropped_on_all(
 
 
 def held_bytes(process: int) -> int:
-    """Memory that is nobody else's. Pages of libraries come and go with what the machine is short of."""
+    """Return the private memory of a process. Library pages vary with the free memory of the machine."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
     return 1024 * sum(int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap"))
 
@@ -215,17 +215,17 @@ def test_ten_wakes_and_parks_leak_no_thread_and_no_memory_in_a_rank(server: Serv
 
 
 def test_guest_is_invisible_to_serving_in_its_workers(server: Server, sidecar: PlayedSidecar) -> None:
-    """From the first of its steps to the last, with builds, steps, swaps and faults of the guest between them."""
+    """The notes cover the first to the last serving step, with builds, steps, swaps and faults of the guest between."""
     for number in range(RANKS):
         lines = Path(f"{server.notes}.{number}").read_text().splitlines()
-        _, first, *notes = map(json.loads, lines)  # in its first step torch names an address in the environment
+        _, first, *notes = map(json.loads, lines)  # in its first step torch sets an address in the environment
         assert first["changed"].keys() <= {"environment"}
         assert any(note["building"] for note in notes), "no step of serving fell into the building of the guest"
         assert [note["changed"] for note in notes if note["changed"]] == []
 
 
 def test_guest_does_not_rebind_the_memory_of_a_rank(server: Server, sidecar: PlayedSidecar) -> None:
-    """Linux waits there for a thread on each CPU: a guest was built for up to two minutes, beside ranks that spin."""
+    """Linux waits there for a thread on each CPU: a guest build took up to two minutes beside spinning ranks."""
     bound = server.log.read_text().count("NUMA binding")
     if not bound:
         pytest.skip("serving binds no memory on this machine, so a guest that did would not be seen")

@@ -1,4 +1,4 @@
-"""Servers that no guest was tried in, and a vLLM of which a part has moved: refused in a sentence."""
+"""Untested server configurations, and a vLLM with a changed internal, are refused in one sentence."""
 
 import os
 from dataclasses import replace
@@ -95,7 +95,7 @@ def test_every_engine_core_checks_for_its_server_at_start(
 
 
 def test_all_vllm_internals_used_by_the_lender_exist() -> None:
-    """Fails where another vLLM is installed: read there what has become of it, mend the lender, then the table."""
+    """This test fails with another vLLM: check the new internals, adapt the lender, then the table."""
     assert compatibility.version_error() is compatibility.internals_error() is None
 
 

@@ -1,6 +1,6 @@
-"""Two real engines over one budget of KV memory, without a server: serving never waits, no byte is in two hands.
+"""Two real engines over one KV budget, without a server: serving never waits, and no byte has two owners.
 
-Serving is an engine that is stepped by the test; the guest's turns are preempted as its host would.
+The test steps the serving engine, and preempts guest turns as the host would.
 """
 
 from collections.abc import Iterator
@@ -22,14 +22,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MIB = 1 << 20
 TOTAL = 32 * MIB
-"""Serving's; less one block that vLLM keeps."""
+"""Memory of serving, less one block that vLLM keeps."""
 
 TURNS, CONTEXT, SAMPLED = 48, 256, 200
 
 
 @dataclass
 class ServingWithGuest:
-    """A serving engine and a guest, in one loop."""
+    """A serving engine and a guest in one loop."""
 
     serving: Engine
     guest: Engine
@@ -53,7 +53,7 @@ class ServingWithGuest:
         assert guest.used * guest.block_bytes <= self.sharing._shares.budget_bytes
 
     def passes(self, count: int = 1) -> list[FinishedTurn]:
-        """So many passes of serving's loop; the guest steps while serving has nothing to do."""
+        """Run passes of the serving loop; the guest steps while serving is idle."""
         ended = []
         for _ in range(count):
             waited = len(self.serving._scheduler.waiting)

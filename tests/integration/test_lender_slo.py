@@ -1,4 +1,4 @@
-"""A guest inside serving's slack: it computes between the steps of what is served, and serving answers as alone."""
+"""A guest within serving's slack: it computes between serving steps, and serving answers as without it."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPTS = [[3 + (5 * prompt + place) % 90 for place in range(20)] for prompt in range(3)]
 ANSWER_TOKENS = 400
 STRICT_SECONDS = 5.0
-"""For which a server that is never idle is watched not to build a guest: one that may takes less than two."""
+"""Time for which a never idle server is watched to build no guest; a permitted build takes less than two seconds."""
 
 GENEROUS = Promise(dial=0.5, ttft_seconds=30.0, tpot_seconds=3.0, yield_seconds=0.05)
 
@@ -29,7 +29,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def answers(server: Server) -> list[Answer]:
-    """Of all prompts at once."""
+    """Return the answers to all prompts at once."""
     found: dict[int, Answer] = {}
 
     def ask(number: int) -> None:
@@ -44,7 +44,7 @@ def answers(server: Server) -> list[Answer]:
 
 
 def test_never_idle_server_wakes_its_guest_only_if_the_dial_allows(server: Server) -> None:
-    """From nothing: it is built, its first steps are made and its first turn is computed between serving's steps."""
+    """The guest starts from nothing: its build, first steps and first turn are computed between serving steps."""
     ended = threading.Event()
 
     def ask(number: int) -> None:
@@ -73,7 +73,7 @@ def test_never_idle_server_wakes_its_guest_only_if_the_dial_allows(server: Serve
 
 
 def test_guest_computes_beside_serving_only_if_the_dial_allows(server: Server) -> None:
-    """And serving's answers are the same, token for token."""
+    """The answers of serving are unchanged, token for token."""
     alone = answers(server)
     sidecar = PlayedSidecar(server.config)
     sidecar.awake()

@@ -31,14 +31,14 @@ pytestmark = pytest.mark.slow
 
 WAIT_SECONDS = 120.0
 FLIGHT = 12
-"""Turns under way: as many as three executors hold."""
+"""Number of turns in flight, which three executors can hold."""
 
 Start = tuple[str, int]
 """A worker and its incarnation."""
 
 
 class RequestSender:
-    """An environment worker that keeps asking, and whoever else listens."""
+    """An environment worker that requests turns and reads all topics."""
 
     def __init__(self, settings: BusSettings) -> None:
         self.settings = settings
@@ -48,14 +48,14 @@ class RequestSender:
         self.requested = 0
         self.ended: dict[str, TurnResult] = {}
         self.heartbeats: dict[str, SlackHeartbeat] = {}
-        """The newest, by worker."""
+        """The newest heartbeat of each worker."""
         self.starts: dict[str, list[Start]] = defaultdict(list)
 
     def close(self) -> None:
         self._reader.close()
 
     def until(self, met: Callable[[], bool], *, sends_requests: bool = True) -> None:
-        """Ask, listen, until it is so."""
+        """Request turns and read records until the condition holds."""
         deadline = time.monotonic() + WAIT_SECONDS
         while not met():
             assert time.monotonic() < deadline, f"{self.requested} asked, {len(self.ended)} ended: {self.heartbeats}"
@@ -86,7 +86,7 @@ class RequestSender:
         )
 
     def works(self, start: Start) -> Callable[[], bool]:
-        """It ends turns, from now on."""
+        """Wait until the executor finishes another turn."""
         before = len(self.ended)
         return lambda: any((each.worker, each.incarnation) == start for each in list(self.ended.values())[before:])
 
@@ -112,7 +112,7 @@ def start(settings: BusSettings, tmp_path: Path) -> Iterator[Callable[[str], Pla
 
 
 def attempts(settings: BusSettings) -> dict[str, list[TurnDispatch]]:
-    """Every dispatch of each turn, in order."""
+    """Return every dispatch of each turn, in order."""
     found: dict[str, list[TurnDispatch]] = defaultdict(list)
     for each in read_whole_topics(settings, [DISPATCHED]):
         if isinstance(each.record, TurnDispatch):
@@ -162,7 +162,7 @@ def test_only_turns_of_leaving_executors_move_in_a_shared_inbox(
 
 
 def lost(settings: BusSettings) -> list[list[TurnDispatch]]:
-    """The dispatches of turns that were sent more than once."""
+    """Return the dispatches of turns with more than one dispatch."""
     return [sent for sent in attempts(settings).values() if len(sent) > 1]
 
 

@@ -1,4 +1,4 @@
-"""Topics that have just come or gone on a real broker: not all of its nodes have heard of it, and nobody is misled."""
+"""New or deleted topics on a real broker, which not all nodes know yet."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -19,7 +19,7 @@ def test_topic_created_during_a_query_is_not_missing(broker: AnyBroker, namespac
     settings = broker.settings(namespace)
 
     class Late(Consumer):  # type: ignore[misc]
-        """Looks the leaders up once it was told that there is no such topic, and that is when it is made."""
+        """A consumer for which the topic is created after its first query reports it as missing."""
 
         def list_topics(self, *named: Any, **timeout: Any) -> Any:
             with_topics(settings)

@@ -1,4 +1,4 @@
-"""The snippets of docs/guides/producers.md are taken out of the page and run as they stand."""
+"""The snippets of docs/guides/producers.md, extracted from the page and run unchanged."""
 
 import os
 import re
@@ -32,7 +32,7 @@ SECONDS = 120.0
 
 
 def said_by(command: list[str], settings: BusSettings, folder: Path) -> str:
-    """What a snippet prints, once it has ended well."""
+    """Return the output of a snippet that exits with status 0."""
     surroundings = {**os.environ, "BOOTSTRAP": settings.bootstrap, "NAMESPACE": settings.namespace}
     done = subprocess.run(command, cwd=folder, env=surroundings, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
@@ -47,7 +47,7 @@ def shell(snippet: str) -> list[str]:
 
 
 def submit(settings: BusSettings, folder: Path) -> None:
-    """Run the snippets that write prompts. Skips the test where kcat, Java or Kafka's client is not there."""
+    """Run the snippets that write prompts. Skip the test if kcat, Java or Kafka's client is missing."""
     kinds.home_of(kinds.KAFKA)
     (folder / "Submit.java").write_text(SUBMIT)
     said_by(shell(KCAT), settings, folder)

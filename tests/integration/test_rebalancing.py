@@ -1,4 +1,4 @@
-"""Executors that move between cells: real processes of a router for each cell, of the control app and of executors."""
+"""Executors that move between cells: real processes of a router per cell, the control app and executors."""
 
 import json
 import time
@@ -33,7 +33,7 @@ CELLS = 2
 
 
 class RequestSender:
-    """Asks for turns in both cells, and hears who answers them and where executors are."""
+    """Requests turns in both cells, and reads results and heartbeats."""
 
     def __init__(self, settings: BusSettings) -> None:
         self._writer = Writer(settings, "test")
@@ -43,9 +43,9 @@ class RequestSender:
         self.requested: set[str] = set()
         self.ended: Counter[str] = Counter()
         self.heartbeats: dict[str, tuple[int, SlackHeartbeat]] = {}
-        """By worker the newest, and its cell."""
+        """The newest heartbeat of each worker, with its cell."""
         self.stays: defaultdict[str, list[int]] = defaultdict(list)
-        """By worker, the cells of its starts."""
+        """The cells of the starts of each worker."""
         self._starts: set[int] = set()
 
     def close(self) -> None:
@@ -53,7 +53,7 @@ class RequestSender:
         self._writer.close()
 
     def ask(self, cell: int, count: int) -> None:
-        """Home and cell are the same number."""
+        """Request a turn; home and cell have the same number."""
         for _ in range(count):
             turn = request(f"g{len(self.requested)}:0", home=cell, requested_at=time.time(), patience_seconds=600.0)
             self.requested.add(turn.trajectory_id)
@@ -109,7 +109,7 @@ def start(settings: BusSettings, tmp_path: Path) -> Iterator[Callable[[str, int]
 
 
 def sent(settings: BusSettings) -> dict[str, list[TurnDispatch]]:
-    """Every dispatch of each turn, in order."""
+    """Return every dispatch of each turn, in order."""
     found: dict[str, list[TurnDispatch]] = defaultdict(list)
     for each in read_whole_topics(settings, [DISPATCHED]):
         if isinstance(each.record, TurnDispatch):
@@ -118,7 +118,7 @@ def sent(settings: BusSettings) -> dict[str, list[TurnDispatch]]:
 
 
 def nothing_lost(sender: RequestSender, settings: BusSettings) -> None:
-    """Every turn was done once, in its own cell, and to move was nobody's fault."""
+    """Assert that every turn completed once in its own cell, and that moves caused no failure."""
     assert set(sender.ended.values()) == {1}
     for dispatches in sent(settings).values():
         assert all(each.slot % CELLS == each.home % CELLS and not each.failures for each in dispatches)

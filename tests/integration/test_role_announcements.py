@@ -1,4 +1,4 @@
-"""A role that begins anew again and again is told of, whichever it is and whatever keeps it from its work."""
+"""A role that restarts repeatedly is reported, whichever role it is and whatever stops its work."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -80,10 +80,10 @@ def test_missing_topic_of_starts_prevents_no_start_and_no_stop(
 
 
 def test_log_without_the_topic_of_starts_can_be_observed(broker: AnyBroker, namespace: str) -> None:
-    """As 0.2.0 made it: neither the topic is there nor its dead letters."""
+    """The log is that of 0.2.0: without the topic and its dead letters."""
     settings = broker.settings(namespace)
     create_topics(settings, PARTITIONS)
-    admin = connect(settings)  # to be held while it is asked
+    admin = connect(settings)  # keeps a reference during the query
     for gone in admin.delete_topics(
         [settings.topic(ROLE_STARTS), f"{settings.namespace}{ROLE_STARTS.dead_letters}"]
     ).values():
@@ -103,11 +103,11 @@ def test_log_without_the_topic_of_starts_can_be_observed(broker: AnyBroker, name
 
 @pytest.fixture
 def refusing(broker: AnyBroker, namespace: str) -> Iterator[BusSettings]:
-    """A broker that takes no dispatch."""
+    """A broker that accepts no dispatch."""
     settings = broker.settings(namespace)
     config = {**expected_settings(DISPATCHED, Retention()), "max.message.bytes": "200"}
     topic = NewTopic(settings.topic(DISPATCHED), num_partitions=PARTITIONS.slots, replication_factor=1, config=config)
-    admin = connect(settings)  # to be held while it is asked
+    admin = connect(settings)  # keeps a reference during the query
     for made in admin.create_topics([topic]).values():
         made.result()
     create_topics(settings, PARTITIONS)

@@ -1,4 +1,4 @@
-"""The router on a real broker: what is asked for comes out of an inbox, through restarts, silences and bad records."""
+"""The router on a real broker: requests reach inboxes through restarts, silences and invalid records."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -37,7 +37,7 @@ def bus(broker: AnyBroker, namespace: str) -> Iterator[RouterHarness]:
 
 
 def committed(settings: BusSettings, home: int) -> int:
-    """The low water of the home's requests."""
+    """Return the low water of the requests of the home."""
     reader = Reader(settings, "test-committed", group=ROUTER_GROUP)
     found = reader.committed([(REQUESTED, home)])[REQUESTED, home]
     reader.close()
@@ -164,7 +164,7 @@ def test_turn_without_an_executor_gets_a_failed_result_in_its_home(bus: RouterHa
 
 
 def test_failed_result_lost_with_its_router_is_written_by_the_next(bus: RouterHarness) -> None:
-    # Of this router nothing but what it waits for leaves the machine: its results do not.
+    # This router sends only the records that it awaits: its results stay in memory.
     slow = with_properties(bus.settings, {"linger.ms": "600000"})
     bus.ask("g0:0", home=1)
     with router_process(slow) as before:
@@ -189,7 +189,7 @@ def test_undecodable_message_is_dead_lettered_once_over_router_changes(bus: Rout
         bus.ask("g0:0", home=1)
         bus.until_dispatched(1)
         spoil(bus.settings, REQUESTED, 1, bent)
-        spoil(bus.settings, COMPLETED, 1, b"no result")  # an environment worker buries that
+        spoil(bus.settings, COMPLETED, 1, b"no result")  # an environment worker dead-letters the record
         spoil(bus.settings, HEARTBEATS, 0, b"no heartbeat")
         bus.until(lambda: list(read_dead_letters(bus.settings, HEARTBEATS)))
     with router_process(bus.settings):
@@ -219,7 +219,7 @@ def test_executor_of_a_nonexistent_inbox_gets_no_turn(bus: RouterHarness) -> Non
 
 @pytest.fixture
 def short_of_room(bus: RouterHarness) -> Iterator[RouterService]:
-    """A router of this process that serves, and leaves requests on their topic while more than two turns wait."""
+    """A router in this process that serves, and leaves requests on their topic while more than two turns wait."""
     config = RouterConfig(max_waiting_turns=2, low_water_seconds=0.0)
     with closing(RouterService(bus.settings, config, name="router-0")) as loop:
         bus.until(lambda: bool(loop.sessions), loop.run_once)
@@ -257,14 +257,14 @@ def test_turns_without_context_do_not_hold_back_their_anchors(bus: RouterHarness
 
 
 def worker_of(bus: RouterHarness) -> dict[str, str]:
-    """By trajectory, who was sent it last."""
+    """Return the last executor of each trajectory."""
     return {each.request.trajectory_id: each.worker for each in bus.inboxes}
 
 
 def test_inbox_that_accepts_no_fencing_token_delays_no_other(
     bus: RouterHarness, short_of_room: RouterService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its leader is away: to wait for it would cost the router its seat."""
+    """The leader of the inbox is away: to wait for it would cost the router its membership."""
     loop, later = short_of_room, list[Callable[[], None]]()
     (reign,) = loop.sessions.values()
     bus.beat(0)
@@ -283,10 +283,10 @@ def test_inbox_that_accepts_no_fencing_token_delays_no_other(
     monkeypatch.setattr(writer, "tombstone", tombstone)
     monkeypatch.setattr(writer, "flush", flush)
     bus.beat(1)
-    bus.fleet.held[0].clear()  # a dispatch that was lost
+    bus.fleet.held[0].clear()  # a lost dispatch
     bus.until(lambda: bool(later), loop.run_once)
     away = reign.router.liveness.executors["w0"]
-    bus.until(lambda: away.status is ExecutorStatus.GONE, loop.run_once)  # whatever it says
+    bus.until(lambda: away.status is ExecutorStatus.GONE, loop.run_once)  # despite its heartbeats
     bus.ask("g1:0")
     bus.until(lambda: len(newest := worker_of(bus)) == 2 and set(newest.values()) == {"w1"}, loop.run_once)
     [now] = later

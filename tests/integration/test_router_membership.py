@@ -1,4 +1,4 @@
-"""Two routers, each a process: one serves, one waits and takes over; none that was replaced does any harm."""
+"""Two router processes: one serves, one waits and takes over; a replaced router does no harm."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -44,7 +44,7 @@ def test_router_resumed_after_a_freeze_does_no_harm(bus: RouterHarness, broker_k
             freeze(first)
             dispatched = len(bus.inboxes)
             bus.keep_turns_moving(15.0)
-            if broker_kind != EMBEDDED:  # the embedded broker never gives the seat of a member to another
+            if broker_kind != EMBEDDED:  # the embedded broker never gives the cells of a member to another
                 assert len(bus.inboxes) > dispatched, "the other router serves meanwhile"
             thaw(first)
             bus.keep_turns_moving(3.0)
@@ -53,7 +53,7 @@ def test_router_resumed_after_a_freeze_does_no_harm(bus: RouterHarness, broker_k
 
 
 def repeated(zombies: list[TurnDispatch]) -> list[TurnDispatch]:
-    """Executors drop them; a router that lets go in time writes none but those that were on their way."""
+    """Return the dispatches that executors drop. A router that releases in time writes none except those in transit."""
     return zombies[1:]
 
 
@@ -81,7 +81,7 @@ def test_killed_router_is_replaced_within_its_session(bus: RouterHarness, broker
         bus.beat(0, max_turns=3)
         bus.ask("warm:0")
         bus.until_dispatched(1)
-        # Which of the two serves is the broker's choice: each is killed once, and comes back by name.
+        # The broker chooses which of the two serves: each is killed once and returns under its name.
         for number, router in running.items():
             kill(router)
             served = len(bus.inboxes)
@@ -128,7 +128,7 @@ def test_router_continues_when_its_broker_is_back(broker_kind: str, tmp_path: Pa
 def test_departed_router_owns_no_cell_despite_late_assignments(
     bus: RouterHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An assignment that lies unread is still told as its member leaves."""
+    """An unread assignment is still reported while its member leaves."""
     subscriptions: list[tuple[IdleConsumer, dict[str, Any]]] = []
     monkeypatch.setattr(IdleConsumer, "subscribe", lambda self, _, **answers: subscriptions.append((self, answers)))
     settings = replace(bus.settings, embedded=True)

@@ -1,4 +1,4 @@
-"""`rose settle`: what is named ends once, as a failure of the infrastructure, with a worker there or not."""
+"""`rose settle`: the named trajectories end once, as an infrastructure failure, with or without a worker."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`SampleStream` over a real broker: the whole contract of any trainer, whatever kills it."""
+"""`SampleStream` on a real broker: the whole contract of any trainer under any kill."""
 
 import math
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 
 
 def write_group(settings: BusSettings, number: int, state: GroupState) -> None:
-    """What an environment worker says of a group."""
+    """Write the state of a group as an environment worker does."""
     name, writer = group_name(number), Writer(settings, "test")
     record = Group(group_id=name, group_size=GROUP_SIZE, state=state, offset=0, changed_at=0.0)
     writer.write(GROUPS, record, key=name, partition=home_partition(name, HOMES))
@@ -90,7 +90,7 @@ def test_unsettled_groups_are_returned_again_and_settled_groups_are_not(settings
 
 
 def test_stop_ends_the_replay_of_a_trainer(settings: BusSettings) -> None:
-    """Nothing else would, before a broker that is away by then has come back."""
+    """Otherwise the replay would end only when the broker returns."""
     stop = Event()
     with SampleStream(settings, "policy", stop=stop) as stream, pytest.raises(StreamStopped):
         publisher = WeightPublisher(settings, "policy", on_wait=stream.check_stopped)
@@ -109,7 +109,7 @@ def test_group_is_settled_completely_and_once(settings: BusSettings) -> None:
         stream.settle(outcomes_of(groups[:1]))
         stream.settle(outcomes_of(groups))
     with SampleStream(settings, "policy", total_groups=2) as stream:
-        stream.settle(outcomes_of(groups))  # as a checkpoint may ask for after a restart
+        stream.settle(outcomes_of(groups))  # a checkpoint may request this after a restart
         assert stream.take(1) == ()
     assert on_log(settings) == everyone(range(2))
 
@@ -118,7 +118,7 @@ def test_outcomes_in_a_checkpoint_are_settled_before_their_samples_are_read(sett
     write_samples(settings, make_samples(groups=range(3)))
     with SampleStream(settings, "policy") as stream:
         (group,) = stream.take(1)
-    for _ in range(2):  # the second must know it from the log: an older sample may hold the place to read from back
+    for _ in range(2):  # the second must know it from the log: an older sample may hold the start offset back
         with SampleStream(settings, "policy") as stream:
             stream.settle(outcomes_of([group]))
             assert group.group_id not in {one.group_id for one in stream.take(2)}
@@ -182,7 +182,7 @@ def test_concurrent_settlement_does_not_commit_past_another(one_partition: BusSe
 def test_transaction_marker_after_old_samples_does_not_keep_them_unread(
     one_partition: BusSettings,
 ) -> None:
-    """Else no start would ever read back fewer outcomes than the one before."""
+    """Otherwise no start would ever read back fewer outcomes than the previous start."""
     writer = Writer(one_partition, "test", transactional_id="environments")
     writer.begin()
     for sample in make_samples(groups=range(2)):
@@ -228,7 +228,7 @@ def test_invalid_sample_is_dead_lettered_once(settings: BusSettings) -> None:
 
 
 class StopAfter(Event):
-    """Is set once it has been asked so many times as are left."""
+    """An event that is set after a number of checks."""
 
     left = math.inf
 
@@ -239,7 +239,7 @@ class StopAfter(Event):
 
 @contextmanager
 def stopped_after(times: int, settings: BusSettings, model_id: str, *, total_groups: int = 0) -> Iterator[SampleStream]:
-    """A stream that is asked to stop after so many looks, from when it stands where the log says."""
+    """A stream that is stopped after a number of checks, counted from the current position of the log."""
     stop = StopAfter()
     with SampleStream(settings, model_id, stop=stop, total_groups=total_groups) as stream:
         stop.left = times
@@ -266,11 +266,11 @@ def test_samples_of_another_model_are_left_to_its_trainer(settings: BusSettings)
 
 def test_refused_prompt_does_not_prevent_the_end_of_the_run(settings: BusSettings) -> None:
     write_prompts(settings, range(8))
-    for state in (GroupState.REFUSED, GroupState.REFUSED):  # told twice, counted once
+    for state in (GroupState.REFUSED, GroupState.REFUSED):  # written twice, counted once
         write_group(settings, 3, state)
     write_group(settings, 4, GroupState.REFUSED)
-    write_group(settings, 4, GroupState.OPEN)  # mended
-    write_group(settings, 7, GroupState.SETTLED)  # so long ago that its outcomes are no longer there
+    write_group(settings, 4, GroupState.OPEN)  # corrected
+    write_group(settings, 7, GroupState.SETTLED)  # so long ago that its outcomes are gone
     write_samples(settings, make_samples(groups=[0, 1, 2, 4, 5, 6]))
     sizes = []
     with SampleStream(settings, "policy", total_groups=8) as stream:
@@ -300,12 +300,13 @@ def test_log_that_ends_before_the_start_offset_is_refused(broker: AnyBroker, set
     admin = connect(settings)
     for deleted in admin.delete_topics([settings.topic(SAMPLES)]).values():
         deleted.result()
-    until(lambda: settings.topic(SAMPLES) not in admin.list_topics(timeout=10).topics)  # nodes hear of it by and by
+    # nodes learn of the deletion one by one
+    until(lambda: settings.topic(SAMPLES) not in admin.list_topics(timeout=10).topics)
     create_topics(settings, Partitions(home=HOMES, slots=1, samples=2, chunks=1))
     if settings.embedded:
         with pytest.raises(WrongLog, match="which ends at 0"):
             SampleStream(settings, "policy")
-    else:  # Apache Kafka forgets with a topic what was committed of it
+    else:  # Apache Kafka forgets the committed offsets of a deleted topic
         SampleStream(settings, "policy").close()
 
 
@@ -327,7 +328,7 @@ def test_settled_old_samples_are_deleted(broker: AnyBroker, namespace: str) -> N
 
 
 def test_samples_unsettled_by_the_trainer_of_another_model_are_kept(settings: BusSettings) -> None:
-    """However long it stands still."""
+    """The time of the stall does not matter."""
     theirs = [msgspec.structs.replace(one, model_id="other") for one in make_samples(groups=[1])]
     with SampleStream(settings, "other") as stream:
         stream.settle(())

@@ -1,4 +1,4 @@
-"""Whoever follows a topic is told the newest of each key of what was there, and all that comes."""
+"""A follower of a compacted topic receives the newest record of each key and all new records."""
 
 import threading
 import time

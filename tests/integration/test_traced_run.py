@@ -1,4 +1,4 @@
-"""A run with a collector: one trace a trajectory, with every hop of every turn in it."""
+"""A run with a collector: one trace per trajectory, with every span of every turn."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The trainer over a real broker: every sample trained once, one outcome each, and a resume that is exact."""
+"""The trainer on a real broker: every sample trained once, one outcome each, and an exact resume."""
 
 import shutil
 from collections import Counter
@@ -58,7 +58,7 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 
 @pytest.fixture(scope="module")
 def unkilled(broker: AnyBroker, policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
-    """A run over the samples that nobody disturbed."""
+    """A run over the samples without faults."""
     settings = log_with_samples(broker, f"unkilled-{tmp_path_factory.getbasetemp().name}-{id(broker)}.")
     run_folder = tmp_path_factory.mktemp("unkilled") / "run"
     run_trainer(settings, config_of(policy_folder, run_folder), Event())
@@ -66,7 +66,8 @@ def unkilled(broker: AnyBroker, policy_folder: Path, tmp_path_factory: pytest.Te
 
 
 def assert_like(result: Result, run_folder: Path, unkilled: tuple[Result, Path]) -> None:
-    """The same policies bit for bit, the same outcomes in the same order, the same lines, the same exported weights."""
+    """Assert the same policies bit for bit, the same outcomes in the same order, the same lines and the same exported
+    weights."""
     expected, folder = unkilled
     assert result == expected
     assert [line["step"] for line in read_step_log(run_folder)] == list(range(1, STEPS + 1))
@@ -115,14 +116,14 @@ def test_truncated_samples_are_trained_or_settled_as_filtered(
     config = config_of(policy_folder, tmp_path / "run", total_groups=2, groups_per_step=2, truncated=truncated)
     run_trainer(settings, config, Event())
     left_out = {name for name, outcome, _ in result_of(settings).outcomes if outcome is Outcome.FILTERED}
-    alike = {"g01:1", "g01:3"}  # without the others, whose rewards differ from theirs
+    alike = {"g01:1", "g01:3"}  # without the other samples, which have other rewards
     assert left_out == ({"g00:1", "g01:0", "g01:2"} | alike if truncated == "leave_out" else set())
     assert [line["endings"] for line in read_step_log(tmp_path / "run")] == [{"done": 5, "context": 3}]
     assert audit_log(settings).clean
 
 
 def test_policy_renamed_by_transformers_is_published_with_folder_names(settings: BusSettings, tmp_path: Path) -> None:
-    """Beside it are settings of generation that transformers reads and does not write."""
+    """The folder also has generation settings that transformers reads and does not write."""
     folder = tmp_path / "pythia"
     tiny_policy("gpt_neox", folder, vocab_size=VOCABULARY)
     (folder / "generation_config.json").write_text('{"temperature": 0.6}')
@@ -168,7 +169,7 @@ def test_trainer_killed_at_any_point_ends_with_the_same_policy(
 
 
 def raise_on(trainer: Trainer, tokens: Iterable[bytes], error: Exception) -> None:
-    """The policy cannot compute a batch with one of these token sequences."""
+    """Make the policy raise for a batch with one of these token sequences."""
 
     def look(_module: torch.nn.Module, _arguments: object, given: dict[str, torch.Tensor]) -> None:
         rows = [pack_tokens(row.tolist()) for row in given["input_ids"]]
@@ -210,7 +211,7 @@ def test_error_of_every_group_or_lack_of_memory_blames_no_group(
 def test_every_start_publishes_the_current_version_as_an_anchor(
     settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
-    """A log that was quiet for long has an anchor again: a fresh executor need not look back."""
+    """A log that was quiet for long has an anchor again: a new executor need not read back."""
     config = config_of(policy_folder, tmp_path / "run")
     run_trainer(settings, config, Event())
     before = newest_of(settings)
@@ -227,7 +228,7 @@ def test_run_that_is_complete_is_not_trained_again(settings: BusSettings, policy
     write_samples(settings, make_samples(6, groups=range(50, 60)))
     run_trainer(settings, config, Event())
     assert result_of(settings) == before
-    last = HEALTH._report  # a large policy takes minutes to be exported: nobody is to start it again meanwhile
+    last = HEALTH._report  # the export of a large policy takes minutes, in which the trainer must not be restarted
     assert status_of(last, last.at + config.hung_seconds - 1).alive and "exported" in last.activity
 
 

@@ -1,4 +1,4 @@
-"""The trainer with another algorithm: a built-in one, a user's own, and names that lead to none."""
+"""The trainer with another algorithm: built-in, user-defined, and unknown names."""
 
 from pathlib import Path
 from threading import Event
@@ -31,7 +31,7 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a user's module; what the trainer adds to the import path is taken away in the end."""
+    """A folder with a user's module. Additions of the trainer to the import path are removed at the end."""
     monkeypatch.syspath_prepend(tmp_path)
     folder = tmp_path / "own"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""What becomes of a trainer's transaction that hangs, beside other trainers of its model."""
+"""A hung transaction of a trainer, beside other trainers of its model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +32,7 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 
 
 class SlowCoordinator:
-    """A producer whose offsets are taken once the group's coordinator was asked three times whether it is there."""
+    """A producer whose offsets are accepted after three checks of the group's coordinator."""
 
     def __init__(self, producer: Any) -> None:
         self._producer = producer
@@ -71,7 +71,7 @@ def test_slow_coordinator_does_not_end_a_trainer(settings: BusSettings, monkeypa
 def abandon_commit(
     writer: Writer, monkeypatch: pytest.MonkeyPatch, *, committed: bool, on_wait: Callable[[], None] = lambda: None
 ) -> None:
-    """Have the writer's next commit be given up, when all of the transaction is on the broker, or its end as well."""
+    """Make the next commit of the writer abort after the whole transaction, or also its end, is on the broker."""
     commit = writer.commit
 
     def hang(offsets: Mapping[Place, int], reader: Reader, *, metadata: str) -> None:
@@ -91,7 +91,7 @@ def abandon_commit(
 def test_abandoned_settlement_is_repeated_only_if_absent_from_the_log(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch, committed: bool, publishes_alone: bool
 ) -> None:
-    """Also of one that settles nothing, as where a version alone is published: no offset moves then."""
+    """This also holds for a transaction without settlements, which moves no offset, as for a version alone."""
     write_samples(settings, make_samples(groups=range(3)))
     with SampleStream(settings, "policy") as stream:
         stream.settle(outcomes_of(stream.take(1)))
@@ -119,7 +119,7 @@ def test_abandoned_settlement_is_not_repeated_after_another_trainer_settled(
     after_reading: bool,
     committed: bool,
 ) -> None:
-    """Whatever that did to the place to read on from: with the first group left open it stays as it was."""
+    """The committed offset may be unchanged, because the first group is still open."""
     write_samples(settings, make_samples(groups=range(3)))
 
     def another() -> None:
@@ -133,7 +133,7 @@ def test_abandoned_settlement_is_not_repeated_after_another_trainer_settled(
         abandon_commit(stream._committer.writer, monkeypatch, committed=committed, on_wait=another)
         with pytest.raises(BusError) as refused:
             stream.settle(outcomes_of(group for group in taken if group.group_id != group_name(0)))
-    assert refused.value.is_fenced is not settings.embedded  # which has it make nothing again
+    assert refused.value.is_fenced is not settings.embedded  # which makes the transaction repeat nothing
     assert on_log(settings) == everyone({*settles, 1, 2} if committed else settles)
 
 
@@ -150,7 +150,7 @@ def test_settlement_of_the_same_group_by_another_trainer_is_not_the_own_settleme
         abandon_commit(stream._committer.writer, monkeypatch, committed=False, on_wait=another)
         with pytest.raises(BusError) as refused:
             stream.settle(outcomes_of(stream.take(1)))
-    assert refused.value.is_fenced is not settings.embedded  # which has it make nothing again
+    assert refused.value.is_fenced is not settings.embedded  # which makes the transaction repeat nothing
     assert on_log(settings) == everyone([0])
 
 
@@ -168,7 +168,7 @@ def test_abandoned_settlement_keeps_the_position_of_a_newer_stream(
         )
         with pytest.raises(BusError) as refused:
             stream.settle(outcomes_of(stream.take(1)))
-        assert refused.value.is_fenced is not settings.embedded  # which has it make nothing again
+        assert refused.value.is_fenced is not settings.embedded  # which makes the transaction repeat nothing
         [left] = newer
         with left:
             left.settle(outcomes_of(left.take(2)))
@@ -178,7 +178,7 @@ def test_abandoned_settlement_keeps_the_position_of_a_newer_stream(
 def test_stream_that_hangs_at_its_start_keeps_the_position_of_a_newer_stream(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would hand out again what the newer one has settled, which came when it knew already where it stands."""
+    """Otherwise the stream would return groups that the newer stream settled after the start of the older."""
     if settings.embedded:
         pytest.skip("nothing is made again there")
     write_samples(settings, make_samples(groups=range(3)))

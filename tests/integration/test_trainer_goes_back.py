@@ -1,4 +1,4 @@
-"""A trainer that goes back: broken and missing checkpoints, numbers never used twice, weights that travel otherwise."""
+"""A trainer that rolls back: broken and missing checkpoints, numbers never used twice, and other weight transports."""
 
 import shutil
 from collections.abc import Callable, Iterable
@@ -90,7 +90,7 @@ def of_version(samples: Iterable[Sample], version: int) -> list[Sample]:
 def test_samples_of_versions_before_a_rollback_are_superseded(
     settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
-    """Also after one more restart, and every number stands for one policy."""
+    """This also holds after one more restart, and every number stands for one policy."""
     config = config_of(policy_folder, tmp_path / "run")
     run_trainer(settings, config, Event())
     cut_short(config.checkpoints)
@@ -145,7 +145,7 @@ def test_endless_trainer_that_rolls_back_settles_nothing_twice(
 def test_checkpoint_unknown_to_the_log_falls_back_to_the_previous_checkpoint(
     settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
-    """As a fenced trainer leaves it, which wrote its own checkpoint of a version and could not settle it."""
+    """A fenced trainer leaves such a checkpoint: it wrote the checkpoint of a version and could not settle it."""
     config = config_of(policy_folder, tmp_path / "run")
     trainer = Trainer(settings, config, WeightsConfig(), Event())
     trainer.run()
@@ -168,7 +168,7 @@ def test_run_continues_with_another_weight_transport(
     settings: BusSettings, policy_folder: Path, tmp_path: Path, other: WeightsConfig
 ) -> None:
     run_trainer(settings, config_of(policy_folder, tmp_path / "run", total_groups=GROUPS_PER_STEP), Event())
-    for _ in range(2):  # the second start finds what the first has stored
+    for _ in range(2):  # the second start finds the records of the first
         run_trainer(settings, config_of(policy_folder, tmp_path / "run"), Event(), weights=other)
     result = result_of(settings)
     assert result.counts[Outcome.TRAINED] == (GROUPS - 1) * GROUP_SIZE - 1
@@ -184,7 +184,7 @@ def test_checkpoint_missing_on_the_log_resumes_with_another_weight_transport(
         settings, policy_folder, tmp_path / "run", point="after_checkpoint", version=1
     )
     assert killed == -9
-    for total in (GROUPS_PER_STEP, GROUPS):  # the second start finds what the first has stored
+    for total in (GROUPS_PER_STEP, GROUPS):  # the second start finds the records of the first
         config = config_of(policy_folder, tmp_path / "run", total_groups=total)
         run_trainer(settings, config, Event(), weights=WeightsConfig(dtype="bfloat16"))
     result = result_of(settings)

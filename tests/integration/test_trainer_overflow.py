@@ -1,4 +1,4 @@
-"""A trainer whose numbers overflow: nothing of that counts as trained, and no such policy is kept or published."""
+"""A trainer with overflowing numbers: no affected sample counts as trained, and no such policy is kept or published."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -46,7 +46,7 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 
 
 def overflow_on(trainer: Trainer, groups: Collection[str]) -> None:
-    """What the policy computes of a batch with a sample of these groups is no number."""
+    """Make the policy return NaN for a batch with a sample of these groups."""
     spoiled = [one.tokens[:-4] for one in make_samples() if one.group_id in groups]
 
     def spoil(_module: object, _arguments: object, given: dict[str, torch.Tensor], output: Any) -> None:
@@ -66,7 +66,7 @@ def spoiled_folder(folder: Path, value: float) -> Path:
 
 
 def on_log(settings: BusSettings) -> int:
-    """How many records there are of what a trainer writes."""
+    """Return the number of records that a trainer has written."""
     return len(list(read_whole_topics(settings, [CHUNKS, MANIFESTS, OUTCOMES])))
 
 

@@ -1,4 +1,4 @@
-"""Policy versions over a real broker: a receiver takes a whole and proven version, or keeps the one it has."""
+"""Policy versions on a real broker: a receiver takes a complete proven version, or keeps its current version."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -35,11 +35,11 @@ pytestmark = [pytest.mark.slow, kafka_first]
 
 MODEL = "policy"
 WAIT_SECONDS = 60.0
-"""A version that is not there by then has been lost."""
+"""A version that has not arrived within this time is lost."""
 
 
 def tensors_of(seed: int, *, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """A small model: some chunks of one tensor, a tensor without axes, an empty one."""
+    """Return a small model: a tensor of several chunks, a scalar tensor, and an empty tensor."""
     generator = torch.Generator().manual_seed(seed)
     shapes: dict[str, tuple[int, ...]] = {"embed": (1000, 700), "norm": (64,), "scale": (), "none": (0, 4)}
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
@@ -49,7 +49,7 @@ SHAPES = {name: tuple(tensor.shape) for name, tensor in tensors_of(0).items()}
 
 
 class Trainer:
-    """The side that publishes."""
+    """The publishing side."""
 
     def __init__(self, settings: BusSettings, *, run: str = DEFAULT_RUN) -> None:
         self.settings = settings
@@ -57,7 +57,7 @@ class Trainer:
         self._publisher = WeightPublisher(settings, MODEL, run=run)
 
     def publish(self, version: int, *, tensors: dict[str, Tensor] | None = None) -> WeightManifest:
-        """Put the chunks of a version; its manifest is not on the log yet."""
+        """Store the chunks of a version without its manifest."""
         named = (tensors_of(version) if tensors is None else tensors).items()
         return self._publisher.put(self._publisher.snapshot(named), version, step=version, published_at=0.0)
 
@@ -78,7 +78,7 @@ def trainer(broker: AnyBroker, namespace: str) -> Trainer:
 def receiving(
     settings: BusSettings, key: Ed25519PrivateKey | None = None, *, run: str = DEFAULT_RUN, **options: object
 ) -> Iterator[WeightReceiver]:
-    """`key`: the trainer's."""
+    """Run a receiver. `key` is that of the trainer."""
     trust = dataclasses.replace(
         make_trust(settings, MODEL, WeightsConfig(run=run)), key=None if key is None else key.public_key()
     )
@@ -104,12 +104,12 @@ def assert_equal(version: StagedVersion, tensors: dict[str, Tensor]) -> None:
 
 
 def slice_of(manifest: WeightManifest, tensor: str) -> int:
-    """The first slice of a tensor."""
+    """Return the first slice of a tensor."""
     return next(n for n, piece in enumerate(manifest.slices) if manifest.tensors[piece.tensor].name == tensor)
 
 
 def with_ref(manifest: WeightManifest, number: int, **change: object) -> WeightManifest:
-    """The manifest with another reference to the first chunk of a slice."""
+    """Return the manifest with another reference to the first chunk of a slice."""
     piece = manifest.slices[number]
     moved = msgspec.structs.replace(piece.chunks[0], **change)
     piece = msgspec.structs.replace(piece, chunks=(moved, *piece.chunks[1:]))
@@ -117,7 +117,7 @@ def with_ref(manifest: WeightManifest, number: int, **change: object) -> WeightM
 
 
 def replace_chunk(trainer: Trainer, manifest: WeightManifest, number: int, **change: object) -> WeightManifest:
-    """Store a changed chunk of a slice of one chunk, and point the manifest at it."""
+    """Store a changed chunk of a slice with one chunk; return a manifest that refers to it."""
     piece = manifest.slices[number]
     name = manifest.tensors[piece.tensor].name
     chunk = WeightChunk(model_id=MODEL, version=manifest.version, tensor=name, part=0, payload=b"")
@@ -270,7 +270,8 @@ def test_manifest_of_an_aborted_transaction_is_ignored(trainer: Trainer) -> None
 
 
 def test_late_and_continuous_receivers_have_the_same_weights(trainer: Trainer) -> None:
-    """Fine steps of bfloat16 weights: versions travel as deltas, in a small part of the bytes of an anchor."""
+    """The bfloat16 weights change in small steps, so versions are deltas with a small part of the bytes of an
+    anchor."""
     tensors = tensors_of(1, dtype=torch.bfloat16)
     master = {name: tensor.float() for name, tensor in tensors.items()}
     anchor = trainer.publish(0, tensors=tensors)
@@ -332,7 +333,7 @@ def test_with_a_trusted_key_only_its_owner_is_accepted(trainer: Trainer) -> None
 
 
 def test_slices_in_an_index_are_received(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An anchor and a delta, signed, for a receiver that was there and for one that joins."""
+    """The versions are a signed anchor and a delta, for an existing receiver and a new one."""
     monkeypatch.setattr(manifests, "INLINE_BYTES", 0)
     key = Ed25519PrivateKey.generate()
     with (
@@ -351,7 +352,7 @@ def test_slices_in_an_index_are_received(trainer: Trainer, monkeypatch: pytest.M
 
 
 def test_sharded_receiver_fetches_slices_that_overlap_its_shard(trainer: Trainer) -> None:
-    """The embedding's upper rows, and no other tensor's."""
+    """The shard has the upper rows of the embedding and no other tensor."""
     tensors = {**tensors_of(1), "embed": torch.randn(8600, 700, generator=torch.Generator().manual_seed(1))}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     manifest = trainer.publish(1, tensors=tensors)
@@ -367,7 +368,7 @@ def test_sharded_receiver_fetches_slices_that_overlap_its_shard(trainer: Trainer
 
 
 def test_unneeded_chunks_are_deleted(trainer: Trainer) -> None:
-    """Two anchors back, and only then."""
+    """Chunks are deleted two anchors later, and not before."""
     settings = replace(trainer.settings, retention=Retention(weights=0.0))
     for version in range(3):
         with WeightPublisher(settings, MODEL, anchor_every=0) as publisher:
@@ -396,7 +397,7 @@ def test_non_finite_version_is_refused_before_publication(trainer: Trainer) -> N
 def test_non_finite_version_of_any_publisher_is_not_accepted(trainer: Trainer) -> None:
     snapshot = trainer._publisher.snapshot(tensors_of(1).items())
     snapshot.words["norm"][3] = 0xFFC00000  # as a trainer of another
-    for name, box in snapshot.digests:  # kind would publish it, that does not look
+    for name, box in snapshot.digests:  # kind would publish without checks
         snapshot.digests[name, box] = digest_of(snapshot.within(name, box).data)
     with receiving(trainer.settings) as receiver:
         trainer.write(trainer._publisher.put(snapshot, 1, step=1, published_at=0.0))

@@ -1,4 +1,4 @@
-"""Versions that can be believed: forged ones, strangers, breaks and steps back, over a real broker."""
+"""Trust in versions on a real broker: forged versions, foreign runs, broken chains and rollbacks."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -56,7 +56,7 @@ def write(settings: BusSettings, *manifests: WeightManifest, key: Ed25519Private
 
 
 def staged_at(receiver: WeightReceiver, version: int) -> StagedVersion:
-    """The version, past those before it."""
+    """Return the staged version, after the versions before it."""
     found = staged(receiver)
     while found.version < version:
         found = staged(receiver)
@@ -65,14 +65,14 @@ def staged_at(receiver: WeightReceiver, version: int) -> StagedVersion:
 
 
 def wait_until_refused(receiver: WeightReceiver, version: int) -> None:
-    """Until it has given up on this version, or rather on what it builds on."""
+    """Wait until the receiver has refused this version, or the version that it builds on."""
     with receiver._changed:
         met = receiver._changed.wait_for(lambda: (receiver._refused_newest or (-1, ""))[0] == version, WAIT_SECONDS)
     assert met, f"version {version} was neither taken nor refused"
 
 
 def begins(settings: BusSettings) -> Iterator[int]:
-    """The first chunk that each partition still has."""
+    """Return the first remaining chunk offset of each partition."""
     reader = Reader(settings, "test", group="test")
     try:
         yield from (reader.watermarks((CHUNKS, partition))[0] for partition in range(2))
@@ -81,7 +81,7 @@ def begins(settings: BusSettings) -> Iterator[int]:
 
 
 def test_forged_manifest_of_any_number_blocks_no_honest_version(settings: BusSettings) -> None:
-    """Nor does it move the trainer's own numbers."""
+    """The forged manifest does not change the trainer's version numbers either."""
     with receiving(settings, KEY) as receiver, WeightPublisher(settings, MODEL, key=KEY, anchor_every=0) as publisher:
         first = publish(publisher, 0)
         assert_equal(staged(receiver), tensors_of(0))
@@ -117,14 +117,14 @@ def test_chunks_before_their_manifest_survive_deletion_by_another_run(settings: 
         put = slow.put(slow.snapshot(tensors_of(7).items()), 7, step=7, published_at=0.0)
         for version in range(3):
             publish(quick, version)
-        quick.close()  # and with it what it deletes
+        quick.close()  # and with it its deletions
         slow.commit(put)
     with receiving(settings, run="slow") as receiver:
         assert_equal(staged(receiver), tensors_of(7))
 
 
 def test_broken_version_of_any_number_falls_back_to_the_next_best(settings: BusSettings) -> None:
-    """Signed by the trainer, whole in its words, and its chunks are not there."""
+    """The manifest is signed by the trainer and complete, and its chunks are missing."""
     with receiving(settings, KEY) as receiver, WeightPublisher(settings, MODEL, key=KEY) as publisher:
         honest = publish(publisher, 0)
         gone = tuple(
@@ -192,7 +192,7 @@ def test_old_anchor_is_followed_by_another(settings: BusSettings) -> None:
 
 @pytest.mark.parametrize("how", ["another namespace", "another run"])
 def test_versions_of_another_run_are_refused_despite_the_same_key(settings: BusSettings, how: str) -> None:
-    """Its manifest is copied here byte for byte; its chunks are here."""
+    """The manifest of the other run is copied byte for byte, and its chunks exist."""
     with receiving(settings, KEY) as receiver:
         other_publisher = WeightPublisher(settings, MODEL, key=KEY, run="other")
         manifest = publish(other_publisher, 7)
@@ -213,7 +213,7 @@ def test_versions_of_another_run_are_refused_despite_the_same_key(settings: BusS
 @pytest.mark.slow
 @pytest.mark.parametrize("harm", ["its chunks are gone", "it builds on other bytes"])
 def test_broken_chain_costs_one_anchor_in_total(settings: BusSettings, harm: str) -> None:
-    """Versions of fine steps, so that a delta is a small part of an anchor."""
+    """The versions change in small steps, so that a delta is a small part of an anchor."""
     generator = torch.Generator().manual_seed(5)
     master = tensors_of(0)
 
@@ -255,7 +255,7 @@ def test_broken_chain_costs_one_anchor_in_total(settings: BusSettings, harm: str
 
 
 def test_two_runs_in_one_store_do_not_interfere(settings: BusSettings, tmp_path: Path) -> None:
-    """Also where both have the same name on different brokers, and know nothing of each other."""
+    """This also holds for two runs of one name on different brokers."""
     other = BusSettings(settings.bootstrap, f"{settings.namespace}other.", settings.properties, settings.embedded)
     create_topics(other, Partitions(home=1, slots=1, samples=1, chunks=2))
     store = AnchorStore(str(tmp_path))
@@ -273,7 +273,7 @@ def test_two_runs_in_one_store_do_not_interfere(settings: BusSettings, tmp_path:
 
 
 class NoDeleting(LocalFileSystem):  # type: ignore[misc]
-    """As a bucket that may be written and not cleaned; its driver raises what is no OSError."""
+    """A bucket that may be written and not cleaned. Its driver raises no OSError."""
 
     protocol = "nodeleting"
 

@@ -1,4 +1,4 @@
-"""Large anchors in a store and deltas on the log: a receiver takes both, or keeps what it has."""
+"""Large anchors in a store and deltas on the log: a receiver takes both, or keeps its current version."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,7 +111,7 @@ def test_tensors_may_change_during_publication(settings: BusSettings, store: Anc
 
 
 class CountingWriter(Writer):
-    """Keeps the most bytes of chunks that ever were on their way to the broker."""
+    """A writer that tracks the largest number of unacknowledged chunk bytes."""
 
     on_their_way = 0
     most = 0

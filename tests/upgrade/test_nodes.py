@@ -1,6 +1,6 @@
-"""A rolling restart of the broker's nodes under load, as one replaces them by a newer Kafka.
+"""A rolling restart of the broker's nodes under load, as for an upgrade of Kafka.
 
-Nothing excuses a stall here: of three nodes two are always well.
+No stall is excused: two of three nodes are always healthy.
 
 ROSE_CHAOS_SEED repeats a seed.
 """

@@ -1,4 +1,4 @@
-"""A run whose broker is lost with all that was on it goes on in a fresh namespace, from checkpoint and prompt file."""
+"""A run with a lost broker continues in a new namespace from checkpoint and prompt file."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ inbox_slots = 2
 
 
 def steps(folder: Path) -> list[int]:
-    """The versions that a run's steps have made."""
+    """Return the versions that the steps of a run have published."""
     metrics = folder / "metrics.jsonl"
     return [json.loads(line)["version"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
@@ -69,7 +69,7 @@ def test_run_with_a_lost_broker_continues_in_a_new_namespace(tmp_path: Path) -> 
     audited = rose("audit", "--run", "again")
     assert f"{left * GROUP_SIZE} requested" in audited and "0 lost" in audited, audited
     assert not settled & settled_groups(runs / "again" / "metrics.jsonl")
-    first = max(steps(runs / "lost")) + 2  # the number between is the lost run's last policy, published again
+    first = max(steps(runs / "lost")) + 2  # the number between is the last policy of the lost run, published again
     assert steps(runs / "again") == list(range(first, first + left // GROUPS_PER_STEP))
     of_runs = {file.name.split(".")[1] for file in (tmp_path / "store").iterdir()}
     assert len(of_runs) == 2, "anchors of both runs lie in the store"
