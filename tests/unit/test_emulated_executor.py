@@ -46,7 +46,7 @@ def dedicated() -> FleetExecutor:
 
 def turn(name: str = "g:0", *, attempt: int = 0, partial: Part | None = None) -> TurnDispatch:
     turn_request = request(name, sampling=SAMPLING)
-    return dispatched(turn_request, incarnation=INCARNATION, attempt=attempt, partial=partial)
+    return dispatched(turn_request, incarnation=INCARNATION, attempt=attempt, begun=partial)
 
 
 class Played:

@@ -34,7 +34,7 @@ class Clock:
         return self.now
 
 
-@given(said=st.text(), ready=st.booleans(), lasts=st.floats(0, 1e6), silent=st.floats(0, 1e7))
+@given(sentence=st.text(), ready=st.booleans(), lasts=st.floats(0, 1e6), silent=st.floats(0, 1e7))
 def test_health_report_is_valid_for_its_time_and_silence_means_hung(
     sentence: str, ready: bool, lasts: float, silent: float
 ) -> None:

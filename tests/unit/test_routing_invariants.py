@@ -56,7 +56,7 @@ def test_same_history_gives_the_same_decision_bytes(steps: list[tuple[object, ..
 @given(
     turns=st.integers(1, 12),
     silences=st.lists(st.floats(0.1, 500.0), min_size=1, max_size=12),
-    orders=st.lists(st.permutations(range(3)), min_size=12, max_size=12),
+    heartbeat_orders=st.lists(st.permutations(range(3)), min_size=12, max_size=12),
 )
 def test_common_silence_takes_no_turn_from_any_executor(
     turns: int, silences: list[float], heartbeat_orders: list[list[int]]
