@@ -1,4 +1,4 @@
-"""What a role may do, and how that is written for those who allow it."""
+"""Rights of each role, and their form for administrators."""
 
 import argparse
 import re

@@ -1,4 +1,4 @@
-"""Algorithms: loss and advantages against naive readings of their definitions, and algorithms by name."""
+"""Algorithms: loss and advantages against direct implementations of their definitions, and algorithms by name."""
 
 import copy
 import math
@@ -55,7 +55,8 @@ def loss_of(
 def naive(
     tokens: list[tuple[float, float, float, float]], bounds: TrainerConfig
 ) -> tuple[float, list[float], list[bool]]:
-    """The loss, its derivative by every logprob, and which tokens are clipped, from the words of the definition."""
+    """Return the loss, its derivative by every logprob, and the clipped tokens, computed directly from the
+    definition."""
     loss, slopes, clipped = 0.0, [], []
     for logprob, behaviour, advantage, mask in tokens:
         ratio = math.exp(logprob - behaviour)
@@ -99,12 +100,12 @@ def test_loss_and_gradient_are_those_of_the_definition(
         (1.0, 1.0, -1.0),  # on policy: the plain policy gradient
         (1.0, -1.0, 1.0),
         (1.27, 1.0, -1.27),
-        (1.29, 1.0, 0.0),  # pushed up far enough
+        (1.29, 1.0, 0.0),  # raised far enough
         (0.81, -1.0, 0.81),
-        (0.79, -1.0, 0.0),  # pulled down far enough
-        (0.5, 1.0, -0.5),  # a token that has become rare may come back
-        (1.5, -1.0, 1.5),  # and one that has become likely may go
-        (50.0, -1.0, 2.0),  # but its weight is truncated
+        (0.79, -1.0, 0.0),  # lowered far enough
+        (0.5, 1.0, -0.5),  # a token that has become rare may become likelier
+        (1.5, -1.0, 1.5),  # a token that has become likely may become rarer
+        (50.0, -1.0, 2.0),  # its weight is truncated
     ],
 )
 def test_gradient_of_a_token_vanishes_outside_the_clip_range(ratio: float, advantage: float, slope: float) -> None:
@@ -194,7 +195,7 @@ def test_group_without_a_difference_has_no_advantages(algorithm: Grpo | Rloo, re
 
 
 def rewarded(reward: float) -> TrainingSample:
-    """Two sampled tokens behind one that was observed."""
+    """Return two sampled tokens after an observed token."""
     return TrainingSample(
         tokens=[3, 5, 7],
         loss_mask=[0, 1, 1],
@@ -307,7 +308,7 @@ def test_own_algorithm_trains_a_policy_by_its_import_path(
 
 @pytest.fixture
 def fails_on_one_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainerConfig:
-    """The advantages of a group with a reward below 0 are no numbers."""
+    """The advantages of a group with a reward below 0 are NaN."""
     code = OWN.replace("sample.reward - 0.5", "sample.reward - 0.5 if sample.reward >= 0 else float('nan')")
     (tmp_path / "fails_on_negative.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -320,7 +321,7 @@ def fails_on_one_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train
 
 
 def selected(rewards: Mapping[int, float]) -> list[SelectedGroup]:
-    """Three groups; `rewards` replaces that of a group's second sample."""
+    """Return three groups; `rewards` replaces the reward of a group's second sample."""
     rules = SelectionRules(max_staleness=100, vocabulary=40, context_tokens=64)
     samples = sorted(make_samples(), key=lambda one: one.trajectory_id)
     groups = []

@@ -1,4 +1,4 @@
-"""How benchmarks tell what they found: `--json -` is one object, whatever else is said meanwhile."""
+"""Output of benchmarks: `--json -` prints one object, whatever else is printed."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ CURVE = Curve(seed=0, lag=1, held_out_tasks=4, before=0.25, after=0.5, points=[P
 
 
 def printed(program: Callable[[], None], *line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """The exit status of a program with this command line, and its standard output."""
+    """Return the exit status of a program with this command line, and its standard output."""
     status = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["bench", *line])

@@ -1,4 +1,4 @@
-"""What readers and writers do without a broker: they wait no longer than they were told, and can be let go."""
+"""Readers and writers without a broker: bounded waits, and release of their clients."""
 
 import gc
 import logging
@@ -31,7 +31,7 @@ NOBODY = BusSettings("127.0.0.1:9")
 
 
 class LogMessages(logging.Handler):
-    """What a client says."""
+    """A log handler that collects the messages of a client."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class LogMessages(logging.Handler):
 
 
 class StartedAgain:
-    """A broker that lists a topic of one partition, whose leader it has not told of it yet."""
+    """A broker that lists a topic of one partition whose leader does not know the topic yet."""
 
     def __init__(self, answers_at: float) -> None:
         self.began, self.answers_at = monotonic(), answers_at
@@ -87,7 +87,7 @@ def test_settings_invalid_for_a_reader_are_refused_in_one_sentence() -> None:
 
 
 class Leaders:
-    """Of partitions that begin at 3 and end at 7; of those named here one does not answer, or refuses."""
+    """Leaders of partitions that begin at 3 and end at 7. One of the named partitions gets no answer, or a refusal."""
 
     def __init__(self, silent: int = -1, refuses: int = -1) -> None:
         self.calls: list[str] = []
@@ -158,7 +158,7 @@ def test_offset_query_past_its_deadline_does_not_wait() -> None:
 
 
 def test_closed_writer_is_freed_with_its_unstored_records() -> None:
-    """One that is not is held by its own reports of delivery, with its threads and connections."""
+    """An unclosed writer is held by its own delivery reports, with its threads and connections."""
     writer = Writer(NOBODY, "test")
     for _ in range(10):
         writer.tombstone(HEARTBEATS, key="a", partition=0, on_delivery=lambda partition, offset: None)
@@ -170,7 +170,7 @@ def test_closed_writer_is_freed_with_its_unstored_records() -> None:
 
 
 def test_closing_a_writer_does_not_wait_for_broker_threads(capfd: pytest.CaptureFixture[str]) -> None:
-    """One may be held by a name server that does not answer, and who waits for it holds up the whole process."""
+    """A thread may be blocked by a silent name server, and a wait for the thread would block the whole process."""
     messages = ""
 
     def is_logged() -> bool:
@@ -178,7 +178,7 @@ def test_closing_a_writer_does_not_wait_for_broker_threads(capfd: pytest.Capture
         messages += capfd.readouterr().err
         return "Purging queues" in messages.rpartition("\n")[0]
 
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # of one that refuses it the thread may end before it purges
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the thread of a refusing server may end before the purge
         nobody = f"127.0.0.1:{silent.getsockname()[1]}"
         writer = Writer(BusSettings(nobody, properties={"debug": "queue", "log_level": "7"}), "test")
         writer.tombstone(HEARTBEATS, key="a", partition=0)
@@ -188,7 +188,7 @@ def test_closing_a_writer_does_not_wait_for_broker_threads(capfd: pytest.Capture
 
 
 class Client:
-    """Of librdkafka, whose end takes long; it fails as a producer of a transactional id too."""
+    """A librdkafka client with a slow end. Its start as a transactional producer fails."""
 
     def __init__(self, ended_on: list[str]) -> None:
         self._ended_on = ended_on
@@ -210,7 +210,7 @@ class Client:
 
 
 class Slow:
-    """Freed together with a writer, it lets other threads on meanwhile."""
+    """An object that is freed with a writer and lets other threads run meanwhile."""
 
     def __del__(self) -> None:
         Event().wait(0.01)
@@ -221,7 +221,7 @@ def drop(writer: Writer) -> None:
 
 
 def drop_after_an_error(writer: Writer) -> None:
-    """Which has the writer until it is forgotten."""
+    """Drop a writer that a handled exception references."""
     reader = SimpleNamespace(right_to_group="", group_metadata=lambda: None, reach_coordinator=noop)
     with pytest.raises(BusError):
         writer.commit({(PROMPTS, 0): 1}, reader)  # type: ignore[arg-type]
@@ -229,7 +229,7 @@ def drop_after_an_error(writer: Writer) -> None:
 
 
 def drop_in_a_cycle(writer: Writer) -> None:
-    """Which a collection frees, with what else is in it."""
+    """Drop a writer in a reference cycle, which a garbage collection frees."""
     writer.close()
     cycle: list[object] = [writer, Slow()]
     cycle.append(cycle)
@@ -260,7 +260,7 @@ def test_writer_that_cannot_begin_transactions_does_not_wait_for_its_client(monk
 
 
 def test_retried_transaction_call_counts_as_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By these turns it is counted for how long the broker has said nothing."""
+    """The attempts measure how long the broker has been silent."""
     clock, takes = Clock(), [0.0, 1.0, 0.25]
     began = clock.now
 
@@ -300,7 +300,7 @@ NOT_COORDINATOR = KafkaError(KafkaError.NOT_COORDINATOR, "moved", False, True)
 def test_offsets_are_committed_to_the_new_coordinator_after_a_move(
     monkeypatch: pytest.MonkeyPatch, refusals: list[KafkaError], gone_on_for: float | None
 ) -> None:
-    """librdkafka says of some refusals that the call may be made again, and leaves it at that."""
+    """librdkafka reports some refusals as retriable and does not retry them."""
     clock, left = Clock(), [*refusals]
     began = clock.now
 
@@ -361,9 +361,9 @@ def test_offset_commit_is_aborted_only_if_the_coordinator_answers_other_calls(
     [
         (["a:1"], 0, "1/1 brokers are down", True),
         (["a:1", "a:1"], 0, "1/1 brokers are down", True),
-        (["a:1", "b:1", "c:1"], 0, "1/1 brokers are down", False),  # it does not know of the others yet
-        (["a:1", "b:1", "c:1"], 60, "2/2 brokers are down", True),  # one had been away before
-        (["localhost:1", "127.0.0.1:1"], 60, "1/1 brokers are down", True),  # the lone one has two names
+        (["a:1", "b:1", "c:1"], 0, "1/1 brokers are down", False),  # the other brokers are not known yet
+        (["a:1", "b:1", "c:1"], 60, "2/2 brokers are down", True),  # one broker had been away before
+        (["localhost:1", "127.0.0.1:1"], 60, "1/1 brokers are down", True),  # the single broker has two names
     ],
 )
 def test_one_unreachable_bootstrap_server_is_tolerated_and_all_brokers_are_not(
@@ -430,7 +430,7 @@ def test_unreachable_advertised_listeners_are_named_in_the_error(
     monkeypatch: pytest.MonkeyPatch, *, answers: bool
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as there, socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        nobody.bind(("127.0.0.1", 0))  # bound and not listening
         places = [nobody.getsockname(), *([there.getsockname()] if answers else [])]
 
         class Elsewhere:

@@ -1,4 +1,4 @@
-"""What hangs is given up; what is slow, and whoever waits for a broker that is away, is not."""
+"""Hung calls are aborted; slow calls and waits for an unreachable broker are not."""
 
 import gc
 import threading
@@ -69,7 +69,7 @@ def test_call_waits_while_no_broker_answers_and_the_loop_is_not_hung() -> None:
             away.reach()
             return
         assert health.status.alive, health.status
-        if away.calls == 100:  # many times as many looks as would have been too many
+        if away.calls == 100:  # far more checks than the limit
             away.back.set()
         raise BrokerUnreachable("127.0.0.1:9")
 
@@ -81,7 +81,7 @@ def test_call_waits_while_no_broker_answers_and_the_loop_is_not_hung() -> None:
 
 
 def test_exception_during_a_check_keeps_no_reference_to_the_call() -> None:
-    """It never lets go of what is being handled when it raises, nor of the frames of that."""
+    """confluent-kafka never releases the handled exception when it raises, nor the frames of that exception."""
     client, never = Producer({"bootstrap.servers": "127.0.0.1:1", "log_level": 0}), threading.Event()
 
     class Held:
@@ -105,7 +105,7 @@ def test_exception_during_a_check_keeps_no_reference_to_the_call() -> None:
 def test_stopping_process_does_not_wait_for_an_unreachable_broker() -> None:
     never, away = threading.Event(), UnreachableBroker()
 
-    def wait() -> CallWatchdog:  # asked to leave at the tenth look at which no broker answers
+    def wait() -> CallWatchdog:  # stopped at the tenth check without an answer of the broker
         begins = away.calls
         still_needed = lambda: away.calls - begins < 10  # noqa: E731
         return CallWatchdog(
@@ -136,7 +136,7 @@ def test_call_that_returns_after_a_long_broker_outage_is_not_aborted() -> None:
 
 
 class Slow:
-    """A coordinator that answers amid this many looks, of which those after the first half ask whether it is there."""
+    """A coordinator that answers during the given check. After half of the checks, the checks query the broker."""
 
     def __init__(self, looks: int) -> None:
         self.left = looks
@@ -188,7 +188,7 @@ LOOK = 0.01
 
 
 class Transaction:
-    """A commit that is done when it has been gone on with so often, if ever."""
+    """A commit that is done after the given number of polls."""
 
     def __init__(self, turns: int) -> None:
         self.left = turns

@@ -1,4 +1,4 @@
-"""The catalog's keys are those under which records are written."""
+"""The catalog's keys are the keys of written records."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Chat templates as turn formats: what real ones append is taken over, and what does not append is refused."""
+"""Chat templates as turn formats: appending templates are accepted, and others are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ REASONING = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-"""In the shape of Qwen3's: the reasoning of all turns before the last question is left out."""
+"""Template in the form of Qwen3: the reasoning of all turns before the last question is left out."""
 
 LATEST_FIRST = """
 {%- for message in messages %}
@@ -30,7 +30,7 @@ LATEST_FIRST = """
 {%- endfor %}
 {{- '<|im_start|>assistant\\n' }}
 """
-"""It puts its instructions before the newest message, so they move with every turn."""
+"""The template puts its instructions before the newest message, so they move with every turn."""
 
 MARKED = CHATML.replace(
     "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}",
@@ -39,12 +39,12 @@ MARKED = CHATML.replace(
     "{%- endgeneration %}"
     "{%- else %}{{- message['content'] + '<|im_end|>' }}{%- endif %}{{- '\\n' }}",
 )
-"""In the shape of SmolLM3's and of templates for training: it marks what the policy says."""
+"""Template in the form of SmolLM3 and of training templates: it marks the tokens of the policy."""
 
 TOOLS = "{%- set calls = [{'name': 'add', 'of': [1, 2.5], 'about': '<rechnet für \"alle\">'}] %}"
 TOOLS += "{{- '<|im_start|>system\\n' + (calls | tojson) + (calls | tojson(indent=2)) + '<|im_end|>\\n' }}"
 TOOLS += "{%- if tools is not none or documents is not none %}{{- 'more' }}{%- endif %}" + CHATML
-"""It writes tools of its own, and asks for others."""
+"""The template writes its own tools, and requests others."""
 
 PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}{{ 'assistant: ' }}"
 """No special token ends a message."""
@@ -59,7 +59,7 @@ TALK = (("+7-3+8", "0+7"), ("7", "It is\n\n12."), ("over", ""))
 
 
 def conversation(turns: TurnFormat) -> list[int]:
-    """The context at the third turn, as an environment worker builds it."""
+    """Return the context at the third turn, as an environment worker builds it."""
     tokens: list[int] = []
     for number, (observation, action) in enumerate(TALK):
         tokens += turns.observation_tokens(observation, first=not number)

@@ -1,4 +1,4 @@
-"""The clock that never jumps, and moments as people are told them."""
+"""The monotonic clock in unix seconds, and timestamps in messages."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""The command's cores: prompt files, restarts, tasks, and the live view."""
+"""Pure cores of the command: prompt files, restarts, tasks, and the live view."""
 
 import bz2
 import codecs
@@ -90,7 +90,7 @@ BOM = codecs.BOM_UTF8
 
 
 def test_prompt_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
-    """At the beginning of a file, and within one that was joined from several."""
+    """The mark is at the beginning of a file, or within a file that was joined from several."""
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(BOM + line() + b"\r\n" + BOM + line(group_id="g2") + b"\r\n" + BOM)
     assert [prompt.group_id for prompt in read_prompts(file, BUILT_IN)] == ["g1", "g2"]
@@ -242,7 +242,7 @@ def test_view_forgets_an_executor_after_a_long_silence_among_live_ones(
 
 
 def test_view_keeps_no_samples() -> None:
-    """Each may hold a whole context: a view that is open for weeks keeps what it shows of them, and no more."""
+    """A sample may hold a whole context: a view that is open for weeks keeps only what it shows."""
     view = RunState(began=0.0)
     sample = next(record for record in EXAMPLES if isinstance(record, Sample))
     before = sys.getrefcount(sample)

@@ -1,4 +1,4 @@
-"""`rose evaluate`: what it is to write is known to be writable before a task is played, and no figure is lost."""
+"""`rose evaluate` checks that its output is writable before a task runs, and loses no figure."""
 
 import os
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_unwritable_file_is_refused_before_a_task_runs(
 def test_file_without_write_permission_is_refused_before_a_task_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Modes mean nothing to root, as whom tests may run."""
+    """File modes do not restrict root, and tests may run as root."""
     monkeypatch.setattr(evaluate, "held_out", lambda *_: pytest.fail("played"))
     (tmp_path / "kept.json").touch()
     for file, denied in ((tmp_path / "new.json", tmp_path), (tmp_path / "kept.json", tmp_path / "kept.json")):

@@ -1,4 +1,4 @@
-"""The configuration: one precedence, sentences for what is wrong, and a TOML that reads back as it was written."""
+"""The configuration: one precedence, one sentence per error, and TOML output that round-trips."""
 
 import dataclasses
 import os
@@ -72,7 +72,7 @@ def test_flags_override_environment_file_and_defaults_in_that_order(
 def test_stored_run_configuration_keeps_its_flags_over_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The roles of a run read it: with another broker or another name they would work for another run."""
+    """The roles of a run read this configuration: with another broker or name they would work for another run."""
     monkeypatch.setenv("ROSE_ROUTER__MAX_ATTEMPTS", "4")
     monkeypatch.setenv("rose_broker__namespace", "other.")
     monkeypatch.setenv("ROSE_BOOTSTRAP", "no setting")
@@ -328,11 +328,11 @@ def test_error_in_a_variable_or_flag_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 MINE = ("run", "topics", "metrics", "tracing", "tasks", "router", "control", "lender", "endpoint", "users")
-"""Sections; those of environment, executor, trainer and weights have tests of their own."""
+"""Sections with tests in this file; environment, executor, trainer and weights have their own tests."""
 
 
 def numbers(declared_by: type, path: str) -> Iterator[tuple[str, type]]:
-    """Path and type of every number in a section."""
+    """Return path and type of every number in a section."""
     for name, kind in get_type_hints(declared_by).items():
         if kind in (int, float):
             yield f"{path}.{name}", kind
@@ -423,7 +423,7 @@ def test_every_field_has_a_description() -> None:
 
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0~$%("), max_size=20)
-"""Hypothesis tries texts of the code too: `~` as a folder and `(not shown)` in a property are refused."""
+"""Hypothesis also tries strings of the code: `~` as a folder and `(not shown)` in a property are refused."""
 
 
 @pytest.mark.slow
@@ -485,7 +485,7 @@ def test_refused_value_is_not_shown_if_it_may_be_a_password(tmp_path: Path) -> N
 
 
 LONG = "a" * 300
-"""Longer than a file's name, a label of a host's or what a record has room for."""
+"""Longer than a file name, a host label or a record allows."""
 
 
 @pytest.mark.parametrize("many", [1, 17])

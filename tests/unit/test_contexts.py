@@ -1,4 +1,4 @@
-"""Contexts by reference: what is kept, carried or read back is the whole, or it is told as torn."""
+"""Contexts by reference: a cached, carried or read-back context is complete, or reported as missing."""
 
 import tracemalloc
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ APPENDED = st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5),
 
 
 def requests_of(parts: list[list[int]], anchors: frozenset[int] = frozenset({0})) -> list[TurnRequest]:
-    """The requests of a trajectory whose contexts grow by these parts; they lie at offsets 10, 20 and so on."""
+    """Return the requests of a trajectory whose context grows by these parts, at offsets 10, 20 and so on."""
     requests: list[TurnRequest] = []
     context, chain, known = b"", tuple[int, ...](), 0
     for turn, part in enumerate(parts):
@@ -74,7 +74,7 @@ def test_altered_chain_is_reported_as_missing_context(parts: list[list[int]], da
 
 @given(APPENDED, st.data())
 def test_executor_holds_the_context_or_reads_it_back(parts: list[list[int]], data: st.DataObject) -> None:
-    """Turns of it are served here or elsewhere, dispatched whole or cut, once or again."""
+    """Turns are served here or elsewhere, dispatched with tokens or by reference, once or repeatedly."""
     kept, requests = ContextCache(), requests_of(parts)
     links = links_of(requests)
     for turn, each in enumerate(requests):
@@ -133,7 +133,7 @@ def cut_of(requests_of: TurnRequest, offset: int) -> TurnDispatch:
 
 
 def test_dispatch_holds_no_more_tokens_than_its_context_has() -> None:
-    """A forged chain of 64 anchors of 65,536 tokens took 16 MB for each turn that was read back, however short."""
+    """A forged chain of 64 anchors of 65,536 tokens took 16 MB for each short turn that was read back."""
     long, own = pack_tokens([7] * 1000), requests_of([[1], [2]])[-1]
     forged = msgspec.structs.replace(own, chain=tuple(range(MAX_CHAIN)))
     back = ContextReadBack(dispatched(forged))
@@ -147,7 +147,7 @@ def test_dispatch_holds_no_more_tokens_than_its_context_has() -> None:
 
 
 def test_dispatch_by_reference_is_served_only_with_its_own_context() -> None:
-    """There the executor took the length and digest that it found: of a context for which it had kept no room."""
+    """The executor once took the length and digest that it found: of a context without reserved room."""
     (first,) = requests_of([[1, 2]])
     (longer,) = requests_of([[1, 2, 3]])
     (same,) = requests_of([[3, 4]])
@@ -183,11 +183,11 @@ def test_dispatch_without_tokens_is_decoded() -> None:
 
 
 def test_unreadable_home_does_not_block_other_homes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is left of it is read once its leader is back."""
+    """The rest is read once the leader of the home is back."""
     away = {0}
 
     class Log:
-        """In place of the bus: of no home a request is found, and of those that are away nothing is heard."""
+        """A log without requests, in which some homes are unreachable."""
 
         def __init__(self, _reader: object, offsets: dict[Place, list[int]], **_: object) -> None:
             self._homes = {home for _, home in offsets}

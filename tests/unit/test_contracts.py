@@ -1,4 +1,4 @@
-"""What others read of the topics says what the code does: the checked-in files, the records, the decoder of prompts."""
+"""Published contracts match the code: the checked-in files, the records and the prompt decoder."""
 
 import json
 import re
@@ -93,7 +93,7 @@ def test_document_is_valid_by_the_asyncapi_schema(tmp_path: Path) -> None:
 
 
 def as_json(value: Any) -> Any:
-    """A value of MessagePack as the document's schemas see it: each byte of a byte string is a character."""
+    """Return a MessagePack value as the document's schemas see it: each byte of a byte string is a character."""
     if isinstance(value, bytes):
         return value.decode("latin-1")
     if isinstance(value, dict):
@@ -102,13 +102,14 @@ def as_json(value: Any) -> Any:
 
 
 def whole(_validator: Any, pattern: str, value: Any, _schema: Any) -> Iterator[jsonschema.ValidationError]:
-    """`pattern` as JSON Schema has it, where `$` is the very end: Python's lets a line's end pass."""
+    """Return `pattern` as JSON Schema reads it: `$` is the very end, where Python's `$` also matches before a final
+    newline."""
     if isinstance(value, str) and not re.search(pattern.replace("$", r"\Z"), value):
         yield jsonschema.ValidationError(f"{value!r} does not match {pattern}")
 
 
 def is_whole_number(_checker: Any, value: Any) -> bool:
-    """Written without a point: 1.0 is an integer to JSON Schema, and to no decoder of ours."""
+    """Whether the number is written without a point: 1.0 is an integer to JSON Schema, and to none of the decoders."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -145,7 +146,7 @@ def test_document_and_decoder_accept_and_refuse_the_same_records(example: Record
         [],
         {},
         0.5,
-    )  # text and bytes are told apart on the wire alone
+    )  # text and bytes differ only on the wire
     changes = [{**wire, name: each} for name, value in wire.items() if not isinstance(value, bytes) for each in odd]
     changes += [{name: value for name, value in wire.items() if name != left_out} for left_out in wire]
     for change in changes:
@@ -161,7 +162,7 @@ def test_weight_index_is_valid_by_the_document() -> None:
 
 
 def taken(record: type[Record], wire: bytes) -> bool:
-    """Whether the decoder takes it."""
+    """Whether the decoder accepts the value."""
     try:
         decode(record, wire)
     except RecordError:

@@ -1,4 +1,4 @@
-"""What is around the core of the control app: how its client signs in, and what its page shows."""
+"""The shell of the control app: authentication of its client, and the content of its page."""
 
 import ssl
 from datetime import UTC, datetime, timedelta
@@ -23,7 +23,7 @@ from tests.support.control_fixtures import CONFIG, DEDICATED, JOB, fleet, line, 
 
 
 def authority(folder: Path) -> Path:
-    """A certificate that signs itself."""
+    """A self-signed certificate."""
     key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
     begins = datetime(2020, 1, 1, tzinfo=UTC)
     made = x509.CertificateBuilder(name, name, key.public_key(), 1, begins, begins + timedelta(days=365_00))

@@ -1,4 +1,4 @@
-"""Elasticity: who is woken and parked, what is granted and renewed, and what must hold whatever comes."""
+"""Elasticity: woken and parked lenders, granted and renewed leases, and the invariants of any history."""
 
 import math
 import pickle
@@ -216,7 +216,7 @@ def test_unexpired_lease_of_a_silent_lender_counts_after_a_restart() -> None:
 
 
 def test_lease_of_a_lender_silent_since_the_restart_parks_no_lender() -> None:
-    """Whoever granted it kept the cap; it may be of a pod that is gone."""
+    """The grantor kept the cap; the lender may be of a pod that is gone."""
     control = ElasticityCore(changed(most_lenders=1), JOB)
     for name in ("a", "b"):
         control.on_grant(name, granted(name, job=JOB, lend=True, lease_seconds=30.0), 0.0)
@@ -283,7 +283,7 @@ def test_grants_of_a_gone_lender_are_deleted_once_for_every_job() -> None:
 
 
 def test_no_lender_is_gone_until_all_cells_were_heard_after_a_silence() -> None:
-    """The first summary of a router that has just begun names nobody: it has heard nobody yet."""
+    """The first summary of a new router names no executor, because the router has heard none yet."""
     control, now = ElasticityCore(CONFIG, JOB), 0.0
     control.on_grant("a", granted("a", job=JOB), now)
     control.on_grant("a", granted("a", job=JOB, cell=1), now, source=GrantSource.CELL)
@@ -338,7 +338,7 @@ def test_grants_keep_the_cap_name_one_job_and_have_a_reason(cap: int, steps: lis
     names = [f"w{number}" for number in range(5)]
     simulation = ControlSimulation(changed(most_lenders=cap), lenders={name: SimulatedLender() for name in names})
     others: dict[str, float] = {}
-    """By worker, until when it has a grant of another job."""
+    """Expiry of the grant of another job, by worker."""
     for waiting, silent, event, which in steps:
         name = names[which]
         lender = simulation.lenders[name]
@@ -386,7 +386,7 @@ def test_grants_keep_the_cap_name_one_job_and_have_a_reason(cap: int, steps: lis
 def test_number_of_lenders_settles_under_constant_load(
     workers: list[tuple[int, float, float]], waiting: int, held: int | None
 ) -> None:
-    """Whatever the workers are: unequal, loaded, beside a dedicated one that holds so many turns, or without one."""
+    """The workers are unequal, loaded, and with or without a dedicated executor of some turns."""
     config = changed(most_lenders=4)
     control = ElasticityCore(config, JOB)
     changes: defaultdict[str, list[float]] = defaultdict(list)

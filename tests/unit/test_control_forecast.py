@@ -1,4 +1,4 @@
-"""When what waits is done."""
+"""Completion time of waiting work."""
 
 import math
 

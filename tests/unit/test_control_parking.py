@@ -1,4 +1,4 @@
-"""Elasticity: who is parked first of those that are of no use, and who stays."""
+"""Elasticity: the order in which useless lenders are parked, and the lenders that stay."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -16,7 +16,7 @@ from tests.support.control_fixtures import CONFIG, JOB, at_work, changed, line, 
 def grants_of(
     seconds: Iterable[Sequence[ExecutorLine]], config: ControlConfig = CONFIG
 ) -> Iterator[tuple[ElasticityCore, list[CapacityGrant]]]:
-    """A core that hears of these second after second, nothing waits; and what it grants."""
+    """Feed a core with these lines for consecutive seconds without waiting turns; return its grants."""
     control = ElasticityCore(config, JOB)
     for now, lines in enumerate(seconds):
         control.on_summary(summary(*lines), now)
@@ -24,7 +24,7 @@ def grants_of(
 
 
 def parked_of(seconds: Iterable[Sequence[ExecutorLine]], config: ControlConfig = CONFIG) -> list[str]:
-    """Those that it parks, in order."""
+    """Return the parked lenders in order."""
     return [grant.worker for _, granted in grants_of(seconds, config) for grant in granted if not grant.lend]
 
 
@@ -68,7 +68,7 @@ def test_all_lenders_are_parked_at_once_if_no_turn_waits_or_runs(rates: list[flo
 
 
 LENDER = st.tuples(st.integers(0, 3), st.integers(0, 5), st.booleans())
-"""Turns that it runs, requests of its users, whether it is open."""
+"""Running turns, user requests, and whether the gate is open."""
 
 
 @settings(max_examples=60, deadline=None)

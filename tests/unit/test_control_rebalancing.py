@@ -1,4 +1,4 @@
-"""Moves between cells: a small world of cells with work, executors that go when they can, and what must hold."""
+"""Moves between cells: a simulation of cells with work, executors that move when they can, and the invariants."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ SLOTS = 8
 
 @dataclass
 class Executor:
-    """Of so many turns a second, in a cell; told of another one it goes after a while."""
+    """An executor with a rate in turns per second, in a cell. It moves some time after its cell grant."""
 
     cell: int
     rate: float = 1.0
@@ -35,7 +35,7 @@ class Executor:
 
 @dataclass
 class RebalancingSimulation:
-    """`work`: by cell, the turns that wait and run."""
+    """`work` is the number of waiting and running turns of each cell."""
 
     work: dict[int, int]
     executors: dict[str, Executor]
@@ -43,11 +43,11 @@ class RebalancingSimulation:
     log: list[tuple[float, CapacityGrant]] = field(default_factory=list)
     silent: set[int] = field(default_factory=set)
     late_seconds: float = 0.0
-    """After which the log is read back."""
+    """Delay until the log is read back."""
     lost: int = 0
-    """Of the next words, how many are never stored."""
+    """Number of next cell grants that are never stored."""
     unread: list[tuple[float, CapacityGrant]] = field(default_factory=list)
-    """What is on the log, and when it is read back."""
+    """Grants on the log, with the time at which they are read back."""
     control: ElasticityCore = field(default_factory=lambda: ElasticityCore(CONFIG, JOB))
 
     def summary(self, cell: int) -> CellSummary:
@@ -81,7 +81,7 @@ class RebalancingSimulation:
         )
 
     def second(self) -> CapacityGrant | None:
-        """One more; what was said of a cell, which has to be sound."""
+        """Advance by one second; return the new cell grants, after a check of each."""
         self.now += 1.0
         for each in self.executors.values():
             if each.goes_at is not None and each.goes_at <= self.now:
@@ -104,7 +104,8 @@ class RebalancingSimulation:
             self.lost -= 1
             return cell_grant
         executor = self.executors[cell_grant.worker]
-        if cell_grant.cell != (executor.cell if executor.goes_at is None else executor.goes_to):  # else it knows that
+        # otherwise the control app knows the move
+        if cell_grant.cell != (executor.cell if executor.goes_at is None else executor.goes_to):
             executor.goes_to = cell_grant.cell or 0
             executor.goes_at = None if cell_grant.cell == executor.cell else self.now + executor.goes_in
         self.unread.append((self.now + self.late_seconds, cell_grant))
@@ -120,7 +121,7 @@ class RebalancingSimulation:
 
 
 def simulation(*cells: tuple[int, int]) -> RebalancingSimulation:
-    """`cells`: of each how much work it has, and how many executors."""
+    """Return a simulation. `cells` gives the work and the number of executors of each cell."""
     workers = [(cell, number) for cell, (_, count) in enumerate(cells) for number in range(count)]
     return RebalancingSimulation(
         {cell: work for cell, (work, _) in enumerate(cells)},
@@ -317,7 +318,7 @@ def of(cells: list[tuple[int, list[tuple[float, float]]]]) -> RebalancingSimulat
 @settings(max_examples=15, deadline=None)
 @given(CELLS)
 def test_moves_end_under_constant_load(cells: list[tuple[int, list[tuple[float, float]]]]) -> None:
-    """Whatever the cells are: crowded, empty, with executors of all kinds."""
+    """The cells are crowded or empty, with executors of all kinds."""
     steady = of(cells)
     steady.seconds(1000)
     move_times: defaultdict[str, list[float]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""The benchmark's clients against a server that answers as it is told."""
+"""The benchmark's clients against a scripted server."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ async def serving(handler: Handler) -> AsyncIterator[str]:
 
 
 async def streamed(request: web.Request, *chunks: object) -> web.StreamResponse:
-    """Each chunk as vLLM sends it."""
+    """Return each chunk as vLLM sends it."""
     response = web.StreamResponse()
     await response.prepare(request)
     for chunk in chunks:
@@ -86,7 +86,7 @@ async def test_unreachable_server_is_an_error() -> None:
 
 
 async def test_simulated_users_do_not_wait_for_answers() -> None:
-    """The server answers nobody before the last has asked."""
+    """The server answers no request before the last has arrived."""
     here, all_here = 0, asyncio.Event()
 
     async def handler(request: web.Request) -> web.StreamResponse:

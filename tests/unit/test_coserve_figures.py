@@ -1,4 +1,4 @@
-"""What the co-serving benchmark makes of its windows."""
+"""Figures that the co-serving benchmark derives from its windows."""
 
 import math
 import subprocess
@@ -112,7 +112,8 @@ def answer(due: float, wait: float, *, tokens: int = 5, gap: float = 0.01, error
 
 
 def window(arm: str, number: int, wait: float, *, thrown: str = "", guests: int = 0) -> Window:
-    """Ten seconds, a request each; guests get so many tokens each second, before and after the window too."""
+    """Return a window of ten seconds with one request each. Guests get the given tokens each second, before and after
+    the window too."""
     seconds = [100.5 + i for i in range(-3, 13)] if guests else []
     return Window(
         arm=arm,
@@ -141,7 +142,8 @@ def test_window_has_the_expected_figures() -> None:
 
 
 def test_burst_bound_includes_the_wait_for_a_guest_step() -> None:
-    """vLLM begins to count a request's queue when its loop takes it in, which is after the guest's step."""
+    """vLLM starts to count the queue time of a request when its loop accepts the request, which is after the guest's
+    step."""
     alone, strict = window("alone", 0, 0.04), window("strict", 0, 0.04)
     held_up = [msgspec.structs.replace(each, moments=[at + 0.03 for at in each.moments]) for each in strict.answers]
     arms = [arm for arm in ARMS if arm.name in ("alone", "strict")]

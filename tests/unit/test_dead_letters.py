@@ -1,4 +1,4 @@
-"""Dead letters: what is known of them is told without holding them, and poison is shown, not tripped over."""
+"""Dead letters are listed without their values in memory, and undecodable dead letters can be shown."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,13 +19,13 @@ from rose.topics.settings import BusSettings
 
 SETTINGS = BusSettings("")
 Copy = tuple[Topic, int, bool]
-"""Of which topic, the offset there (-1: nobody knows), and whether it says that it was sent back."""
+"""Topic, offset in the topic (-1 if unknown), and whether the dead letter was sent back."""
 
 COPIES = st.lists(st.tuples(st.sampled_from([PROMPTS, SAMPLES]), st.integers(-1, 4), st.booleans()), max_size=20)
 
 
 class Value(bytes):
-    """Bytes that are counted as long as they are in memory."""
+    """Bytes whose instances in memory are counted."""
 
     held = 0
 
@@ -37,7 +37,7 @@ class Value(bytes):
 
 
 class Dead:
-    """The dead-letter topics: what lies there, and how much of it was in memory at once while it was read."""
+    """The dead-letter topics, and the largest number of their values in memory during a read."""
 
     def __init__(self, copies: list[Copy]) -> None:
         self.lying: dict[str, list[RawMessage]] = {PROMPTS.dead_letters: [], SAMPLES.dead_letters: []}

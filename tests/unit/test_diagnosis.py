@@ -1,4 +1,4 @@
-"""Why nothing happens: every way in which a run can stand still has its sentence, and a run that moves has none."""
+"""Diagnosis of stalls: every kind of stall has a sentence, and a progressing run has none."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ WELL = Facts(
     in_a_turn=4,
 )
 STILL = {"applied_seconds": 12.0, "dispatched_seconds": 12.0, "settled_seconds": 12.0}
-"""As it is when nothing has moved for 12 s."""
+"""Facts of a run without progress for 12 s."""
 
 
 def diagnosis_of(**changes: object) -> tuple[list[str], str | None]:
@@ -144,7 +144,7 @@ def test_prompts_behind_an_open_transaction_are_named_and_finally_unhealthy() ->
 
 
 def test_version_without_executor_does_not_block_turns() -> None:
-    """It may be another run's, or forged: the router believes of versions what executors serve."""
+    """The version may be of another run, or forged: the router trusts only versions that executors serve."""
     facts = dataclasses.replace(WELL, newest_version=2**53)
     found = diagnose(facts)
     assert not [each for each in found if each.severity is Severity.UNWELL]

@@ -1,4 +1,4 @@
-"""An emulated executor keeps the contract, loses no turn, and reuses what a prefix cache of its size would."""
+"""An emulated executor keeps the contract, loses no turn, and reuses prefixes like a prefix cache of its size."""
 
 from typing import Any
 

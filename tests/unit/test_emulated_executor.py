@@ -1,4 +1,4 @@
-"""Emulated executors keep the executor's contract, whatever comes; their compute takes the time that rates give."""
+"""Emulated executors keep the executor's contract in any history, and their compute time follows the rates."""
 
 import msgspec
 import pytest
@@ -50,7 +50,7 @@ def turn(name: str = "g:0", *, attempt: int = 0, partial: Part | None = None) ->
 
 
 class Played:
-    """An executor and its books, kept from what it says alone."""
+    """An executor and its books, derived only from its output."""
 
     def __init__(self, executor: FleetExecutor) -> None:
         self.executor = executor
@@ -60,7 +60,7 @@ class Played:
         self.notes: list[Note] = []
         self.beat: SlackHeartbeat | None = None
         self.answered_at_beat: frozenset[TurnKey] = frozenset()
-        """What it had answered when it said so: a turn may end right after a heartbeat that lists it."""
+        """Turns answered by the last heartbeat: a turn may end right after a heartbeat that lists it."""
 
     def on_output(self, outputs: list[Said]) -> None:
         for each in outputs:
@@ -199,7 +199,7 @@ def test_lender_lends_from_its_grant_until_its_lease_expires() -> None:
     played.go_on(0.4)
     assert played.beat.state is ExecutorState.READY and played.beat.token_budget == RATES.kv_tokens
     played.dispatch(turn())
-    played.serve(1, 100)  # who computes nothing meanwhile
+    played.serve(1, 100)  # the users compute nothing meanwhile
     played.go_on(4.0)
     played.serve(0, 0)
     played.go_on(0.9)

@@ -1,4 +1,4 @@
-"""Users of a trace leave the time that they leave; whole workers are given late and never while users need them."""
+"""Users of a trace leave idle time; whole workers are lent late and never while users need them."""
 
 from itertools import pairwise
 
@@ -22,7 +22,7 @@ def arrival(at: float, prompt: int = 1000, output: int = 10) -> Arrival:
 
 
 def test_worker_is_busy_from_user_arrival_to_last_token() -> None:
-    load = Load([arrival(0.0), arrival(1.0), arrival(10.0)], PACE)  # each is served for 2 s
+    load = Load([arrival(0.0), arrival(1.0), arrival(10.0)], PACE)  # each request is served for 2 s
     assert [(step.at, step.running, step.tokens) for step in load.steps[:4]] == [
         (0.0, 1, 1010),
         (1.0, 2, 2020),

@@ -1,4 +1,4 @@
-"""The pace of a lender by requests: how it grows, what it yields, where it settles."""
+"""The concurrency limit of an endpoint lender: growth, cuts and convergence."""
 
 import itertools
 from math import inf
@@ -79,7 +79,7 @@ def test_exceeded_limit_is_retried_with_exponential_backoff() -> None:
 
 @given(st.integers(2, MOST - 1), st.floats(0.2, 0.7))
 def test_limit_settles_where_the_endpoint_meets_its_budget(knee: int, base_share: float) -> None:
-    """An endpoint whose time per token grows with the turns at it, and is over its budget beyond `knee` of them."""
+    """The time per token of the endpoint grows with its turns, and exceeds its budget beyond `knee` turns."""
     limit_control, tokens, late_windows = new_pace(), 0, 0
     base = base_share * TPOT
     for now in range(600):
@@ -105,12 +105,12 @@ def test_lateness_counts_only_buckets_fully_over_the_budget() -> None:
 
 
 BASE_SECONDS, TOKEN_SECONDS = 0.008, 0.00005
-"""Of a step of the endpoint's engine."""
+"""Seconds of an engine step of the endpoint, and of each token in it."""
 
 
 @given(st.floats(0.0, 0.2), st.integers(0, 2**32 - 1))
 def test_network_latency_does_not_raise_the_token_cost(away: float, seed: int) -> None:
-    """Its requests come over a network, most of a few tokens; it is told as the engine that it is."""
+    """Its requests cross a network, most with few tokens; the reported rates are those of the engine."""
     random, rates = Random(seed), TokenRates()
     for _ in range(300):
         running = random.randint(1, 32)

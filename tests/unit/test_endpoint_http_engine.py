@@ -1,4 +1,4 @@
-"""A turn at an endpoint: what the rates learn of it, and what becomes of it where the endpoint is in trouble."""
+"""A turn at an endpoint: learned rates, and the result of a turn when the endpoint fails."""
 
 import asyncio
 from collections.abc import Callable
@@ -35,7 +35,7 @@ CONFIG = ExecutorConfig(model_folder=Path(), name="lender", max_turns=8, max_mod
 
 
 class Scripted:
-    """An endpoint: pieces of tokens, and how each turn ends."""
+    """An endpoint with scripted token chunks and turn ends."""
 
     url = "http://endpoint"
 
@@ -43,7 +43,7 @@ class Scripted:
         self.ends = list(ends)
         self.pieces = pieces
         self.logprobs: list[float] = []
-        """Of the pieces that come next; those behind them have -1."""
+        """Logprobs of the next chunks; later chunks have -1."""
         self.looks = 0
         self.there = True
 
@@ -63,7 +63,7 @@ class Scripted:
 
 
 def played(api: Any, check: Callable[[HttpEngine], None] = lambda _: None) -> list[TurnFinished | TurnRejected]:
-    """What is told of one turn after another; `check` sees the player after them."""
+    """Run turns in sequence and return their results; `check` gets the engine afterwards."""
 
     async def play(channel: ChannelFds) -> None:
         versions: Any = SimpleNamespace(version=1, salt="")
@@ -89,7 +89,8 @@ def sampled(answer: TurnFinished | TurnRejected) -> int:
 
 
 def test_tokens_of_one_chunk_give_no_decode_rate() -> None:
-    """vLLM merges what its client has not read yet, and `--stream-interval` has it send several at a time."""
+    """vLLM merges chunks that its client has not read yet, and with `--stream-interval` sends several tokens at
+    a time."""
 
     def unmoved(engine: HttpEngine) -> None:
         assert engine._rates.decode(1) == pytest.approx(100.0)
@@ -162,7 +163,7 @@ def test_broken_turn_ends_the_endpoint_only_if_the_server_was_replaced() -> None
     ],
 )
 def test_missing_room_and_constant_failure_count_as_late(ends: list[str], late: int) -> None:
-    """Else it would draw turns the faster the faster it fails."""
+    """Otherwise a faster failing endpoint would attract more turns."""
     troubles = {
         "failed": TurnLost("error", failed=True),
         "no room": TurnLost("full", failed=False),

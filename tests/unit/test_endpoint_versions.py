@@ -1,4 +1,4 @@
-"""What a lender by requests leaves on the disk that it shares with its endpoint."""
+"""Files that an endpoint lender leaves on the disk shared with its endpoint."""
 
 import asyncio
 from pathlib import Path
@@ -32,7 +32,7 @@ def left(folder: Path) -> list[str]:
 
 
 def test_version_invisible_to_the_endpoint_is_refused_and_removed(tmp_path: Path) -> None:
-    """Its folder may lie elsewhere there: each step of the trainer would leave a whole model."""
+    """The folder may have another path there: each step of the trainer would leave a whole model."""
     blind = versions(tmp_path, sees=False)
     for number in range(3):
         with pytest.raises(SwapRefused, match="cannot read"):
@@ -41,7 +41,7 @@ def test_version_invisible_to_the_endpoint_is_refused_and_removed(tmp_path: Path
 
 
 def test_version_too_large_for_the_disk_is_refused_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a broken endpoint it would be begun anew, with all versions fetched again, and again."""
+    """Treated as a broken endpoint, it would restart and fetch all versions again and again."""
 
     def full(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
         if file.parent.name.startswith("version"):

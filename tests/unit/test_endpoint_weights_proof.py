@@ -1,4 +1,4 @@
-"""The proof that an endpoint answers with a version: what is proven, and what never is."""
+"""The proof that an endpoint serves a version: accepted and refused answers."""
 
 from pathlib import Path
 

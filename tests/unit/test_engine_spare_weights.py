@@ -1,4 +1,4 @@
-"""Spare weights: written without a change to the model, and exchanged with it whole."""
+"""Spare weights are written without a change of the model, and swapped with it as a whole."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from rose.workers.executor.vllm.weights import exchange_parameters, make_spare
 
 
 class Tied(nn.Module):
-    """An embedding that is also the head, and a layer with a packed copy as vLLM keeps one."""
+    """A model with a tied head, and a layer with a packed copy like vLLM's."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Weights in pieces: every element once, and a layer in blocks computes what it computes whole."""
+"""Weights written in pieces: every element once, and a layer in blocks equals the whole layer."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_layer_written_in_blocks_equals_the_whole_layer(
 
 
 class Narrowing(nn.Module):
-    """A model whose loader reads the first rows of a tensor alone, by one of the ways that vLLM's loaders take."""
+    """A model whose loader reads only the first rows of a tensor, by one of the ways of vLLM's loaders."""
 
     def __init__(self, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""A home's inputs: prompts are decided in order and once, and no offset is committed before its consequences are."""
+"""The inputs of a home: each prompt is decided once and in order, and no offset is committed before its
+consequences."""
 
 import time
 from unittest.mock import create_autospec
@@ -47,7 +48,7 @@ def decide(of: Home, *, room: bool = True) -> PromptDecision:
 
 
 def put_on_the_log(of: Home, decision: PromptDecision) -> None:
-    """As the outbox does it."""
+    """Write the records of a decision, as the outbox does."""
     if decision.kind is DecisionKind.OPEN or (
         decision.kind is DecisionKind.REFUSE and decision.prompt and not decision.repeated
     ):
@@ -72,7 +73,7 @@ def test_low_water_is_the_oldest_unfinished_offset(events: list[tuple[int, str, 
                 undone.discard(chosen)
                 inputs.on_done(chosen)
         else:
-            offset += gap - 1  # transaction markers leave holes in the offsets
+            offset += gap - 1  # transaction markers leave gaps in the offsets
             getattr(inputs, what)(offset)
             if what == "on_read":
                 undone.add(offset)
@@ -172,7 +173,7 @@ EVENTS = st.lists(
 def test_every_prompt_is_decided_once_over_any_crash_and_loss_of_offsets(
     events: list[tuple[str, object]],
 ) -> None:
-    """`crash, True`: the group's committed offsets are gone as well."""
+    """`crash, True` also removes the committed offsets of the group."""
     log: list[Envelope | InvalidMessage] = []
     decided: dict[int, DecisionKind] = {}
     opened: list[str] = []
@@ -193,7 +194,7 @@ def test_every_prompt_is_decided_once_over_any_crash_and_loss_of_offsets(
             offset = decision.message.offset
             if decision.kind is DecisionKind.PASS:
                 continue
-            # without offsets a prompt that was sent on is sent on again: its home meets it by its group
+            # without offsets a forwarded prompt is forwarded again: its home recognizes it by its group
             assert offset not in decided or decision.kind is DecisionKind.FORWARD
             decided[offset] = decision.kind
             if decision.kind is DecisionKind.OPEN:
@@ -291,7 +292,7 @@ def test_old_groups_are_forgotten_except_the_last(state: GroupState) -> None:
 
 
 def test_group_is_forgotten_only_if_log_time_agrees() -> None:
-    """A worker whose clock is a year ahead forgets nothing that is young."""
+    """A worker with a clock one year ahead forgets no young group."""
     here, ahead = home(), 1e6 + 3e7
     here.on_log_time(1e6)
     for offset, name in enumerate(HERE[:2]):
@@ -310,7 +311,7 @@ def test_group_settled_under_a_slow_clock_has_the_age_of_the_log() -> None:
 
 
 def test_old_groups_are_forgotten_as_fast_as_new_groups_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than a batch in the time between two looks: the rest does not wait for the next."""
+    """More than a batch between two checks: the rest does not wait for the next check."""
     here, now = home(), 1e6
     for offset in range(3 * OLD_BATCH + 2):
         here.on_group(
@@ -338,7 +339,7 @@ def request(group_id: str, index: int, offset: int) -> SettleRequest:
 
 
 def with_group(offset: int, group_id: str) -> Home:
-    """A home with an open group of two, whose trajectories live."""
+    """Return a home with an open group of two running trajectories."""
     of = home()
     of.on_prompt(found(offset, group_id))
     decision = decide(of)

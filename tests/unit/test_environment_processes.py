@@ -1,4 +1,5 @@
-"""Environments in processes: what one does to its process fails its own trajectory alone, and nothing is left over."""
+"""Environments in processes: changes of its process by an environment fail only its own trajectory, and leave nothing
+behind."""
 
 import os
 import signal
@@ -140,7 +141,7 @@ def test_reset_that_exits_fails_alone(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("deed", ["sleep", "hold", "task: sleep", "gather: sleep"])
 def test_blocking_environment_delays_no_other_and_fails_at_its_timeout(folder: Path, deed: str) -> None:
-    """Also where native code keeps the interpreter to itself, and in a task that the environment's code has made."""
+    """The environment also blocks in native code that holds the interpreter, and in its own task."""
     with processes(folder, timeout_seconds=10.0) as stage:
         stage.start([step("bad", deed), *(step(name, "go") for name in "abc")])
         order: list[str] = []
@@ -237,7 +238,7 @@ def test_forked_child_that_returns_from_an_import_sends_nothing(
 
 
 def test_step_may_use_an_alarm_signal(folder: Path) -> None:
-    """Python hands signals to the main thread alone."""
+    """Python delivers signals only to the main thread."""
     with processes(folder) as stage:
         found = answers(stage, [step(name, "bound", b"4") for name in "ab"])
         assert {stepped(answer) for answer in found.values()} == {b"5"}
@@ -414,7 +415,7 @@ with processes(Path({folder!r})) as stage:
 
 
 def alive(folder: Path) -> set[int]:
-    """Other processes that have this test's folder in their environment."""
+    """Return other processes with the folder of this test in their environment."""
     mark = f"{FOLDER}={folder}".encode()
     found = set()
     for path in Path("/proc").glob("[0-9]*/environ"):
@@ -436,7 +437,7 @@ def test_child_processes_of_an_environment_end_with_the_worker(folder: Path, how
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as worker:
         assert worker.stdout is not None and worker.stdout.readline() == b"ready\n"
         if how != "closed":
-            until(lambda: len(alive(folder)) >= 7)  # the worker, keeper and process, and four that sleep
+            until(lambda: len(alive(folder)) >= 7)  # the worker, guard and process, and four sleepers
             worker.kill()
     until(lambda: not alive(folder))
 
@@ -459,7 +460,7 @@ def test_child_processes_of_an_environment_get_sigterm_before_sigkill(folder: Pa
 
 
 def test_pipe_flags_set_by_an_environment_do_not_reach_the_worker(folder: Path) -> None:
-    """Its worker writes its log there, and would end where the pipe is full."""
+    """The worker writes its log to the pipe, and would end at a full pipe."""
     program = WORKER.format(path=sys.path, folder=str(folder), first="non-blocking", then="pass")
     reads, writes = os.pipe()
     try:
@@ -476,7 +477,7 @@ PRINTED = ["StepResult", "EnvironmentFailure", "StepResult"]
 @pytest.mark.slow
 @pytest.mark.parametrize("named", [False, True])
 def test_environment_can_print_after_the_log_reader_has_gone(folder: Path, tmp_path: Path, named: bool) -> None:
-    """Also one whose process begins after that."""
+    """This also holds for a process that starts later."""
     jobs = (("a", "print"), ("b", "end"), ("c", "print"))
     then = f"sys.stdin.read(); again = [answers(stage, [step(*job)]) for job in {jobs}]"
     program = WORKER.format(path=sys.path, folder=str(folder), first="print", then=then)
@@ -506,7 +507,7 @@ def test_user_file_never_shadows_a_module_that_rose_imports(folder: Path, tmp_pa
     (tmp_path / "own" / "plain.py").write_text("from tests.support.misbehaving_environment import Wild\n")
     config = EnvironmentConfig(model_folder=folder, environments=("plain:Wild",), import_paths=(tmp_path / "own",))
     before = list(sys.path)
-    with pytest.raises(BrokerUnreachable):  # which is asked for once the environment is there
+    with pytest.raises(BrokerUnreachable):  # raised once the environment is loaded
         run_environment_worker(BusSettings("127.0.0.1:9"), config, "w0", threading.Event())
     assert sys.path == before, "the worker itself imports nothing of the user's"
 
@@ -536,7 +537,7 @@ def test_module_that_exits_at_import_is_refused_at_worker_start(
     before, handler = (
         list(sys.path),
         signal.signal(signal.SIGINT, lambda *_: None),
-    )  # as of a role, which stops in order
+    )  # the handler of a role, which stops in order
     try:
         with pytest.raises(UnknownEnvironment) as refused:
             run_environment_worker(BusSettings("127.0.0.1:9"), config, "w0", threading.Event())

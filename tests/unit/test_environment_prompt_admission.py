@@ -1,4 +1,4 @@
-"""Which prompts a worker opens: whatever comes, it is refused in a sentence, or its group can be written and read."""
+"""Admission of prompts: every prompt is refused in one sentence, or its group can be written and read."""
 
 import re
 from dataclasses import replace
@@ -34,7 +34,7 @@ def known(name: str) -> None:
 
 
 def read(prompt: dict[str, Any]) -> Prompt | None:
-    """As it comes from a producer's line of JSON; None when that is no prompt."""
+    """Return the prompt of a JSON line; None if the line is not a prompt."""
     try:
         return decode(Prompt, msgspec.json.encode(prompt))
     except (RecordError, msgspec.MsgspecError, OverflowError):
@@ -42,7 +42,7 @@ def read(prompt: dict[str, Any]) -> Prompt | None:
 
 
 def assert_decided(prompt: Prompt) -> str | None:
-    """Refused, or all that must be written of it can be."""
+    """Assert that the prompt is refused, or that all its records are writable."""
     refusal = admission_error(prompt, RULES, known)
     whole = with_full_sampling(prompt, RULES.sampling)
     if not refusal:

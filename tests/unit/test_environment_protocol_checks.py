@@ -1,4 +1,5 @@
-"""Scalars of NumPy are taken from an environment, useless values are refused in a sentence, errors have a place."""
+"""NumPy scalars of an environment are accepted, useless values are refused in one sentence, and errors have a
+location."""
 
 import asyncio
 import json
@@ -121,7 +122,7 @@ HERE = Path(__file__)
 
 
 def answer_of(row: dict[str, Any]) -> Any:
-    return row["answer"]  # the line that is told
+    return row["answer"]  # the reported line
 
 
 class Careless(Counter):

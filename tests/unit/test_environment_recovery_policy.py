@@ -1,4 +1,4 @@
-"""What a worker makes of trouble, when it is ended from outside, and when it sweeps."""
+"""Reactions of a worker to errors, external ends, and its sweeps."""
 
 import heapq
 
@@ -64,7 +64,8 @@ def test_missing_topic_ends_a_new_worker_and_not_a_running_worker() -> None:
 def test_repeated_fencing_means_a_duplicate_name_and_single_fencing_does_not(code: int) -> None:
     policy = RecoveryPolicy("w0")
     for now in range(10):
-        policy.on_error(bus_error(code), 100.0 * now + 12.0, began_at=100.0 * now)  # frozen: the broker ended it
+        # frozen: the broker ended the session
+        policy.on_error(bus_error(code), 100.0 * now + 12.0, began_at=100.0 * now)
         policy.on_error(bus_error(code), 100.0 * now + 13.0, began_at=100.0 * now)
     for now in range(10):
         policy.on_error(bus_error(code), 2000 + FENCED_SECONDS * now, began_at=2000 + FENCED_SECONDS * now)
@@ -75,7 +76,7 @@ def test_repeated_fencing_means_a_duplicate_name_and_single_fencing_does_not(cod
 
 
 def test_two_short_lived_duplicates_do_not_end_a_worker() -> None:
-    """Each was seen to fence twice: its question is asked again while what it found open is aborted."""
+    """Each duplicate fences twice: its query is repeated while the open transaction is aborted."""
     policy = RecoveryPolicy("w0")
     for at in (0.0, 0.5, 1.0, 1.5):
         policy.on_error(bus_error(KafkaError._FENCED), at, began_at=at)
@@ -83,7 +84,7 @@ def test_two_short_lived_duplicates_do_not_end_a_worker() -> None:
 
 @pytest.mark.parametrize("recovers_in", [0.5, 20.0])
 def test_one_of_two_duplicate_workers_ends_at_any_recovery_time(recovers_in: float) -> None:
-    """Each takes the name when it recovers, and hears at its next transaction that the other has taken it."""
+    """Each worker takes the name when it recovers, and learns at its next transaction that the other has taken it."""
     policy, owner = {name: RecoveryPolicy("w0") for name in ("first", "second")}, "first"
     due = [(0.0, "first", "writes"), (1.0, "second", "recovers")]
     with pytest.raises(WorkerFenced):

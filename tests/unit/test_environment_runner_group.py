@@ -1,4 +1,4 @@
-"""Who is to blame for the end of a process: a lane in front of runners that end when the test says so."""
+"""Attribution of a process exit: a runner group with runners that exit on command."""
 
 from dataclasses import dataclass, field
 from itertools import count
@@ -12,7 +12,7 @@ LIMITS = RunnerLimits(max_live=8, timeout_seconds=60.0, max_context_tokens=1024)
 
 @dataclass(eq=False)
 class Played:
-    """A process that does nothing by itself."""
+    """A passive process."""
 
     killable: bool = True
     heartbeats: int = 0
@@ -44,7 +44,7 @@ class Played:
 
 
 class RunnerGroupFixture:
-    """A lane and its processes."""
+    """A runner group and its processes."""
 
     def __init__(self, *names: str) -> None:
         self.numbers = count()
@@ -62,7 +62,7 @@ class RunnerGroupFixture:
         return place
 
     def ends(self, name: str, *, runs: Job | None = None) -> JobResults:
-        """The process that has this job ends, in that job's code."""
+        """End the process of this job, in the code of this job."""
         process = self.holds(name).runner
         assert isinstance(process, Played)
         process.runs, process.exit_reason = runs, " was ended by SIGKILL"

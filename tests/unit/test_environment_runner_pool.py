@@ -1,4 +1,5 @@
-"""The stage: a failing, hanging or lying environment harms its own trajectory alone, and few are held at once."""
+"""The runner pool: a failing, hung or invalid environment harms only its own trajectory, and held environments are
+bounded."""
 
 import asyncio
 import subprocess
@@ -54,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_signal_during_a_wait_for_results_does_not_prolong_the_wait(folder: Path) -> None:
-    """A worker that was asked to leave while a step blocked its thread did not leave."""
+    """A worker that was stopped while a step blocked its thread did not stop."""
     with pool_of(folder) as stage, signals_come():
         for _ in range(50):
             assert stage.results(0.002) == []
@@ -81,7 +82,7 @@ def test_task_continues_from_its_last_state(folder: Path) -> None:
 def test_stop_token_is_left_out_of_the_action_and_kept_in_the_context(
     folder: Path, action: str, stop: str | None, *, ended: bool
 ) -> None:
-    """An action of another text would fail: the counter takes `done` as it is."""
+    """An action of another text would fail: the counter accepts only `done`."""
     with pool_of(folder) as stage:
         stepped = answers(stage, [act("a", action, stop=stop)])["a"]
         assert isinstance(stepped, StepResult) and stepped.observation.startswith(END_BYTES) == ended
@@ -107,7 +108,7 @@ def test_invalid_environment_value_fails_only_its_trajectory(folder: Path) -> No
 def test_any_environment_exception_fails_only_its_trajectory(
     folder: Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException
 ) -> None:
-    """In a step, and when it is closed after that, makes room for another, or is held to the end."""
+    """The environment raises in a step, and then in a close after the step, at an eviction, or at the end."""
     monkeypatch.setattr(Counter, "raises", raised)
     with pool_of(folder, max_live=1) as stage:
         found = answers(stage, [act("bad", "raise"), act("good", "go"), act("done", "done"), reset("begun")])
@@ -129,7 +130,7 @@ def test_environment_that_stops_its_event_loop_ends_no_thread(folder: Path, acti
 
 
 def test_jobs_with_tasks_cancelled_by_an_environment_are_answered(folder: Path) -> None:
-    """Also who waits for room."""
+    """Jobs that wait for room are answered too."""
     with pool_of(folder, max_live=2) as stage:
         found = answers(stage, [act("held", "hang"), act("bad", "cancel all"), *(act(name, "go") for name in "abc")])
         assert isinstance(found["held"], EnvironmentFailure) and "CancelledError" in found["held"].failure
@@ -198,7 +199,7 @@ def test_environment_that_blocks_during_eviction_fails_no_trajectory(folder: Pat
 
 def test_trajectory_that_returns_to_a_worker_meets_no_old_state(folder: Path) -> None:
     def blocks(name: str, beside: dict[str, bytes]) -> dict[str, bytes]:
-        """The states of those that are stepped beside who blocks, in another thread."""
+        """Return the states of environments that are stepped beside a blocking one, in another thread."""
         Counter.blocks.clear()
         stage.start([act(name, "block", b"3")])
         assert Counter.blocks.wait(WAIT_SECONDS)
@@ -231,7 +232,7 @@ def test_thread_blocking_environment_delays_no_other_environment_type(folder: Pa
 
 
 def test_finished_job_is_answered_although_its_environment_does_not_close(folder: Path) -> None:
-    """It may hang, or block its thread."""
+    """Its close hangs, or blocks its thread."""
 
     class NeverCloses(Blocking):
         async def close(self) -> None:
@@ -249,7 +250,7 @@ def test_finished_job_is_answered_although_its_environment_does_not_close(folder
 
 
 def test_hung_pool_calls_take_no_thread_from_others_and_are_counted(folder: Path) -> None:
-    """More of them than the loop's own default pool would have threads."""
+    """There are more calls than the loop's default pool has threads."""
     many = 40
     with pool_of(folder, max_live=2 * many, timeout_seconds=0.5) as stage:
         found = answers(stage, [act(f"bad{number}", "pool") for number in range(many)])
@@ -301,12 +302,12 @@ def test_long_observation_that_may_fit_is_fully_encoded(folder: Path, monkeypatc
 def test_stop_cancels_running_steps_and_starts_none(folder: Path) -> None:
     with pool_of(folder, max_live=2) as stage:
         stage.start([act("held", "hang")])
-        answers_of(stage, [act("good", "go")])  # the other is under way, too
+        answers_of(stage, [act("good", "go")])  # the other job is in flight too
         stage.start([act("next", "hang"), act("waits", "hang")])
 
 
 def test_jobs_of_an_earlier_incarnation_are_not_started(folder: Path) -> None:
-    """It would block the next thread too, and the one after it, for nobody."""
+    """Such a job would block the next thread, and every later one, without purpose."""
     with pool_of(folder, lambda _name: Blocking(), timeout_seconds=0.5) as stage:
         stage.start([act("bad", "block"), act("worse", "block")])
         stage.begin_generation(2)
@@ -327,7 +328,7 @@ def test_environment_with_a_blocking_callback_is_finally_aborted(folder: Path) -
 def test_blocked_thread_is_detected_by_rare_checks_and_not_after_a_freeze(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker looks between its transactions, each of which may take a second."""
+    """A worker checks between its transactions, each of which may take a second."""
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr(stage_module, "time", clock)
@@ -339,7 +340,7 @@ def test_blocked_thread_is_detected_by_rare_checks_and_not_after_a_freeze(
     with pool_of(folder, lambda _name: Blocking(), timeout_seconds=8.0) as stage:
         stage.start([act("bad", "block", environment="blocking")])
         assert Counter.blocks.wait(WAIT_SECONDS)
-        looks(stage, 0.0)  # its last beat
+        looks(stage, 0.0)  # its last heartbeat
         assert not looks(stage, 3600.0), "of a freeze no more counts than of any look"
         assert [looks(stage, 1.0) for _ in range(8)] == [*[False] * 7, True]
         Counter.gate.set()

@@ -1,4 +1,4 @@
-"""The text protocol's laws, held against every built-in environment."""
+"""The protocol checks, applied to every built-in environment."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""Errors in words."""
+"""Descriptions of errors."""
 
 from rose.schemas.errors import MAX_LEAVES, describe_error
 

@@ -1,4 +1,4 @@
-"""`rose evaluate` and environments that fail: one sentence, no figure. Nothing here comes to make an engine."""
+"""`rose evaluate` with failing environments: one sentence and no figure. No test here reaches the engine."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ SHIPPED = Path(__file__).parents[2] / "workers" / "models" / "calculator"
 
 
 class Failing:
-    """In its reset."""
+    """An environment that fails in its reset."""
 
     async def reset(self, seed: int, arguments: Mapping[str, Any]) -> Any:
         if seed == 3:

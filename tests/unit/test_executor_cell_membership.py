@@ -1,4 +1,4 @@
-"""Where an executor is, and how it goes to another cell: told by hand what it is told of, and what is stored."""
+"""The cell of an executor and its moves, with grants and stored offsets set by the test."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ def config(name: str = "pod-1", slot: int | None = None) -> ExecutorConfig:
 
 
 class ScriptedBus:
-    """Two cells of four inboxes; what is written is stored when the test says so."""
+    """Two cells of four inboxes; a written record is stored when the test says so."""
 
     def __init__(self) -> None:
         self.next = 10

@@ -1,4 +1,4 @@
-"""The executor's pure cores: what it takes on, and what it believes a step costs."""
+"""The executor's pure cores: acceptance of turns, and the estimated cost of a step."""
 
 import random
 
@@ -91,7 +91,7 @@ def test_impossible_fencing_token_does_not_block_later_routers() -> None:
     box = inbox()
     box.on_dispatch(dispatch("g:1", incarnation=6, claim=2**53), 0, offset=20)
     assert box.on_dispatch(dispatch("g:2", claim=12), 0, offset=21).reason == "claim"
-    box.on_claim(22)  # by the router, which sees that nobody holds what it sent
+    box.on_claim(22)  # by the router, which sees that no executor holds its dispatch
     assert box.on_dispatch(dispatch("g:2", attempt=1, claim=22), 0, offset=23).action is InboxAction.ACCEPT
 
 
@@ -165,7 +165,7 @@ def test_every_rate_stays_finite_and_positive(steps: list[tuple[int, float]]) ->
 @pytest.mark.parametrize("sizes", [(15, 16), (1, 2), (16,) * 19 + (15,)])
 @pytest.mark.parametrize("seed", range(4))
 def test_prefill_token_cost_is_remembered_during_pure_decoding(sizes: tuple[int, ...], seed: int) -> None:
-    """Steps of like size tell it from noise alone: then the next prompt would be let whole into one step."""
+    """Only noise distinguishes steps of equal size; without memory the next prompt would fill one step."""
     draw, cost, bound = random.Random(seed), StepCost(base_seconds=0.01, token_seconds=0.0001), 0.02
 
     def taken(tokens: int) -> float:
@@ -190,7 +190,7 @@ def test_step_size_grows_gradually_beyond_observed_sizes() -> None:
 def test_step_size_stays_worth_the_fixed_cost_under_cpu_preemption(
     seed: int,
 ) -> None:
-    """One step in fifty waits for it. With no more than a token in each, as many were late and hardly one was made."""
+    """One step in fifty is delayed. With one token per step, as many were delayed and almost no step was made."""
     draw, cost, bound = random.Random(seed), StepCost(base_seconds=0.01, token_seconds=0.0001), 0.02
     made, now = 0, 0.0
     for _ in range(5000):

@@ -1,4 +1,4 @@
-"""The engine's side of an executor, over an engine that the test plays: bounded ticks, and turns that go back."""
+"""The engine side of an executor over a scripted engine: bounded ticks, and returned turns."""
 
 import time
 from collections.abc import Iterator
@@ -27,10 +27,10 @@ from rose.workers.executor.step_cost import INITIAL_COST, StepCost
 from rose.workers.executor.vllm.types import FinishedTurn
 
 SLOW_SECONDS = 0.05
-"""Of a piece of preparing that met something."""
+"""Seconds of a delayed staging piece."""
 
 TAKE_SECONDS = 0.01
-"""That a turn's context takes, at least."""
+"""Least seconds to accept the context of a turn."""
 
 
 class PlayedEngine:
@@ -39,9 +39,9 @@ class PlayedEngine:
     def __init__(self) -> None:
         self.turns: list[str] = []
         self.steps: list[int] = []
-        """Of each, how many turns were in it."""
+        """Number of turns in each step."""
         self.pieces: list[float] = []
-        """Seconds of those that a version is prepared in."""
+        """Seconds of the staging pieces of a version."""
 
     def __len__(self) -> int:
         return len(self.turns)
@@ -115,7 +115,7 @@ def test_burst_of_turns_is_accepted_over_several_guest_ticks(
 def test_turn_for_an_earlier_guest_goes_back_untouched_without_a_failure(
     host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
 ) -> None:
-    """Who gave it was stopped while that one was parked and another was built, which serves nothing yet."""
+    """The executor stopped while the earlier guest was parked and the next was built, which serves no version yet."""
     engine.version = -1
     dispatch(channel, 1)
     host.tick()
@@ -154,7 +154,7 @@ def test_turns_are_charged_for_every_device_of_their_steps(
 def test_next_work_is_interruptible_with_a_pending_command_and_then_atomic(
     host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
 ) -> None:
-    """Orders are let in without a price: neither a piece of preparing nor a step is beside them, where none was let."""
+    """Commands are handled without admission: without a permit neither a staging piece nor a step runs beside them."""
     engine.pieces = [0.0] * 2
     MessageSender(RingBuffer(channel.commands)).send(StageWeights(1, 0, ()))
     assert host.next_work.kind is WorkKind.INTERRUPTIBLE
@@ -209,7 +209,7 @@ def test_aborted_turns_are_reported_once_the_reader_returns(
 def test_paused_step_sends_heartbeats_and_finishes_for_an_aborted_turn(
     host: EngineLoop, engine: PlayedEngine, channel: ChannelFds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A turn that comes meanwhile waits for the step's end, and ends nothing."""
+    """A turn that arrives meanwhile waits for the end of the step, and ends nothing."""
     dispatch(channel, 1)
     host.tick()
     reports, commands = RingBuffer(channel.reports), MessageSender(RingBuffer(channel.commands))
@@ -244,11 +244,11 @@ def test_paused_step_sends_heartbeats_and_finishes_for_an_aborted_turn(
 def test_hold_time_of_a_paused_step_counts_from_its_last_chance_to_resume(
     host: EngineLoop, engine: PlayedEngine, channel: ChannelFds, monkeypatch: pytest.MonkeyPatch, goes_on: bool
 ) -> None:
-    """Else who is let compute now and then would lose its turns, and one who never is would be given others."""
+    """Otherwise a guest that computes now and then would lose its turns, and a guest that never does would get more."""
     reports = RingBuffer(channel.reports)
     dispatch(channel, 1)
     host.tick()
-    later = time.monotonic() + 4.0  # it was held for so long before
+    later = time.monotonic() + 4.0  # the time of the hold before
     monkeypatch.setattr("rose.workers.executor.engine_loop.time.monotonic", lambda: later)
     list(reports.read())
 

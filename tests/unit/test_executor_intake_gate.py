@@ -1,4 +1,4 @@
-"""Whether an executor takes turns, and at the channel of one that is parked every turn is answered."""
+"""Intake of turns by an executor; at the channel of a parked lender every turn is answered."""
 
 import os
 

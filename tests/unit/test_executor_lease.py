@@ -1,4 +1,4 @@
-"""A lease: what was granted, by whom, for how long by the executor's own clock."""
+"""A lease: the grant, its source, and its duration by the executor's own clock."""
 
 from dataclasses import replace
 
@@ -104,7 +104,7 @@ def test_grant_for_another_job_parks_the_lender() -> None:
     assert "ns.:other" in refused and JOB in refused
 
 
-# What was granted at the same moment in the same words is the same grant, read again.
+# An equal grant with an equal timestamp is the same grant, read again.
 @given(st.lists(st.tuples(st.floats(0.01, 20.0), st.booleans(), st.floats(1.0, 30.0)), max_size=20), st.floats(0, 100))
 def test_lending_ends_one_lease_after_the_last_seen_renewal(
     renewals: list[tuple[float, bool, float]], after: float
@@ -127,7 +127,7 @@ def drain(seconds: float = 0.0) -> CapacityGrant:
 def test_drain_overrides_grants_gives_its_time_once_and_keeps_the_grants() -> None:
     lease = of(grant(lease=0.0, job=""), now=0.0)
     assert lease.on_grant(drain(60.0), 10.0, source=GrantSource.DRAIN, live=True)
-    lease.on_grant(drain(60.0), 50.0, source=GrantSource.DRAIN, live=False)  # read again after trouble with the bus
+    lease.on_grant(drain(60.0), 50.0, source=GrantSource.DRAIN, live=False)  # read again after a bus error
     permissions = [lease.permission(now) for now in (10.0, 69.9, 70.0)]
     assert {each.denied_reason for each in permissions} == {"it is drained: disk"}
     assert [each.may_finish for each in permissions] == [True, True, False]

@@ -1,4 +1,4 @@
-"""An inbox that several executors share: whatever is in it, each takes its own, and nothing of anybody else's."""
+"""An inbox that several executors share: each executor takes its own dispatches and no others."""
 
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ MUCH = 2**40
 
 @dataclass
 class Reader:
-    """One start of an executor, and what it said of each dispatch that it read."""
+    """One incarnation of an executor, and its action for each dispatch."""
 
     box: Inbox
     actions: dict[int, InboxAction] = field(default_factory=dict)
@@ -26,12 +26,12 @@ class Reader:
 
 @dataclass
 class Mailbox:
-    """A log of one partition, and all who have ever read it; nobody who is replaced knows of it."""
+    """A log of one partition and all its readers; a replaced reader does not learn of its replacement."""
 
     log: list[Envelope] = field(default_factory=list)
     readers: list[Reader] = field(default_factory=list)
     starts: dict[int, int] = field(default_factory=dict)
-    """By worker, where its newest start begins."""
+    """Start of the newest incarnation in the log, by worker."""
     claims: list[int] = field(default_factory=lambda: [0])
 
     def put(self, record: TurnDispatch | None, key: str) -> int:
@@ -49,7 +49,7 @@ class Mailbox:
         self.readers.append(Reader(Inbox(f"w{worker}", self.starts[worker], max_turns=MUCH, token_budget=MUCH)))
 
     def send(self, worker: int, starts_ago: int, claims_ago: int) -> None:
-        """By a router that knows an older start, or holds an older claim, as one that was replaced."""
+        """Write a dispatch of a router that knows an older incarnation, or has an older fencing token."""
         mine = [each.box.incarnation for each in self.readers if each.box.worker == f"w{worker}"] or [0]
         incarnation = mine[max(0, len(mine) - 1 - starts_ago)]
         claim = self.claims[max(0, len(self.claims) - 1 - claims_ago)]

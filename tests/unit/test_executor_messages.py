@@ -1,4 +1,4 @@
-"""Words between an executor's processes: none is lost or overtaken, however little room the line has."""
+"""Messages between an executor's processes: none is lost or overtaken with any buffer size."""
 
 import os
 
@@ -46,7 +46,7 @@ def test_every_message_round_trips() -> None:
 
 @given(st.lists(st.booleans(), max_size=200))
 def test_messages_beyond_the_buffer_are_sent_later_in_order(actions: list[bool]) -> None:
-    """True: a word is said; False: the reader reads."""
+    """True sends a message; False lets the reader read."""
     descriptor = create_ring_memory(40, "test")
     outbox, line = MessageSender(RingBuffer(descriptor)), RingBuffer(descriptor)
     sent_count, received = 0, list[int]()
@@ -69,7 +69,7 @@ def test_messages_beyond_the_buffer_are_sent_later_in_order(actions: list[bool])
 
 
 def tick(number: int, *, lends: bool) -> EngineStatus:
-    """Of an engine that made two steps since the tick before, or of none."""
+    """Return the status of an engine with two steps since the last tick, or with none."""
     bare = EngineStatus(number, "cpu", 0, 0, 1, 1, 1, 1.0, 1.0, 2, 0.5)
     if not lends:
         return bare
@@ -79,7 +79,7 @@ def tick(number: int, *, lends: bool) -> EngineStatus:
 
 @given(st.lists(st.sampled_from(["tick", "parked", "word", "read"]), max_size=200))
 def test_newest_tick_is_kept_and_no_count_is_lost(actions: list[str]) -> None:
-    """A tick is of a guest that lends, or of one that is parked."""
+    """A tick is of a lending guest, or of a parked one."""
     descriptor = create_ring_memory(400, "test")
     outbox, line = MessageSender(RingBuffer(descriptor)), RingBuffer(descriptor)
     ticks, lent, longest, words, received = 0, 0, 0.0, 0, list[EngineStatus]()

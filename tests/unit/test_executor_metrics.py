@@ -1,4 +1,4 @@
-"""What an executor exports is of now: one that begins anew says nothing meanwhile, and nothing of before."""
+"""Exported metrics of an executor are current: a restarting executor exports nothing until it is ready."""
 
 from prometheus_client import REGISTRY
 

@@ -1,4 +1,4 @@
-"""A turn sampled in parts is the turn sampled in one."""
+"""A turn sampled in parts equals the turn sampled at once."""
 
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ from rose.workers.executor.results import concatenate_parts, dispatch_error, rem
 from tests.support.routing_fixtures import dispatched, request
 
 TOKENS = st.lists(st.tuples(st.integers(0, 2**32 - 1), st.floats(-20, 0, width=32), st.integers(0, 5)), max_size=40)
-"""Each with its logprob and, sorted, the version that sampled it."""
+"""Tokens with logprobs and, sorted, the version that sampled each."""
 Token = tuple[int, float, int]
 
 

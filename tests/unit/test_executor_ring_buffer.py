@@ -1,4 +1,4 @@
-"""Messages over shared memory: whole, in order, and nobody ever waits."""
+"""Messages over shared memory: complete, in order, and without any wait."""
 
 import os
 from contextlib import suppress
@@ -28,7 +28,7 @@ def ends() -> tuple[RingBuffer, RingBuffer]:
 
 @given(st.lists(st.one_of(st.binary(max_size=CAPACITY), st.just(None)), max_size=60))
 def test_fitting_message_round_trips_and_a_too_large_message_is_refused(actions: list[bytes | None]) -> None:
-    """None: the reader reads."""
+    """None lets the reader read."""
     writer, reader = ends()
     expected: list[bytes] = []
     for action in actions:

@@ -1,4 +1,4 @@
-"""Versions in shared memory: what is laid is what lies there, whatever lay there before."""
+"""Versions in shared memory: read tensors equal the written tensors, after any earlier content."""
 
 import os
 
@@ -30,7 +30,7 @@ def test_staged_tensors_equal_the_written_tensors(
 
 
 def test_overwritten_weight_buffer_is_detected_by_its_reader() -> None:
-    """Hence two buffers: nothing is copied on the way."""
+    """The engine therefore has two buffers: nothing is copied on the way."""
     buffer = os.memfd_create("test")
     ((_, first),) = StagedTensors(buffer, write_tensors(buffer, {"w": torch.zeros(3)}))
     write_tensors(buffer, {"w": torch.ones(3)})

@@ -1,4 +1,4 @@
-"""A version has the tensors of the model's folder, whatever transformers calls them; what could not, is refused."""
+"""A version has the tensors of the model folder under any names of transformers; impossible folders are refused."""
 
 import json
 from collections.abc import Callable
@@ -22,14 +22,14 @@ Tensors = dict[str, torch.Tensor]
 
 
 def rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
-    """Change what a folder holds."""
+    """Change the tensors of a folder."""
     tensors = load_file(folder / WHOLE)
     change(tensors)
     save_file(tensors, folder / WHOLE, metadata={"format": "pt"})
 
 
 def gpt2_as_it_was_published(folder: Path) -> None:
-    """Without the name of the base model, and with the masks of its attention."""
+    """Write GPT-2 without the base-model prefix and with its attention masks."""
     tiny_policy("gpt2", folder)
 
     def older(tensors: Tensors) -> None:
@@ -43,7 +43,7 @@ def gpt2_as_it_was_published(folder: Path) -> None:
 
 
 def pythia_as_it_was_published(folder: Path) -> None:
-    """Its head is called otherwise, and its masks are truth values."""
+    """Write Pythia with another name of its head and boolean masks."""
     tiny_policy("gpt_neox", folder)
 
     def older(tensors: Tensors) -> None:
@@ -113,14 +113,14 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def held(folder: Path) -> Tensors:
-    """What everybody should take for the folder's tensors, integers and all."""
+    """Return the tensors of the folder, integers included."""
     index = folder / INDEX
     files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [WHOLE]
     return {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
 
 
 def trained(folder: Path) -> tuple[Any, FolderTensors]:
-    """A policy that is another than that of the folder."""
+    """Return a policy that differs from the folder."""
     model = load_policy(folder).eval()
     tensors = FolderTensors(model, folder)
     torch.manual_seed(7)
@@ -147,7 +147,7 @@ def test_version_has_the_tensors_that_a_receiver_of_the_folder_expects(folder: P
 
 
 def test_trained_version_loaded_as_a_folder_is_the_trained_model(folder: Path) -> None:
-    """Also what has another form in the model is put back where it was."""
+    """Tensors with another form in the model are converted back."""
     model, tensors = trained(folder)
     kind = type(model)
     again = kind.from_pretrained(None, config=model.config, state_dict=dict(tensors), dtype=torch.float32).eval()

@@ -1,6 +1,6 @@
-"""Whatever a stranger writes to a topic is a record or a RecordError, and no core that takes the record fails.
+"""Every fuzzed message decodes to a record or a RecordError, and no core fails on an accepted record.
 
-The loops around the cores are tried in `tests/chaos/test_fuzz.py`. Seeds are in the names of the tests.
+`tests/chaos/test_fuzz.py` tests the loops around the cores. Test names contain the seeds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -68,11 +68,11 @@ from tests.support.scripted_engine import turn_finished
 from tests.support.trajectory_fixtures import RULES, stepped
 
 MESSAGES = 180
-"""Of each topic; there are 14."""
+"""Number of messages per topic; there are 14 topics."""
 
 
 def items(fuzz: FuzzGenerator, topic: Topic, count: int) -> Iterator[Envelope | InvalidMessage]:
-    """What a reader hands out of a stranger's messages."""
+    """Yield the items that a reader returns for fuzzed messages."""
     assert topic.record is not None
     for offset in range(count):
         raw = fuzz.message(topic)
@@ -86,7 +86,7 @@ def items(fuzz: FuzzGenerator, topic: Topic, count: int) -> Iterator[Envelope | 
 
 
 class FuzzedCores:
-    """The cores of every role, with a life of their own in them for strangers to disturb."""
+    """The cores of every role with genuine state, which the fuzzer tries to disturb."""
 
     def __init__(self) -> None:
         self.now = 1.0
@@ -176,7 +176,7 @@ class FuzzedCores:
             raise UsageError(f"there is no {name}")
 
     def result(self, result: TurnResult) -> None:
-        """What becomes of it in a trajectory that waits for this turn, and of what that writes."""
+        """Apply the result to a trajectory that waits for this turn, and to the records that this writes."""
         prompt = with_full_sampling(PROMPT, RULES.sampling)
         life = begin(prompt, 3, home=0, observation=pack_tokens([5, 6]), state=b"")
         life.turn = result.turn
@@ -228,7 +228,7 @@ class FuzzedCores:
             self.lineage.forget_useless()
 
     def tell(self) -> None:
-        """What looks at a log afterwards takes all of it."""
+        """Feed everything to the commands that read a log."""
         self.view.present_executors(self.now)
         history = fold_history(self.history)
         rows, promised = seconds_of_lending(history, [], now=self.now), LatencyBudgets(ttft=1.0, tpot=1.0)
@@ -250,7 +250,7 @@ class FuzzedCores:
 
 
 BEAT = next(example for example in EXAMPLES if isinstance(example, SlackHeartbeat))
-"""Of an executor that is well: what strangers ask for is dispatched."""
+"""A heartbeat of a healthy executor, so that fuzzed requests are dispatched."""
 DONE = turn_finished("g-1:3/2/1", [9, 7], logprob=0.0)
 
 

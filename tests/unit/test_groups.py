@@ -1,4 +1,4 @@
-"""Group assembly: every group comes once, whole, in whatever order its samples come, over any number of restarts."""
+"""Group assembly: every group is returned once and complete, for any order of samples and any number of restarts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,8 @@ Log = list[list[Sample]]
 
 @st.composite
 def logs(draw: st.DrawFn, *, most: int = 2, groups: int = 6, largest: int = 4) -> Log:
-    """Samples of some groups over some partitions, in any order, each up to `most` times, some groups not complete."""
+    """Draw samples of some groups over some partitions, in any order, each up to `most` times, with incomplete
+    groups."""
     partitions: Log = [[] for _ in range(draw(st.integers(1, 3)))]
     samples = []
     for number in range(draw(st.integers(1, groups))):
@@ -32,7 +33,7 @@ def logs(draw: st.DrawFn, *, most: int = 2, groups: int = 6, largest: int = 4) -
 
 
 def new_assembly(settled: Sequence[str] = (), *, old: int = 0) -> GroupAssembly:
-    """Of one partition, of which so many samples were there at the start."""
+    """Return an assembly of one partition that had this many samples at the start."""
     return GroupAssembly(ResumePoint({0: 0}, 0), {0: old}, settled=settled)
 
 
@@ -42,16 +43,16 @@ def offer(assembly: GroupAssembly, one: Sample, *, partition: int = 0, offset: i
 
 @dataclass
 class LogState:
-    """What is on the log, and the checkpoint that a trainer may keep beside it."""
+    """The records on the log, and the checkpoint of a trainer."""
 
     samples: Log
     written: dict[int, int]
-    """How many samples of each partition were written before the present life began."""
+    """Number of samples of each partition that were written before the current run."""
     outcomes: list[str] = field(default_factory=list)
     """Groups in the order of settling."""
     place: ResumePoint = field(init=False)
     checkpoint: tuple[str, ...] = ()
-    """What the last settlement named that settled anything."""
+    """Groups of the last non-empty settlement."""
 
     def __post_init__(self) -> None:
         self.place = ResumePoint(dict.fromkeys(self.written, 0), 0)
@@ -59,7 +60,7 @@ class LogState:
 
 @dataclass
 class TrainerRun:
-    """A trainer from one start to its end, over what the lives before have left on the log."""
+    """A trainer from one start to its end, on the log left by earlier runs."""
 
     log_state: LogState
     assembly: GroupAssembly = field(init=False)
@@ -74,7 +75,7 @@ class TrainerRun:
         self.next = dict(begin.offsets)
 
     def read(self, partition: int) -> None:
-        """One record further, if there is one."""
+        """Read one more record, if there is one."""
         offset, records = self.next[partition], self.log_state.samples[partition]
         if offset < len(records):
             self.next[partition] += 1
@@ -116,7 +117,7 @@ ACTS = [
 @settings(max_examples=100)
 @given(logs(most=1, groups=4, largest=2), st.data())
 def test_every_group_outcome_is_written_once_over_any_restarts(samples: Log, data: st.DataObject) -> None:
-    """Settlements that are committed late, in another order, or never; checkpoints settled again; empty settlements."""
+    """Settlements are committed late, reordered or never; checkpoints are settled again; settlements may be empty."""
     log_state = LogState(samples, dict.fromkeys(range(len(samples)), 0))
     for _ in range(data.draw(st.integers(2, 4))):
         for number, records in enumerate(samples):

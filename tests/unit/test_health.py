@@ -1,4 +1,4 @@
-"""How a process is: silence is a hang, whatever was said last; who waits for its turn is well; HTTP says the same."""
+"""Health of a process: silence is a hang after any report, a waiting process is healthy, and HTTP reports the same."""
 
 import socket
 import threading
@@ -186,7 +186,7 @@ def test_health_port_in_a_container_comes_from_the_configuration(
 
 
 def replying(*pieces: bytes) -> str:
-    """The address of a server that says this to whoever asks, and then nothing more."""
+    """Run a server that sends these bytes to every client and then nothing; yield its address."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def serve_one() -> None:
@@ -194,7 +194,7 @@ def replying(*pieces: bytes) -> str:
         line.recv(1000)
         for piece in pieces:
             line.sendall(piece)
-        line.recv(1000)  # until the other hangs up
+        line.recv(1000)  # until the client disconnects
         line.close()
         server.close()
 

@@ -1,4 +1,4 @@
-"""The pace of an idle reader: it waits for every answer, and a rest is short beside the silence before it."""
+"""Rests of an idle reader: it waits for every answer, and a rest is short compared with the silence before it."""
 
 import math
 

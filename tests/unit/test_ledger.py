@@ -1,4 +1,4 @@
-"""The conservation law: what the ledger says of any history, in any order of topics."""
+"""The conservation law: the ledger's counts for any history, in any order of topics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ def audit_of(*events: Event, **since: float) -> Audit:
 
 @dataclass(frozen=True)
 class TrajectoryCase:
-    """How far a trajectory came, and what the audit must say of it."""
+    """The progress of a trajectory, and its expected state in the audit."""
 
     events: tuple[tuple[str, Callable[[str], Event]], ...]
     expected_state: str
@@ -90,7 +90,7 @@ def test_every_trajectory_of_an_open_group_is_counted_in_one_state(
 ) -> None:
     topics: dict[str, list[Event]] = {name: [] for name in order}
     topics["groups"].append(group(size=len(courses)))
-    if not deleted:  # after some days the group alone knows what was asked for
+    if not deleted:  # after some days only the group knows the requested trajectories
         topics["prompts"].append(prompt(size=len(courses)))
     for index, course in enumerate(courses):
         for topic, event in course.events:
@@ -116,7 +116,7 @@ def test_every_trajectory_of_an_open_group_is_counted_in_one_state(
 def test_duplicate_prompts_request_their_group_once(
     copies: list[tuple[int, bool]], known: GroupState | None, order: object
 ) -> None:
-    """Partition 0 is the home; `known` None: nothing was decided at home yet."""
+    """Partition 0 is the home; `known` None means that the home has decided nothing yet."""
     events = []
     for offset, (partition, is_dead) in enumerate(copies):
         events.append(prompt((partition, offset), at_home=partition == 0))

@@ -1,4 +1,4 @@
-"""Admission: what serving is promised holds for every step that is admitted, and an idle server always lends."""
+"""Admission: serving's promise holds for every admitted step, and an idle server always lends."""
 
 import math
 import random
@@ -25,7 +25,7 @@ from rose.workers.lender.admission import (
 STEP_TOKENS = 512
 NOW = 1000.0
 EXACT = 1e-6
-"""Seconds by which sums of floats may differ."""
+"""Tolerance of float sums, in seconds."""
 
 
 def step(seconds: float) -> NextWork:
@@ -38,7 +38,7 @@ def admission(dial: float = SLO, *, ttft: float = 0.5, tpot: float = 0.05, longe
 
 
 def taught(admission: Admission, *, steps: int = 400, held: int = 8) -> Admission:
-    """Serving has steps of 2 ms and 0.02 ms a token, the guest of 4 ms and 0.1 ms a token."""
+    """Return a trained admission: serving steps of 2 ms and 0.02 ms a token, guest steps of 4 ms and 0.1 ms a token."""
     for number in range(steps):
         prompt = 200 if number % 10 == 0 else 0
         admission.on_serving_step(
@@ -156,7 +156,7 @@ def test_slo_dial_lends_within_the_slack_and_names_the_limit() -> None:
 def test_never_idle_serving_with_slack_starts_to_lend(
     held: int, work: WorkKind, wanted_seconds: float, after: float
 ) -> None:
-    """A guest of which nothing is known: to build it, to prepare its version, and its first step."""
+    """Nothing is known of the guest: its build, the staging of its version, and its first step."""
     slo, strict, queued = admission(), admission(STRICT), admission()
     answers = []
     for subject in (slo, strict, queued):
@@ -190,7 +190,7 @@ def test_never_idle_serving_with_a_budget_below_the_yield_bound_lends_its_slack(
 
 @pytest.mark.parametrize("slow", [1.0, 2.5])
 def test_guest_of_never_idle_serving_continues_after_first_and_slow_steps(slow: float) -> None:
-    """Its steps take more than half of the yield bound, and for a while more than all of it."""
+    """The guest's steps take more than half of the yield bound, and for a while more than all of it."""
     subject, draw, now, lent = admission(0.5, ttft=2.0, tpot=0.3), random.Random(1), NOW, [0, 0, 0]
     for number in range(20_000):
         part = 0 if number < 2000 else 1 if number < 2500 else 2
@@ -227,7 +227,7 @@ def test_guest_with_steps_over_the_yield_bound_is_rarely_tried_beside_serving() 
     ("budgets", "reason"), [({"ttft": 0.03}, HoldReason.PREFILL), ({"tpot": 0.012}, HoldReason.DECODE)]
 )
 def test_expected_prompt_arrivals_reduce_the_slack(budgets: dict[str, float], reason: HoldReason) -> None:
-    """Of what is held alone, nothing would be late."""
+    """With only the held requests, no deadline would be missed."""
     decoding = ServingState(last_tokens=[NOW] * 8)
     subject = taught(admission(1.0, **budgets))
     assert subject.admit(decoding, step(0.005), now=NOW).hold_reason is None
@@ -264,11 +264,12 @@ def test_higher_dial_never_admits_less(low: float, high: float, steps: int, held
 def test_guest_occupancy_stays_within_the_credit_of_serving_steps(
     dial: float, history: list[tuple[int, float, float, bool]]
 ) -> None:
-    """Over any stretch of a history: requests x seconds of guests against those of serving's fixed cost."""
+    """The bound holds over any part of a history: requests x seconds of guests against those of serving's fixed
+    cost."""
     longest = 0.02
     guard, earned, spent = OccupancyGuard(dial=dial, longest_seconds=longest), 0.0, 0.0
     most = 0.0
-    """That guests may have spent by now, as the tightest stretch up to here says."""
+    """Credit that guests may have spent by now, by the tightest part of the history so far."""
     for held, fixed, share, wants in history:
         guard.on_serving_step(held, fixed)
         earned += held * fixed * dial / (1 - dial)
@@ -283,7 +284,7 @@ def test_guest_occupancy_stays_within_the_credit_of_serving_steps(
 @pytest.mark.parametrize("after", [0.0, 0.001], ids=["warm", "cold"])
 @pytest.mark.parametrize("every", [2, 6])
 def test_delay_of_the_next_serving_step_is_charged_to_the_guest(after: float, every: int) -> None:
-    """Of steps of 2 ms and 0.1 ms a token; every so many the guest has computed before one, which then takes longer."""
+    """Steps take 2 ms and 0.1 ms a token. Before some steps the guest has computed, and these take longer."""
     subject, draw, fixed, guests = admission(), random.Random(3), 0.0, 0.0
     for number in range(4000):
         held, guest = draw.randint(1, 20), number % every == 0
@@ -312,7 +313,8 @@ def test_never_idle_serving_lends_again_after_a_process_halt_in_a_guest_step() -
 
 
 def test_never_idle_serving_lends_again_after_a_slow_period() -> None:
-    """Its steps take 30 ms, and twice as long while somebody else has the machine: that is not the guest's doing."""
+    """Serving steps take 30 ms, and twice as long while another process uses the machine, which is not the guest's
+    delay."""
     subject, draw, now, lent = taught(admission(0.5, ttft=2.0, tpot=0.3)), random.Random(1), NOW, 0
     for number in range(10_000):
         seconds = (0.06 if 2000 <= number < 4000 else 0.03) * draw.uniform(0.97, 1.03)

@@ -1,4 +1,4 @@
-"""Where an endpoint is: what cannot be asked, or would put a password on the bus, is refused when it is said."""
+"""The address of an endpoint: an unusable address, or one with a password for the bus, is refused at once."""
 
 import pytest
 

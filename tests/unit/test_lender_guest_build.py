@@ -1,4 +1,4 @@
-"""The first steps of a guest: bounded, and what they cost is known before the first turn."""
+"""The first steps of a guest: they are bounded, and their cost is known before the first turn."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from rose.workers.executor.vllm.types import StepResult
 from rose.workers.lender.vllm.guest_build import MAX_PROFILE_TOKENS, StepProfile, profile_sizes
 
 BASE, TOKEN = 0.004, 0.0002
-"""Seconds of a step, and of each token in it; the first one of all takes ten times as long."""
+"""Seconds of a step, and of each token in it; the very first step takes ten times as long."""
 
 
 class PlayedEngine:
@@ -40,7 +40,7 @@ def engine() -> PlayedEngine:
 
 
 def profiled(engine: Any, room_tokens: int, yield_seconds: float = 1.0) -> StepCost:
-    """Steps as admission lets them: of as many tokens as fit, and one at least."""
+    """Run the profile with steps of as many tokens as fit, and at least one."""
     cost = StepCost(**INITIAL_COST)
     profile = StepProfile(engine, cost)
     while not profile.done:

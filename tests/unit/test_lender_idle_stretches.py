@@ -1,4 +1,4 @@
-"""What could be lent: all time is idle or busy, and each stretch is counted once, where it belongs."""
+"""Observed idle capacity: all time is idle or busy, and each stretch is counted once in its bucket."""
 
 from threading import Event
 from typing import Any
@@ -16,7 +16,7 @@ from rose.workers.lender.observe import ObservationCollector, log_fields, observ
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 500.0)), max_size=60))
 def test_all_time_is_idle_or_busy_and_each_idle_stretch_is_counted(history: list[tuple[bool, float]]) -> None:
-    """What serving comes to be, idle or not, and how long after what came before."""
+    """Each event is the new state of serving, and the time since the last event."""
     idleness, now, idle, stretches, since = IdleStretches(0.0), 0.0, 0.0, list[float](), 0.0
     is_idle = True
     for becomes_idle, seconds in history:
@@ -49,7 +49,7 @@ def test_idle_stretches_are_exported_and_logged() -> None:
 
 
 class Link:
-    """To a server that says this much and is gone."""
+    """A link to a server that sends these reports and is then gone."""
 
     def __init__(self, *reports: Report) -> None:
         self.pending = [*reports]

@@ -1,4 +1,5 @@
-"""Turns beside a serving engine that does what was not foreseen: it goes on, and its loop does not spin."""
+"""Interleaved guest steps beside a serving engine with unexpected behaviour: serving continues, and its loop does not
+spin."""
 
 import logging
 import math
@@ -21,7 +22,7 @@ from rose.workers.lender.watchdog_page import StatusPage
 
 
 def serving() -> Any:
-    """A core that steps, played."""
+    """A scripted engine core that steps."""
     pool = BlockPool(8, enable_caching=True, hash_block_size=1)
     scheduler = SimpleNamespace(
         max_num_scheduled_tokens=64,
@@ -50,7 +51,7 @@ def serving() -> Any:
 
 
 class BusyGuest:
-    """Wants to compute, always."""
+    """A guest that always has work."""
 
     busy, next_work = True, NextWork(WorkKind.STEP, 0.01)
 
@@ -71,18 +72,18 @@ class BusyGuest:
 
 
 class Layered(BusyGuest):
-    """Its step has layers, between which it looks up. Whatever fails in it, it catches."""
+    """A guest step with layers, between which it yields. It catches every exception."""
 
     has_room = True
     stands_for = 10**6
-    """Looks, after which something waits for the step's end."""
+    """Number of checks after which the end of the step is awaited."""
 
     def __init__(self, between_layers: Callable[[], None], during_layer: Callable[[int], None]) -> None:
         super().__init__()
         self.between_layers, self.during_layer = between_layers, during_layer
         self.is_aside = False
         self.stood = 0
-        """Times that it was asked whether it may stand on."""
+        """Number of checks whether the step may stay paused."""
         self.failed: Exception | None = None
 
     def make_room_mid_step(self) -> bool:
@@ -215,7 +216,7 @@ def layered(
     has_room: bool = True,
     stands_for: int = 10**6,
 ) -> Layered:
-    """A guest beside a core that serves each of those who come, before these layers, in so many steps."""
+    """Return a guest beside a core that serves each request, which arrives before these layers, in this many steps."""
 
     def during_layer(layer: int) -> None:
         done.append(f"layer {layer}")
@@ -257,7 +258,7 @@ def test_step_without_reclaimable_memory_runs_to_its_end(core: Any, turns: StepI
 def test_step_is_paused_while_serving_is_busy(
     core: Any, turns: StepInterleaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None of it is computed amid serving's work, whatever time that takes; and why it waits is told meanwhile."""
+    """The guest computes nothing during serving's work of any length, and reports the reason of the wait."""
     now = iter(range(0, 10**6, 100))
     monkeypatch.setattr("rose.workers.lender.vllm.interleaving.time.monotonic", lambda: float(next(now)))
     done: list[str] = []
@@ -267,7 +268,7 @@ def test_step_is_paused_while_serving_is_busy(
 
 
 def test_awaited_step_runs_to_its_end(core: Any, turns: StepInterleaver) -> None:
-    """What it computes then is one piece to whoever waits."""
+    """The rest of the step is one piece for the waiting request."""
     done: list[str] = []
     guest = layered(turns, core, done, comes={0: "a", 1: "b", 2: "c"}, steps=3, stands_for=5)
     assert done == ["layer 0", *["a"] * 3, "layer 1", *["b"] * 2, "layer 2", "layer 3"]
@@ -324,7 +325,7 @@ def test_serving_error_keeps_its_cause(core: Any, turns: StepInterleaver) -> Non
 def test_paused_step_continues_beside_a_request_only_within_the_slack(
     core: Any, turns: StepInterleaver, slack: float, goes_on: bool
 ) -> None:
-    """It is not chopped up any more; and it is charged beside those whom serving holds by then."""
+    """The step is not split further, and is charged for the requests that serving holds by then."""
     reported: list[int] = []
     turns._admission.on_guest_run = lambda *, held, seconds: reported.append(held)  # type: ignore[method-assign]
     admit = turns._admission.admit
@@ -346,7 +347,7 @@ def test_paused_step_continues_beside_a_request_only_within_the_slack(
 def test_step_planned_in_idle_time_continues_piecewise_beside_serving(
     core: Any, turns: StepInterleaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a guest beside a server that is not idle again stands for ever, and nothing says why."""
+    """Otherwise a guest beside a never idle server would stay paused forever without a reason."""
     now = 100.0
     monkeypatch.setattr(
         "rose.workers.lender.vllm.interleaving.time", SimpleNamespace(monotonic=lambda: now, thread_time=int)

@@ -42,7 +42,7 @@ def decide(
 
 
 class KvBudgetMachine(RuleBasedStateMachine):
-    """Two tenants that take what they may, and give back what they must, in any order."""
+    """Two tenants that take and return KV memory in any order."""
 
     @initialize(
         total=st.integers(50, 5_000),
@@ -61,9 +61,9 @@ class KvBudgetMachine(RuleBasedStateMachine):
         self.guest: dict[str, int] = {}
         self.guest_cached = 0
         self.halvings = 0
-        """Since the budget grew last."""
+        """Number of halvings since the last growth."""
         self.thaws_at = -math.inf
-        """No growth before this, or another version."""
+        """Time before which the budget does not grow without a new version."""
         self.version_at_cut = -1
         self.names = 0
         self.shares = self.look()
@@ -90,7 +90,7 @@ class KvBudgetMachine(RuleBasedStateMachine):
         return shares
 
     def judge(self, before: KvShares | None, shares: KvShares, *, grow: bool) -> None:
-        """The laws of one decision after another."""
+        """Check the invariants of consecutive decisions."""
         if before is not None and shares.budget_bytes > before.budget_bytes:
             assert self.now >= self.thaws_at or self.version != self.version_at_cut, "it grew while it was frozen"
             assert grow and not shares.cuts
@@ -107,7 +107,7 @@ class KvBudgetMachine(RuleBasedStateMachine):
 
     @rule(share=st.floats(0, 1))
     def serving_takes(self, share: float) -> None:
-        """New blocks, out of what it may have; what does not fit is wanted, and given by the next decision."""
+        """Allocate new serving blocks within its share. The rest is requested, and granted by the next decision."""
         self.wanted_bytes = int(share * (self.bounds.total_bytes - self.serving))
         self.look()
         assert self.serving + self.wanted_bytes <= self.shares.serving_bytes or self.shares.kept_bytes == 0
@@ -184,7 +184,7 @@ def test_worked_example_of_the_documentation_holds() -> None:
 
 @given(st.integers(20, 70), st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=60))
 def test_recent_serving_demand_that_returns_cuts_no_guest_turn(peak: int, history: list[tuple[float, float]]) -> None:
-    """Whatever versions land meanwhile: growth remembers the peak."""
+    """Versions may activate meanwhile: growth remembers the peak."""
     memory, now = KvBudget(bounds()), 0.0
     assert decide(memory, peak, now=now).budget_bytes == 80 - peak
     for version, (serving, pause) in enumerate(history):
@@ -195,7 +195,7 @@ def test_recent_serving_demand_that_returns_cuts_no_guest_turn(peak: int, histor
 
 @given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 100))
 def test_serving_gets_its_demand_within_one_decision(serving: int, wanted_bytes: int, guest: int) -> None:
-    """From the one in which the guest would grow, and from a later one."""
+    """The decision is one in which the guest would grow, or a later one."""
     memory = KvBudget(bounds(headroom=0))
     growing = decide(KvBudget(bounds(headroom=0)), serving, now=0, serving_wanted_bytes=wanted_bytes)
     assert growing.serving_bytes >= min(100, serving + wanted_bytes)

@@ -1,4 +1,4 @@
-"""Blocks of a tenant: none is lost, what is kept is found, and pages are given back of what nobody may touch alone."""
+"""Blocks of a tenant: none is lost, kept blocks are found, and only untouchable pages are returned."""
 
 import ctypes
 from typing import Any
@@ -21,7 +21,7 @@ BLOCK_BYTES = 2 * STRIDE
 
 
 def cache() -> tuple[torch.Tensor, CachePages]:
-    """Two layers of BLOCKS blocks, as vLLM lays them on a CPU."""
+    """Return two layers of BLOCKS blocks, as vLLM allocates them on a CPU."""
     memory = torch.full((BLOCKS * BLOCK_BYTES,), 7, dtype=torch.uint8)
     layers = KVCacheTensor(
         size=memory.nbytes, layers=["0", "1"], layer_stride=BLOCKS * STRIDE, block_stride=STRIDE, offset=0
@@ -61,7 +61,7 @@ def test_cache_in_locked_memory_can_be_released() -> None:
 
 
 class Requests(RuleBasedStateMachine):
-    """Requests that take, find and free blocks, while the pool is fitted anew between any two of them."""
+    """Requests that take, hit and free blocks, while the pool is resized between any two of them."""
 
     @initialize()
     def begin(self) -> None:
@@ -70,7 +70,7 @@ class Requests(RuleBasedStateMachine):
         self.pool = KvPool(self.vllm, BLOCK_BYTES, pages)
         self.held: list[list[KVCacheBlock]] = []
         self.written: dict[bytes, int] = {}
-        """By prefix, its block when it was written."""
+        """The block of each prefix when it was written."""
         self.names = 0
         self.most_used = self.most_there = self.pool.blocks
 
@@ -85,7 +85,7 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 100), full=st.integers(0, 12))
     def ends(self, which: int, full: int) -> None:
-        """With so many of its blocks full, which vLLM then caches."""
+        """End a request with this many full blocks, which vLLM then caches."""
         blocks = self.held.pop(which % len(self.held))
         for block in blocks[:full]:
             if block.block_hash is None:
@@ -135,7 +135,7 @@ TestRequests = Requests.TestCase
 
 
 def of(pool: KvPool, prefixes: int) -> list[Any]:
-    """So many blocks that a request has left, each with a prefix of its own; the oldest first."""
+    """Return this many blocks of an ended request, each with its own prefix, oldest first."""
     blocks = pool._pool.get_new_blocks(prefixes)
     for block in blocks:
         name = make_block_hash_with_group_id(BlockHash(str(block.block_id).encode()), 0)

@@ -1,4 +1,4 @@
-"""Serving has the blocks of its next step whatever the guest's requests found among the prefixes that it kept."""
+"""Serving gets the blocks of its next step regardless of prefix hits of the guest's requests."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from rose.workers.lender.vllm.kv_pool import KvPool
 from rose.workers.lender.vllm.kv_sharing import KvSharing
 
 SERVING_BYTES, GUEST_BYTES = 300, 100
-"""Of a block."""
+"""Bytes of a block."""
 
 
 class ScriptedTurns(dict[str, list[KVCacheBlock]]):
@@ -27,7 +27,7 @@ class ScriptedTurns(dict[str, list[KVCacheBlock]]):
 
 
 class KvSharingFixture:
-    """Serving's 20 blocks, and a guest that may hold twice as many of a third of their size."""
+    """Serving with 20 blocks, and a guest that may hold twice as many of a third of their size."""
 
     def __init__(self) -> None:
         self.serving = KvPool(BlockPool(21, enable_caching=True, hash_block_size=1), SERVING_BYTES, None)
@@ -68,7 +68,7 @@ class KvSharingFixture:
         assert self.serving.free >= self.wanted_blocks, "serving waits for a block that the guest holds"
 
     def begin(self, name: str, found: list[Any], new: int) -> None:
-        """In a step of the guest."""
+        """Begin a step of the guest."""
         self.turns.steps += 1
         self.guest._pool.touch(found)
         self.turns[name] = [*found, *self.guest._pool.get_new_blocks(new)]
@@ -107,7 +107,7 @@ def test_guest_pool_grows_to_its_grant_and_no_further() -> None:
 
 
 def test_paused_step_gives_only_memory_that_no_turn_holds() -> None:
-    """Also where serving's cache was reset meanwhile, which takes back what it lends until the next look."""
+    """This also holds after a reset of serving's cache, which takes lent memory back until the next check."""
     sharing_fixture = KvSharingFixture()
     sharing_fixture.look(grow=True)
     there = sharing_fixture.guest.available

@@ -1,4 +1,4 @@
-"""What is the process's, while a guest steps and after."""
+"""Process globals during and after a guest step."""
 
 import os
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_guest_has_a_tensor_parallel_group_separate_from_serving(monkeypatch: py
 def test_later_guest_reuses_the_group_of_the_first_without_a_local_serving_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM makes all of its groups or none: a second guest that found no more than the others could not be built."""
+    """vLLM creates all of its groups or none: a second guest that found only some could not be built."""
     monkeypatch.setattr(parallel_state, "_TP", None)
     with globals_for_build().as_guest_build():
         parallel_state._TP = "of guests"
@@ -45,7 +45,7 @@ def test_later_guest_reuses_the_group_of_the_first_without_a_local_serving_worke
 
 
 def test_paused_guest_build_does_not_hold_back_host_output(globals_swap: GlobalsSwap) -> None:
-    """vLLM turns the process's standard output away while it makes a group."""
+    """vLLM redirects the standard output of the process while it creates a group."""
     with globals_swap.as_guest_build():
         quiet = parallel_state.suppress_stdout()
         with quiet:
@@ -55,7 +55,7 @@ def test_paused_guest_build_does_not_hold_back_host_output(globals_swap: Globals
 
 @pytest.mark.parametrize("phase", ["as_guest_build", "as_guest"])
 def test_guest_is_not_compiled_and_host_compilation_is_unchanged(globals_swap: GlobalsSwap, phase: str) -> None:
-    """Serving would stand still for as long as that takes."""
+    """Serving would stand still for the duration of the compilation."""
     compiled: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Any:
@@ -74,7 +74,7 @@ def test_guest_is_not_compiled_and_host_compilation_is_unchanged(globals_swap: G
 
 
 def test_tensors_made_by_the_host_during_a_paused_step_have_host_defaults(globals_swap: GlobalsSwap) -> None:
-    """A tensor that was made in inference mode could not be written to in a step of serving's that is in none."""
+    """A tensor made in inference mode could not be written in a serving step outside of inference mode."""
     outside = torch.get_rng_state()
     with globals_swap.as_guest(), torch.inference_mode(), override_forward_context(SimpleNamespace()):
         torch.manual_seed(7)

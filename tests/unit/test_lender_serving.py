@@ -1,4 +1,4 @@
-"""What admission is told of serving: tokens by what they cost it, moments by one clock."""
+"""The view of serving for admission: tokens by their cost, times by one clock."""
 
 import time
 from collections import deque
@@ -64,7 +64,7 @@ def test_chunks_count_as_prefill_until_the_first_token_and_after_preemption() ->
     assert (step_arguments["prompt_tokens"], step_arguments["decoding"]) == (40, 1)
     step_arguments = server.step(one=1, other=1)
     assert (step_arguments["prompt_tokens"], step_arguments["decoding"]) == (0, 2)
-    step_arguments = server.step(one=103, other=1)  # it was preempted, and computes all of its tokens anew
+    step_arguments = server.step(one=103, other=1)  # it was preempted, and computes all of its tokens again
     assert (step_arguments["prompt_tokens"], step_arguments["decoding"]) == (103, 1)
 
 

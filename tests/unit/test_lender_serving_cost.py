@@ -1,4 +1,4 @@
-"""What steps cost, serving's and the guest's, is learned from them: noise, stalls and changes are told apart."""
+"""Step costs of serving and guest are learned from steps: noise, stalls and changes are distinguished."""
 
 import math
 import random
@@ -13,11 +13,11 @@ from rose.workers.lender.admission import ArrivalRate, ServingCost
 STEP_TOKENS = 512
 NOW = 1000.0
 EXACT = 1e-6
-"""Seconds by which sums of floats may differ."""
+"""Tolerance of float sums, in seconds."""
 
 
 def test_stall_of_the_serving_loop_gives_no_credit() -> None:
-    """Steps of 1 ms and 0.5 ms a token: what is for tokens earns nothing, neither before a stall nor after it."""
+    """Steps take 1 ms and 0.5 ms a token: the time of tokens earns no credit, neither before nor after a stall."""
     cost, draw, earned = ServingCost(step_tokens=STEP_TOKENS), random.Random(5), []
     for number in range(600):
         decoding = draw.randint(1, 20)
@@ -36,7 +36,7 @@ def test_permanent_cost_change_is_followed() -> None:
 
 @given(st.integers(0, 2**32), st.floats(0.02, 0.5))
 def test_nine_of_ten_steps_end_within_the_cautious_price(seed: int, noise: float) -> None:
-    """The error finds the noise, and falls again once it is gone."""
+    """The error follows the noise, and falls again once the noise is gone."""
     draw = random.Random(seed)
     cost, within = StepCost(base_seconds=1.0, token_seconds=1.0), 0
     for number in range(1500):
@@ -74,7 +74,7 @@ def test_bounded_steps_end_within_their_bound_in_99_of_100_cases_without_stalls(
 
 
 def test_growing_decode_contexts_are_followed() -> None:
-    """A decode costs 2 ms and 0.5 us for each context token; conversations of 100 to 2,000 tokens come and go."""
+    """A decode costs 2 ms and 0.5 us per context token; conversations of 100 to 2,000 tokens come and go."""
     cost, draw = ServingCost(step_tokens=STEP_TOKENS), random.Random(7)
     contexts = [draw.randint(100, 2000) for _ in range(8)]
     late = 0
@@ -109,7 +109,7 @@ def test_rare_prompts_have_a_small_price_and_old_prompts_none() -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("late", [0.015, 0.021, 0.024])
 def test_wrong_token_price_that_allows_one_step_size_is_corrected(seed: int, late: float) -> None:
-    """Learned when the machine was slow for a moment: without a step of another size it would stand for ever."""
+    """The price was learned in a slow moment of the machine: without a step of another size it would stay forever."""
     draw = random.Random(seed)
     cost, sizes = StepCost(base_seconds=0.01, token_seconds=0.0001), []
     for tokens, seconds in ((1, 0.008), (2, late), (1, 0.008), (2, late), (1, 0.009)):
@@ -124,7 +124,7 @@ def test_wrong_token_price_that_allows_one_step_size_is_corrected(seed: int, lat
 
 
 def test_decodes_of_one_size_do_not_lower_the_token_price() -> None:
-    """What the steps with prompts told of it is planned with as long as it is known at all, and told for ever."""
+    """The token price of steps with prompts is used for plans while it is recent, and reported forever."""
     cost = StepCost(base_seconds=0.01, token_seconds=0.0001)
     for number in range(50):
         cost.observe(8 + 64 * (number % 2), 0.004 + 0.0005 * (8 + 64 * (number % 2)))

@@ -1,4 +1,5 @@
-"""Who knocks at a server: taken in with what it brings, or sent away, and gone when its connection is."""
+"""Connections to a server's sidecar socket: accepted with their descriptors, or rejected, and closed with the
+connection."""
 
 import logging
 import os
@@ -27,7 +28,7 @@ BEAT_SECONDS = 0.05
 
 
 class Host:
-    """A loop that is woken."""
+    """A loop that can be woken."""
 
     def __init__(self, path: Path) -> None:
         self.woken = threading.Semaphore(0)
@@ -62,7 +63,7 @@ def order(end: Connection, message: bytes) -> None:
 
 
 def ended(end: Connection) -> bool:
-    """Whether the other end is gone."""
+    """Whether the peer has closed."""
     return bool(select.select([end.connection], [], [], 0)[0])
 
 

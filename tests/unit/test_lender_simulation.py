@@ -1,6 +1,6 @@
-"""A simulation: why the slack alone is not enough, and that the occupancy guard holds what serving holds.
+"""A simulation: the slack alone is not enough, and the occupancy guard bounds the held requests.
 
-Every token in time, and yet by Little's law serving holds many times the requests that it would alone.
+With every token in time, serving still holds many times the requests that it would hold alone, by Little's law.
 """
 
 from functools import cache
@@ -12,7 +12,7 @@ from tests.support.lender_fixtures import LenderSimulation, Seen, run
 
 LIGHT = LenderSimulation()
 HEAVY = LenderSimulation(prompt=8, token=0.0006)
-"""The work of single tokens takes more than half of the time: whatever stretches it further has no end."""
+"""The token work takes more than half of the time: any further stretch grows without bound."""
 
 BURSTY = LenderSimulation(rate=10.0, burst=10.0, token=0.00006)
 
@@ -37,7 +37,7 @@ def test_slack_without_the_guard_raises_occupancy_fivefold_without_late_tokens(s
 @WORLDS
 @pytest.mark.parametrize("dial", [0.2, 0.5])
 def test_guard_keeps_occupancy_within_the_dial(simulation: LenderSimulation, dial: float, seed: int) -> None:
-    """Against strict: what a request waits for a step that began before it came is the yield bound's."""
+    """The comparison is with the strict dial: the wait for a step that began earlier belongs to the yield bound."""
     strict, slo = seen(simulation, STRICT, seed), seen(simulation, dial, seed)
     assert slo.served == strict.served
     assert slo.occupancy < 1.1 * strict.occupancy / (1 - dial)

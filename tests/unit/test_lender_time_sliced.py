@@ -1,4 +1,4 @@
-"""A function in pieces: it moves only while it is let, and never stands still with a lock that others need."""
+"""A function in slices: it runs only while resumed, and never pauses with a lock that others need."""
 
 import logging
 import threading
@@ -54,7 +54,7 @@ def test_exception_of_the_call_is_raised_at_its_end() -> None:
 
 
 def test_resuming_thread_can_log_and_import_during_every_pause(tmp_path: Path) -> None:
-    """A log line and an import hold locks; a deadlock here would last for ever."""
+    """A log call and an import hold locks; a deadlock here would last forever."""
     log = logging.getLogger("test_lender_pieces")
     log.addHandler(logging.FileHandler(tmp_path / "log"))
     log.setLevel(logging.INFO)

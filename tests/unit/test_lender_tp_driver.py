@@ -1,4 +1,4 @@
-"""How the loop drives a guest's ranks: one thread speaks to them, all of them answer, two phases serve a version."""
+"""The loop drives a guest's ranks: one thread talks to them, all of them answer, and two phases activate a version."""
 
 import gc
 import os
@@ -23,7 +23,8 @@ SHAPES = {"model.norm.weight": (4,)}
 
 
 class Workers:
-    """Serving's executor over ranks that `answer` stands for: by rank and what it is asked for. It notes who asked."""
+    """Serving's executor over ranks. `answer` gives the result by rank and function, and the calling threads
+    are noted."""
 
     def __init__(self, answer: Callable[[int, str, Any], Any]) -> None:
         self.answer = answer
@@ -174,7 +175,7 @@ def test_staging_failure_on_a_rank_rejects_the_version_and_activation_failure_en
 
 
 def test_objects_of_a_worker_before_serving_are_frozen_for_the_garbage_collector() -> None:
-    """vLLM has a heap looked through twice for each model that is loaded, in one piece."""
+    """vLLM scans a heap twice in one piece for each loaded model."""
     host: Any = SimpleNamespace()
     try:
         assert call_worker(host, "process_id", False) == (True, current_process_id())

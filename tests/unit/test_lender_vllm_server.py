@@ -1,4 +1,4 @@
-"""What a server of `rose lend` leaves with and leaves behind; a program that is played stands in for vLLM's."""
+"""Exit status and remains of a `rose lend` server; a script stands in for vLLM's."""
 
 import os
 import signal
@@ -68,9 +68,8 @@ if __name__ == "__main__":
 def test_server_with_a_lost_core_reports_that_and_any_other_exits_as_vllm(
     tmp_path: Path, does: str, status: int, left_with: int
 ) -> None:
-    """`serves`: until it is asked to stop, when it ends its core itself. `is cleared away`: it dies, and is sent a
-    signal once its server hears of that, as by vLLM. `leaves last`: the watchdog has left, and taken the page along.
-    """
+    """`serves` runs until stopped and ends its core itself. `is cleared away` dies, and gets a signal once its server
+    learns of it, as with vLLM. `leaves last` runs after the watchdog has ended with its status page."""
     (tmp_path / "played.py").write_text(SERVER)
     page = tmp_path / "pulse"
     StatusPage.create(page)
@@ -125,7 +124,7 @@ except KeyboardInterrupt:
 
 
 def test_server_stops_when_asked_during_loading(tmp_path: Path) -> None:
-    """As vLLM's does: its handler's exception is caught where it waits for its engine core."""
+    """vLLM's signal handler raises an exception that is caught where it waits for its engine core."""
     (tmp_path / "played.py").write_text(LOADS)
     with subprocess.Popen(
         [sys.executable, "-c", "from rose.workers.lender.vllm_server import main; main('played')"],
@@ -140,7 +139,7 @@ def test_server_stops_when_asked_during_loading(tmp_path: Path) -> None:
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where they are made."""
+    """Folder in which servers create their folders."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
@@ -191,7 +190,7 @@ def test_foreign_folder_or_file_is_left_alone(folders: Path, monkeypatch: pytest
 
 
 def test_concurrent_starts_never_share_or_lose_a_folder(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other start finds a folder between its making and its locking, and takes it for one that was left."""
+    """The other start finds a folder between its creation and its lock, and takes it for an abandoned folder."""
     make, others = tempfile.mkdtemp, list[Path]()
 
     def found_at_once(*, prefix: str) -> str:

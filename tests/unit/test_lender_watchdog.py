@@ -1,4 +1,4 @@
-"""The watchdog: the sidecar comes back, a file stops lending, and a guest that hangs ends its engine core."""
+"""The watchdog: it restarts the sidecar, a stop file stops lending, and a hung guest ends its engine core."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 STOP_SECONDS = 1.0
-"""Within which a file stops lending."""
+"""Time within which a stop file stops lending."""
 
 CORE = """
 import sys, time
@@ -45,7 +45,8 @@ a_step_that_hangs()
 
 
 def named(process: "subprocess.Popen[bytes]", *, before: int = 0) -> str:
-    """Which one, as a core is told; `before`: of one that had its id so many ticks before."""
+    """Return the id and start time of a process, as a core reports it. `before` is the start of an earlier process with
+    this id."""
     found = process_id_of(process.pid)
     assert found is not None
     return str(found._replace(started=found.started - before).packed)
@@ -70,7 +71,7 @@ class SidecarStarter:
 
 @contextmanager
 def kept(folder: Path, begin: Callable[[], int], *, hang_seconds: float = 60.0) -> Iterator[StatusPage]:
-    """While a watchdog keeps; it says goodbye at the end."""
+    """Run a watchdog during the block, and end it in order."""
     status_page, stop = StatusPage.create(folder / "pulse"), Event()
     watchdog = Watchdog(status_page, folder / "marks" / "stop", begin, hang_seconds=hang_seconds)
     thread = Thread(target=watchdog.run, args=(stop,))
@@ -152,7 +153,7 @@ def test_hung_guest_ends_its_engine_core_and_slow_serving_does_not(tmp_path: Pat
     log = tmp_path / "log"
     with kept(tmp_path, SidecarStarter("exec sleep 600").begin, hang_seconds=1.0), log.open("wb") as output:
         ranks = [subprocess.Popen(["sh", "-c", "trap '' RTMIN+6; exec sleep 600"]) for _ in range(2)]
-        other_process = subprocess.Popen(["sleep", "600"])  # which has got the id of a rank that is gone
+        other_process = subprocess.Popen(["sleep", "600"])  # has the id of an ended rank
         names = [*map(named, ranks), named(other_process, before=1)]
         core = subprocess.Popen(
             [sys.executable, "-c", CORE, str(tmp_path / "pulse"), holder, *names], cwd=ROOT, stderr=output
@@ -174,7 +175,7 @@ def test_hung_guest_ends_its_engine_core_and_slow_serving_does_not(tmp_path: Pat
 
 
 def test_halted_rank_time_does_not_count_as_guest_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine core waits for it, in the guest's turn."""
+    """The engine core waits for the rank, in the guest's turn."""
     looks: list[bool] = []
 
     class Noted(HangDetector):
@@ -207,14 +208,14 @@ def test_halted_rank_time_does_not_count_as_guest_hang(tmp_path: Path, monkeypat
 def test_engine_core_that_outlives_its_server_ends_with_the_watchdog(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str
 ) -> None:
-    monkeypatch.setattr(watchdogs, "ORPHAN_SECONDS", 0.5)  # it does not leave by itself
+    monkeypatch.setattr(watchdogs, "ORPHAN_SECONDS", 0.5)  # it does not exit by itself
     with kept(tmp_path, SidecarStarter("exec sleep 600").begin) as status_page:
-        rank = subprocess.Popen(["sleep", "600"])  # one that hangs
-        other_process = subprocess.Popen(["sleep", "600"])  # as above
+        rank = subprocess.Popen(["sleep", "600"])  # a hung rank
+        other_process = subprocess.Popen(["sleep", "600"])  # has the id of an ended rank
         names = [named(rank), named(other_process, before=1)]
         core = subprocess.Popen([sys.executable, "-c", CORE, str(tmp_path / "pulse"), "serving", *names], cwd=ROOT)
         until(lambda: status_page.core == process_id_of(core.pid) and len(status_page.ranks) == len(names))
-        time.sleep(2 * watchdogs.POLL_SECONDS)  # until the watchdog has looked
+        time.sleep(2 * watchdogs.POLL_SECONDS)  # until the next check of the watchdog
         if server == "killed":
             monkeypatch.setattr(os, "getppid", lambda: 1)
     if server == "killed":
@@ -234,7 +235,7 @@ def test_engine_core_started_after_the_last_check_ends_with_its_server(
     core = subprocess.Popen([sys.executable, "-c", CORE, str(tmp_path / "pulse"), "serving"], cwd=ROOT)
     until(lambda: status_page.core is not None)
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    stop.set()  # it never looks
+    stop.set()  # it never checks
     watchdog.run(stop)
     assert core.wait(60.0) in (-signal.SIGTERM, -signal.SIGKILL)
 
@@ -251,7 +252,7 @@ def test_engine_cores_do_not_overwrite_status_of_each_other(tmp_path: Path) -> N
 
 
 def test_process_is_identified_by_id_and_start_time(tmp_path: Path) -> None:
-    program = tmp_path / "a) Z 1 (b"  # its name, in the kernel's line
+    program = tmp_path / "a) Z 1 (b"  # its name, in the line of the kernel
     program.symlink_to("/bin/sleep")
     process = subprocess.Popen([str(program), "600"])
     until(lambda: program.name in Path(f"/proc/{process.pid}/stat").read_text())
@@ -273,7 +274,7 @@ LOOKS = st.tuples(st.integers(0, 3), st.booleans(), st.floats(0.01, 5.0))
 
 @given(st.lists(LOOKS, max_size=80))
 def test_hang_counts_only_observed_seconds_of_one_hold(looks: list[tuple[int, bool, float]]) -> None:
-    """Each look: the hold that was seen, whether the process was halted, and the seconds since the look before."""
+    """Each check: the observed hold, whether the process was halted, and the seconds since the last check."""
     hang, now, held, before = HangDetector(3.0), 0.0, 0.0, 0
     for since, halted, seconds in looks:
         now += seconds

@@ -1,4 +1,4 @@
-"""The users of a server, against one that answers as it is told."""
+"""The load generator against a scripted server."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
 
 
 class Server:
-    """Streams as many tokens as it is asked for; refuses the second request."""
+    """Streams the requested number of tokens; refuses the second request."""
 
     def __init__(self) -> None:
         self.requests: list[dict[str, object]] = []
@@ -88,7 +88,7 @@ async def test_latency_of_each_request_is_recorded_pass_by_pass(tmp_path: Path) 
 
 
 class Slow(Server):
-    """Answers every other request when it is told to, and the rest never."""
+    """Answers every other request when told to, and the rest never."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the co-serving benchmark reads of a trace, and what it asks in its place."""
+"""Traces of the co-serving benchmark, and the requests made from them."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +13,7 @@ AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10
 2023-11-16 18:17:04.0319600,3180,8
 2023-11-16 18:18:04.0319600,110,27"""
-"""As in the originals: seven digits of a second, and no newline at the end."""
+"""The format of the originals: seven digits of a second, and no final newline."""
 
 MOONCAKE = """{"timestamp": 40, "input_length": 1100, "output_length": 6, "hash_ids": [0, 1, 2]}
 {"timestamp": 40, "input_length": 600, "output_length": 4, "hash_ids": [0, 7]}
@@ -30,7 +30,7 @@ def written(folder: Path, text: str) -> str:
 
 
 def shared(one: list[int], other: list[int]) -> int:
-    """Leading tokens that two prompts have in common."""
+    """Return the number of leading tokens that two prompts have in common."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 

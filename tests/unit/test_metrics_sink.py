@@ -1,4 +1,4 @@
-"""Sinks of a step's figures."""
+"""Sinks of step metrics."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""What config.json says and trainer and engine read in different ways: refused at a start, or kept out of reach."""
+"""Options of config.json that trainer and engine read differently: refused at the start, or kept within a safe
+range."""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ HEADS = {"hidden_size": 64, "num_attention_heads": 2}
 
 
 def folder_of(place: Path, **settings: Any) -> Path:
-    """One whose config.json is read, and no more."""
+    """Write a folder with this config.json and no other file."""
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 12}
     (place / "config.json").write_text(json.dumps(config | settings))
     save_file({"model.norm.weight": np.zeros(4, np.float32)}, place / "model.safetensors")

@@ -1,4 +1,4 @@
-"""A broken model folder is one clear sentence, before any engine is made."""
+"""A broken model folder is reported in one clear sentence before any engine is built."""
 
 import json
 from collections.abc import Callable

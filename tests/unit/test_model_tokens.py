@@ -1,4 +1,4 @@
-"""A folder's tokens are those that transformers reads from it, and none of them is one that its model has not."""
+"""Tokens of a folder equal those of transformers, and all are within the model's vocabulary."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def entry(text: str, *, special: bool = True, rstrip: bool = False) -> dict[str,
 
 
 def written(path: Path, tokenizer: Tokenizer, template: str = CHATML, **files: dict[str, Any]) -> Path:
-    """A folder with files of these names; what `tokenizer_config` does not say nobody says."""
+    """Write a folder with files of these names and contents."""
     made = folder(path, tokenizer, template)
     files["tokenizer_config"] = {"tokenizer_class": "PreTrainedTokenizerFast"} | files.get("tokenizer_config", {})
     for name, content in files.items():
@@ -36,7 +36,7 @@ def written(path: Path, tokenizer: Tokenizer, template: str = CHATML, **files: d
 
 
 def reads_as_transformers(made: Path) -> TurnFormat:
-    """Its turn format, once a conversation is known to be what transformers makes of it."""
+    """Return the turn format, after a check that a conversation equals that of transformers."""
     from transformers import AutoTokenizer
 
     turns, reference = TurnFormat(made), AutoTokenizer.from_pretrained(made, local_files_only=True)
@@ -193,11 +193,11 @@ def test_folder_with_only_an_old_tokenizer_format_is_refused_with_the_conversion
 
 
 MODEL = SIZE + len(MARKS)
-"""Tokens of `byte_level` with those marks."""
+"""Tokens of `byte_level` with those markers."""
 
 
 def with_model(path: Path, vocabulary: int, tokenizer: Tokenizer, *, nested: bool = False, **files: Any) -> Path:
-    """A folder whose model has so many tokens."""
+    """Write a folder whose model has this many tokens."""
     size = {"vocab_size": vocabulary}
     config = {"architectures": ["Qwen3ForCausalLM"], **({"text_config": size} if nested else size)}
     files["tokenizer_config"] = {"eos_token": MARKS[1]} | files.get("tokenizer_config", {})
@@ -207,7 +207,7 @@ def with_model(path: Path, vocabulary: int, tokenizer: Tokenizer, *, nested: boo
 
 
 def with_hole(number: int) -> Tokenizer:
-    """A tokenizer one of whose ids is this."""
+    """Return a tokenizer with this id."""
     json_content = json.loads(byte_level(special_tokens(*MARKS)).to_str())
     json_content["model"]["vocab"]["zz"] = number
     json_content["model"]["merges"].append(["z", "z"])
@@ -241,7 +241,7 @@ def test_turn_marker_beyond_the_model_vocabulary_is_refused(tmp_path: Path) -> N
 
 
 def test_added_tokens_beyond_the_model_vocabulary_are_never_used(tmp_path: Path) -> None:
-    """Many tokenizers got a padding token that their models have not."""
+    """Many tokenizers got a padding token that their models lack."""
     tokenizer = byte_level(special_tokens(*MARKS))
     tokenizer.add_tokens([*special_tokens("<tool>", special=False), *special_tokens("[PAD]")])
     made = with_model(tmp_path, MODEL, tokenizer, tokenizer_config={"pad_token": "[PAD]", "unk_token": "<unk>"})
@@ -282,7 +282,8 @@ def test_turn_format_without_a_stop_token_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["", "always"])
 def test_action_within_a_line_is_parsed_as_an_action(tmp_path: Path, scheme: str) -> None:
-    """As of Zephyr: each text between special tokens begins with a mark, and an action follows words in plain text."""
+    """Zephyr has this form: each text between special tokens begins with a word marker, and an action follows plain
+    words."""
     template = "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + eos_token + '\\n' }}{% endfor %}"
     template += "{{ '<|assistant|>\\n' }}"
     named = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -291,7 +292,8 @@ def test_action_within_a_line_is_parsed_as_an_action(tmp_path: Path, scheme: str
 
 
 def test_empty_reasoning_blocks_of_a_template_are_part_of_the_framing(tmp_path: Path) -> None:
-    """As of Qwen3 and SmolLM3 without thinking: marks of reasoning stand in the framing, and text cannot spell them."""
+    """Qwen3 and SmolLM3 without thinking have this form: reasoning markers are in the framing, and text cannot spell
+    them."""
     tokenizer = byte_level([*special_tokens(*MARKS), *special_tokens("<think>", "</think>", special=False)])
     template = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
     template += (

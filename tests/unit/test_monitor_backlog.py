@@ -1,4 +1,4 @@
-"""One home, cell or inbox that stands still is named, however well the others do."""
+"""A single stalled home, cell or inbox is named, however well the others do."""
 
 from collections.abc import Iterator
 
@@ -22,19 +22,19 @@ from tests.golden.examples import EXAMPLES
 BEAT = next(record for record in EXAMPLES if isinstance(record, SlackHeartbeat))
 RESULT = next(record for record in EXAMPLES if isinstance(record, TurnResult))
 EVERY = 2.0
-"""Between two answers of the broker."""
+"""Time between two answers of the broker."""
 
 
 def group_at(home: int, homes: int) -> str:
-    """The id of a group of this home."""
+    """Return the id of a group of this home."""
     return next(name for number in range(10_000) if home_partition(name := f"g{number}", homes) == home)
 
 
 class Run:
-    """A run whose homes move but for those that stand still, and who looks at it."""
+    """A run with progressing and stalled homes, and its observer."""
 
     def __init__(self, homes: int, owners: list[int], *, cells: int = 1) -> None:
-        """`owners`: by home, the number of its worker."""
+        """`owners` is the number of the worker of each home."""
         self.groups = [group_at(home, homes) for home in range(homes)]
         self.workers = [
             WorkerMember(
@@ -50,7 +50,7 @@ class Run:
             self.move(home)
 
     def move(self, home: int) -> None:
-        """A group is opened there, and a turn applied."""
+        """Open a group in the home, and apply a turn."""
         name = self.groups[home]
         group = Group(group_id=name, group_size=1, state=GroupState.OPEN, offset=0, changed_at=0.0)
         self.view.on_record(group, self.now)
@@ -62,7 +62,7 @@ class Run:
         self.view.on_record(msgspec.structs.replace(BEAT, worker=worker, slot=slot, **(could | changes)), self.now)
 
     def go(self, seconds: float, *, still: set[int], prompts: dict[int, int], results: dict[int, int]) -> None:
-        """Time passes; every home moves but those that stand still."""
+        """Advance the time; every home except the stalled ones progresses."""
         until = self.now + seconds
         while self.now < until:
             self.now += EVERY
@@ -98,7 +98,7 @@ class Run:
         return diagnose(facts)
 
     def environments(self, patience: Patience = Patience(step_seconds=1.0)) -> list[Finding]:  # noqa: B008
-        """What is said of environment workers."""
+        """Return the findings about environment workers."""
         return [each for each in self.found(patience) if each.who == "environments"]
 
     def unwell(self) -> list[Finding]:
@@ -106,7 +106,7 @@ class Run:
 
 
 def owned() -> st.SearchStrategy[list[int]]:
-    """By home, the number of its worker."""
+    """Return the number of the worker of each home."""
     return st.lists(st.integers(0, 3), min_size=2, max_size=8)
 
 

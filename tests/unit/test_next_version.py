@@ -1,4 +1,4 @@
-"""This version beside the next one: each reads what the other writes, and what the next adds passes unharmed."""
+"""This version beside the next version: each reads the records of the other, and additions pass unchanged."""
 
 import os
 import subprocess
@@ -42,7 +42,7 @@ from rose.schemas.wire import RECORDS, decode
 for record in RECORDS:
     assert decode(record, (Path(sys.argv[1]) / record.__name__).read_bytes()).{field} == ""
 """
-"""The next version's own."""
+"""Program of the next version."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def run(sources: Path, program: str, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def newer(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[type[Record], bytes]:
-    """What the next version writes of the example of each record."""
+    """Return the example of each record as the next version writes it."""
     folder = tmp_path_factory.mktemp("newer")
     run(sources, WRITE, folder)
     return {record: (folder / record.__name__).read_bytes() for record in RECORDS}
@@ -85,7 +85,7 @@ def test_prompt_with_a_feature_of_the_next_version_is_refused(newer: dict[type[R
 
 
 def _with_nested(example: Record, wire: bytes) -> Record:
-    """The example; a dispatch has the request as it came, which compares by its bytes."""
+    """Return the example; a dispatch holds its request as bytes, which are compared."""
     if isinstance(example, TurnDispatch):
         return msgspec.structs.replace(example, asked=decode(TurnDispatch, wire).asked)
     return example
@@ -111,7 +111,7 @@ def test_unknown_request_field_passes_this_router(newer: dict[type[Record], byte
 def test_edited_dead_letter_keeps_fields_of_the_next_version(
     newer: dict[type[Record], bytes], record: type[Record], tmp_path: Path
 ) -> None:
-    """Sent back from the file that `rose dlq show` gives, with one more field set; bytes stay bytes."""
+    """The message is resent from the file of `rose dlq show` with one more field set; bytes stay bytes."""
     [topic] = [topic for topic in RECORD_TOPICS if topic.record is record]
     raw = RawMessage(b"key", newer[record])
     dead_letter = DeadLetter(topic=topic, partition=0, offset=0, key=b"key", reason="", dead_lettered_at=0.0, raw=raw)
@@ -123,5 +123,5 @@ def test_edited_dead_letter_keeps_fields_of_the_next_version(
 
 
 def name_of(record: type[Record]) -> str:
-    """Some field of the record."""
+    """Return the name of some field of the record."""
     return msgspec.structs.fields(record)[0].encode_name

@@ -1,4 +1,4 @@
-"""What is documented, drawn and watched is what the code exports."""
+"""Documented, drawn and alerted metrics equal those that the code exports."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Loading a policy, its logprobs, and one training step, with the model that ships."""
+"""Loading a policy, its logprobs, and one training step, with the shipped model."""
 
 import copy
 import json
@@ -41,7 +41,7 @@ def policy() -> Any:
 
 @pytest.fixture(scope="module")
 def groups(policy: Any) -> list[list[TrainingSample]]:
-    """Four groups of four trajectories that the shipped policy really played."""
+    """Four groups of four trajectories that the shipped policy has played."""
     tasks = [Task(environment=Calculator, seed=seed, arguments={}) for seed in range(4) for _ in range(4)]
     played = sample_trajectories(
         policy, TurnFormat(SHIPPED), tasks, generator=torch.Generator().manual_seed(3), max_tokens=16
@@ -154,7 +154,7 @@ def test_non_finite_gradient_is_not_applied(policy: Any, groups: list[list[Train
 def test_minibatch_that_was_not_applied_is_named_and_left_out_of_means(
     policy: Any, groups: list[list[TrainingSample]]
 ) -> None:
-    """Of two minibatches the second: its groups are the second and, after one without a signal, the third with one."""
+    """The second of two minibatches has its own groups and, after a group without a signal, the third."""
     alike = [replace(sample, reward=1.0) for sample in groups[1]]
     broken = [replace(sample, behaviour_logprobs=[math.nan] * len(sample.tokens)) for sample in groups[2]]
     model, same = copy.deepcopy(policy), copy.deepcopy(policy)
@@ -184,7 +184,7 @@ def test_step_figures_stay_finite_for_any_recorded_logprobs(policy: Any, groups:
 
 
 def test_tokens_are_evaluated_at_their_sampling_temperature(policy: Any, groups: list[list[TrainingSample]]) -> None:
-    """Each of them, also where the turns of a trajectory differ; what is padded beside it changes nothing."""
+    """This holds for each token, also with different temperatures in one trajectory; padding changes nothing."""
     mixed, short = groups[0][0], replace(groups[0][1], tokens=groups[0][1].tokens[:9])
     temperatures = [0.7 if at % 2 else 1.3 for at in range(len(mixed.tokens))]
     tokens = pad_rows([mixed.tokens, short.tokens], dtype=torch.long)
@@ -228,7 +228,7 @@ def test_step_is_reproducible_bit_for_bit(policy: Any, groups: list[list[Trainin
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_folder_with_a_non_finite_weight_is_refused_with_its_name(tmp_path: Path, value: float) -> None:
-    """Also where it is one of two that config.json calls one: no number equals NaN, and not even NaN does."""
+    """One of two tied weights may be NaN: no number equals NaN, not even NaN."""
     folder = tmp_path / "model"
     shutil.copytree(SHIPPED, folder)
     tensors = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Policies whose configuration says how attention, angles and answers are: computed as an engine does, or refused."""
+"""Policies with unusual attention, rotary angles or outputs: computed as in an engine, or refused."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def test_version_with_an_attention_logit_cap_is_proven(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["apertus", "bloom", "minicpm3"])
 def test_layers_that_vllm_fuses_are_trained_and_proven_like_vllm(kind: str, tmp_path: Path) -> None:
-    """xIELU has parameters in bfloat16, GELU is exact, and a norm adds no other number than rms_norm_eps."""
+    """xIELU has parameters in bfloat16, GELU is exact, and a norm adds only rms_norm_eps."""
     from transformers import AutoModelForCausalLM
 
     ranks = {"q_lora_rank": 16, "kv_lora_rank": 16}

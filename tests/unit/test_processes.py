@@ -1,4 +1,4 @@
-"""What every role has as a process."""
+"""Process behaviour of every role."""
 
 import signal
 import subprocess

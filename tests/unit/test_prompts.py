@@ -1,4 +1,4 @@
-"""What a prompt leaves open is as its worker is configured, and the same on every machine."""
+"""Defaults of a prompt come from its worker's configuration, and are the same on every machine."""
 
 import msgspec
 import pytest

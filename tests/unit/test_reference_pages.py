@@ -1,4 +1,4 @@
-"""The generated pages of the documentation describe what the code has."""
+"""The generated pages of the documentation match the code."""
 
 import ast
 import dataclasses

@@ -1,4 +1,4 @@
-"""A trajectory told from its records: every attempt, legs that add up, lives that are not mixed, and where it is."""
+"""Replay of a trajectory from its records: every attempt, stages that add up, separate episodes, and its location."""
 
 from typing import TypeVar
 
@@ -250,6 +250,6 @@ def test_timestamp_outside_the_calendar_is_shown_as_a_number(stamp: float) -> No
 
 
 def test_non_utf8_name_is_not_found() -> None:
-    """Bytes of a command line that are none come as halves of surrogate pairs. No broker is asked."""
+    """Invalid bytes of a command line arrive as lone surrogates. No broker is queried."""
     with pytest.raises(UnknownTrajectory):
         find_group(BusSettings("127.0.0.1:9"), "g\udce9")

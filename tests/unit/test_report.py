@@ -1,4 +1,4 @@
-"""The report: figures that follow from the records, and a page that needs nothing but itself."""
+"""The report: figures that follow from the records, and a self-contained page."""
 
 import re
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ START = 1_700_000_000.0
 
 
 def turn(number: int, *, start: int, end: int, cached: int, at: float, worker: str = "executor-0") -> SampleTurn:
-    """A turn of 13 ms: 1 to the router, 5 for room, 1 to the inbox, 1 queue, 2 prefill, 2 decode, 1 back."""
+    """Return a turn of 13 ms: 1 to the router, 5 for room, 1 to the inbox, 1 queue, 2 prefill, 2 decode, 1 back."""
     stations = [at + ms / 1000 for ms in (0, 0, 1, 6, 7, 8, 10, 12, 13)]
     names = TurnTimes.__struct_fields__
     return SampleTurn(
@@ -167,7 +167,7 @@ def test_summary_matches_the_records() -> None:
         "in_flight": 0,
     }
     assert (summary.lost, summary.doubled, summary.turns, summary.sampled_tokens) == (0, 0, 4, 14)
-    # What the second turn of SECOND found in the cache was computed by another trajectory: the version had changed.
+    # Another trajectory computed what the second turn of SECOND found in the cache: the version had changed.
     cache = summary.prefix_cache
     assert (cache.hit_tokens, cache.reusable_tokens, cache.cached_tokens, cache.context_tokens) == (12, 14, 36, 56)
     assert summary.bus_seconds.p50 == pytest.approx(0.003, abs=1e-6)

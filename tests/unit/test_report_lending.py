@@ -1,4 +1,4 @@
-"""A run second by second: what serving's users waited beside what was lent."""
+"""A run second by second: user latency of serving beside the lent capacity."""
 
 import msgspec
 import pytest
@@ -151,7 +151,7 @@ def test_lenders_are_executors_that_report_serving() -> None:
 
 
 def test_silent_lender_is_not_frozen_until_it_reports_that_again() -> None:
-    """One that is killed while frozen says nothing more."""
+    """A lender that is killed while frozen reports nothing more."""
     beat = next(record for record in EXAMPLES if isinstance(record, SlackHeartbeat))
     serving = [
         msgspec.structs.replace(

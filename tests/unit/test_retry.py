@@ -1,4 +1,4 @@
-"""When a failed operation is tried again: growing waits, and errors of the broker that waiting does not remove."""
+"""Retries of a failed operation: growing waits, and broker errors that waiting does not remove."""
 
 import pytest
 from confluent_kafka import KafkaError
@@ -14,11 +14,11 @@ FIRST, LONGEST, RESET = 0.5, 6.0, 20.0
 
 @given(st.lists(st.floats(0.0, 3 * RESET), max_size=40))
 def test_backoff_doubles_to_its_maximum_and_resets_after_a_long_success(calm: list[float]) -> None:
-    """`calm`: how long each try works before it fails."""
+    """`calm` is the time that each attempt works before it fails."""
     backoff, now, before = Backoff(FIRST, LONGEST, reset_seconds=RESET), 0.0, 0.0
     for seconds in calm:
         now = max(now, backoff.until) + seconds
-        was_calm = now - backoff.until >= RESET  # not `seconds`: a sum of times is rounded
+        was_calm = now - backoff.until >= RESET  # not `seconds`, because a sum of times is rounded
         wait = backoff.failed(now)
         assert wait == (FIRST if not before or was_calm else min(2 * before, LONGEST))
         assert (backoff.failures == 1) == (not before or was_calm)

@@ -1,4 +1,4 @@
-"""Where the router's core sends a turn, and who waits for whom."""
+"""The choice of an executor for a turn, and the order of waiting turns."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_next_turn_leaves_a_cache_if_waiting_costs_more_than_recomputing() -> No
     (first,) = simulation.held.values()
     simulation.complete(first)
     holder = int(first.worker[1:])
-    # The holder alone is open while others send it much to prefill; then all are open again.
+    # Only the holder is open while other turns send it much prefill; then all executors are open again.
     for worker in {0, 1, 2} - {holder}:
         simulation.beat(worker, state=ExecutorState.PAUSED)
     for index in range(3):
@@ -76,7 +76,7 @@ def test_cache_of_another_policy_version_has_no_value() -> None:
 
 
 def test_cache_is_lost_in_a_period_without_a_version() -> None:
-    """As of a lender that parks: what it gave back may be read after it was heard to be parked."""
+    """A parked lender behaves so: results that it returned may be read after its parked heartbeat."""
     simulation = RoutingSimulation()
     simulation.beat(0)
     for name in ("g0:0", "g1:0"):
@@ -140,7 +140,7 @@ def test_turn_that_no_executor_can_run_lets_others_pass() -> None:
 
 
 def test_turn_that_ends_while_set_aside_is_not_held() -> None:
-    """In a fleet that stays as it is, which brings nothing back."""
+    """The fleet is unchanged, so no event brings the turn back."""
     router = Router(CONFIG)
     for beat in range(100):
         now = 0.2 * beat

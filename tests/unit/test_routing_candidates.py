@@ -1,4 +1,4 @@
-"""The index: how much of a fleet a choice looks at, and what is kept of executors that were."""
+"""The index: the number of executors that a search visits, and the state kept of former executors."""
 
 import gc
 import sys
@@ -37,7 +37,7 @@ def test_index_keeps_nothing_of_executors_that_leave_between_searches() -> None:
 
 
 def test_executor_with_room_again_is_found_again() -> None:
-    """A search that has looked at all of a group knows how much room there is at most; until there is more."""
+    """A search of a whole group records its largest room, until there is more room."""
     placement, ask = Placement(), PlacementQuery(1950, 5.0, 2000, "group-0")
     slow = Hardware(prefill_tokens_per_second=500.0, decode_tokens_per_second=50.0)
 
@@ -62,7 +62,7 @@ def test_executor_with_room_again_is_found_again() -> None:
 
 
 def test_equal_executors_stay_equal_when_their_room_shrinks() -> None:
-    """By what they say, and by what they hold."""
+    """The room shrinks by heartbeats, and by held turns."""
     crowded, held, fresh = Placement(), Placement(), Placement()
     for worker in range(4):
         for placement, before, after in ((crowded, 2_048, 2_000), (held, 4_000, 4_000), (fresh, 2_000, 2_000)):
@@ -78,7 +78,7 @@ def test_equal_executors_stay_equal_when_their_room_shrinks() -> None:
 
 
 def test_candidate_group_bounds_its_stale_entries() -> None:
-    """Also where a seat time and again becomes idle beside another, and then leaves the group."""
+    """This also holds if a candidate becomes idle repeatedly beside another, and then leaves the group."""
     placement, now = Placement(), 100.0
     even = Hardware(prefill_tokens_per_second=1_000.0, decode_tokens_per_second=100.0)
     for worker in range(3):
@@ -104,13 +104,13 @@ def test_candidate_group_bounds_its_stale_entries() -> None:
     ids=["idle, turns of one length", "idle, of many", "nearly full, of many", "as full as can be, of many"],
 )
 def test_search_steps_grow_much_slower_than_the_number_of_executors(fill: float, context: tuple[int, int]) -> None:
-    """Also where most executors are nearly too full, or many cost the same."""
+    """This also holds if most executors are nearly full, or many have equal costs."""
     small, large = (steps_of_a_choice(workers, fill, context) for workers in (100, 1_600))
     assert large < 4 * small
 
 
 def steps_of_a_choice(workers: int, fill: float, context: tuple[int, int]) -> float:
-    """Lines of code that run for a choice, on average, in a fleet which holds so much of what it can."""
+    """Return the number of executed lines per search, on average, in a fleet at this load."""
     random, placement, held, now = Random(1), Placement(), [], 1.0
 
     def ask(number: int) -> PlacementQuery:
@@ -142,7 +142,7 @@ def steps_of_a_choice(workers: int, fill: float, context: tuple[int, int]) -> fl
 
 @contextmanager
 def counting() -> Iterator[list[int]]:
-    """What it gives holds the number of lines of Python that have run within it."""
+    """Yield a counter of executed Python lines."""
     lines = [0]
 
     def trace(_: FrameType, event: str, __: object) -> Any:
@@ -158,12 +158,12 @@ def counting() -> Iterator[list[int]]:
 
 
 def seats_alive() -> int:
-    """Anywhere in this process."""
+    """Return the number of candidates in this process."""
     gc.collect()
     return sum(isinstance(each, Candidate) for each in gc.get_objects())
 
 
 def hardware(random: Random) -> Hardware:
-    """One of four kinds, as it measures itself."""
+    """Return one of four hardware measurements."""
     speed = random.randint(1, 4) * random.uniform(0.95, 1.05)
     return Hardware(prefill_tokens_per_second=1000.0 * speed, decode_tokens_per_second=100.0 * speed)

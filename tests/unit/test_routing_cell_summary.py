@@ -1,4 +1,4 @@
-"""A cell in short says what its core knows, and is a record whatever that is."""
+"""The summary of a cell has the state of its core, and is always a valid record."""
 
 import msgspec
 import pytest

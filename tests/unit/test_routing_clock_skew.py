@@ -1,4 +1,4 @@
-"""A wrong clock is told, and a late heartbeat is not taken for one."""
+"""A wrong clock is logged, and a late heartbeat is not taken for a wrong clock."""
 
 from itertools import pairwise
 

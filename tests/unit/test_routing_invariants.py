@@ -1,4 +1,4 @@
-"""Laws of the router's core, on histories of executors that come and go."""
+"""Invariants of the router's core on histories of executors that join and leave."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Laws of liveness."""
+"""Invariants of liveness."""
 
 from collections.abc import Callable
 
@@ -215,7 +215,7 @@ def test_executor_too_far_behind_is_stale_until_caught_up() -> None:
     for shown in (1, 2):
         liveness.on_heartbeat(heartbeat(0, policy_version=shown), 0.1)
         standings.append(liveness.executors["w0"].status)
-    # One behind keeps a LIVE one, it makes none.
+    # A lag of one version keeps an executor LIVE and does not make one LIVE.
     assert standings == [ExecutorStatus.LIVE, ExecutorStatus.STALE, ExecutorStatus.STALE, ExecutorStatus.LIVE]
 
 
@@ -227,7 +227,7 @@ def test_turn_completed_elsewhere_fills_room_of_an_unlisted_dispatch() -> None:
     simulation.beat(1, max_turns=1)
     simulation.beat(0, restart=True, max_turns=0)
     assert simulation.held["g0:0"].worker == "w1"
-    simulation.complete(first)  # by the start that is gone
+    simulation.complete(first)  # by the ended incarnation
     simulation.ask(request("g1:0"))
     simulation.beat_unread(1)
     assert len(simulation.router.queue) == 1, "w1 has yet to read that it was sent the turn"
@@ -239,7 +239,7 @@ def test_turn_completed_elsewhere_fills_room_of_an_unlisted_dispatch() -> None:
 
 
 def beats_until(simulation: RoutingSimulation, met: Callable[[], bool], *, worker: int = 0) -> float:
-    """It beats five times a second until it is so; the seconds that takes."""
+    """Send heartbeats five times a second until the condition holds; return the seconds."""
     began = simulation.now
     while not met():
         simulation.now += 0.2
@@ -249,7 +249,7 @@ def beats_until(simulation: RoutingSimulation, met: Callable[[], bool], *, worke
 
 
 def with_a_lost_one() -> RoutingSimulation:
-    """Another turn of the trajectory waits for the room of one that never came to w0, the only executor."""
+    """Return a simulation in which a turn waits for the room of a dispatch that never reached w0, the only executor."""
     simulation = RoutingSimulation()
     simulation.beat(0, max_turns=1)
     simulation.ask(request("g0:0"))

@@ -1,4 +1,4 @@
-"""What the router exports is what its core counts."""
+"""The router exports the counts of its core."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

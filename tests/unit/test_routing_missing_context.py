@@ -1,4 +1,4 @@
-"""A turn whose context no executor can read back waits for its anchor, and nobody else waits for it."""
+"""A turn whose context no executor can read back waits for its anchor, and no other turn waits for it."""
 
 import msgspec
 
@@ -54,7 +54,7 @@ def test_turn_without_context_lets_others_pass() -> None:
 
 
 def test_anchor_that_arrives_first_serves_the_next_dispatch() -> None:
-    """The refusal and the request that it led to lie in two topics, and may be read in either order."""
+    """The refusal and the following request are in two topics, and may be read in either order."""
     router = Router(CONFIG)
     router.on_event(heartbeat(0), 0.0)
     sent = dispatch_of(router, chained())
@@ -87,7 +87,7 @@ def test_anchor_of_another_context_does_not_release_the_turn() -> None:
 
 
 def test_capacity_is_reserved_for_the_anchored_request() -> None:
-    """Whoever asks again may be a worker with another `max_context_tokens`, which bounds what is sampled."""
+    """The anchor may come from a worker with another `max_context_tokens`, which bounds the sampled tokens."""
     router = Router(CONFIG)
     router.on_event(heartbeat(0, token_budget=100), 0.0)
     sent = dispatch_of(router, chained())
@@ -149,7 +149,7 @@ def test_appended_tokens_of_a_large_request_are_held_until_dispatch() -> None:
 
 
 def test_offsets_of_the_longest_chain_are_held_once_in_encoded_form() -> None:
-    """A tuple of 64 offsets takes more than all else that is kept of a turn."""
+    """A tuple of 64 offsets takes more memory than the rest of a turn."""
     router = Router(CONFIG)
     router.on_event(heartbeat(0), 0.0)
     chained = msgspec.structs.replace(request("g0:0", 1), chain=tuple(range(10**6, 10**6 + MAX_CHAIN)))
@@ -160,7 +160,7 @@ def test_offsets_of_the_longest_chain_are_held_once_in_encoded_form() -> None:
 
 
 def test_unknown_fields_are_unchanged_in_a_dispatch_without_tokens() -> None:
-    """Numbers of 4 bytes were written again as those of 8: of a large request no dispatch could be written."""
+    """Numbers of 4 bytes were once rewritten with 8 bytes: no dispatch of a large request could be written."""
     turn_request = request("g0:0", context=400, max_tokens=10)
     fields = {
         name: msgspec.Raw(msgspec.msgpack.encode(value)) for name, value in msgspec.structs.asdict(turn_request).items()
@@ -177,5 +177,5 @@ def test_unknown_fields_are_unchanged_in_a_dispatch_without_tokens() -> None:
     cut = bytes(again.asked)
     assert (
         news in cut and len(cut) == len(wire) - len(turn_request.appended) - 1
-    )  # and one of the two that said how many
+    )  # and one of the two fields with their number
     assert again.request == msgspec.structs.replace(turn_request, appended=b"")

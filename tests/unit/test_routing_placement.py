@@ -1,4 +1,4 @@
-"""Placement answers what a scan over all executors would."""
+"""Placement equals a scan over all executors."""
 
 import hashlib
 import math
@@ -31,7 +31,7 @@ MASK = 2**64 - 1
 
 
 class Scan:
-    """The same cost, executor by executor, from the formula."""
+    """The same cost for each executor, from the formula."""
 
     def __init__(self) -> None:
         self.offers: dict[str, tuple[SlackHeartbeat, bool, int]] = {}
@@ -226,7 +226,7 @@ def test_index_equals_a_full_scan_among_many_equal_executors(seed: int, workers:
 @settings(max_examples=30, print_blob=True, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 60), st.booleans())
 def test_index_equals_a_full_scan_among_diverse_changing_executors(seed: int, workers: int, wide: bool) -> None:
-    """Crowds from none to hundreds, room that just suffices or just does not, rates that follow what ran by chance."""
+    """Loads go from none to hundreds, room just suffices or just does not, and rates follow the load at random."""
     random, placement, scan, now = Random(seed), Placement(), Scan(), 1.0
     for step in range(250):
         now += random.choice([0.0, 0.0, 0.001, 0.05, 3.0])
@@ -277,20 +277,20 @@ def test_index_equals_a_full_scan_among_diverse_changing_executors(seed: int, wo
 
 
 def odd_hardware(random: Random, *, wide: bool) -> Hardware:
-    """Rates that need not fit each other."""
+    """Return unrelated rates."""
     most = 5 if wide else 2
     prefill, decode = (10.0 ** random.uniform(-most / 5, most) for _ in range(2))
     return Hardware(prefill_tokens_per_second=100 * prefill, decode_tokens_per_second=decode)
 
 
 def hardware(random: Random, speeds: int) -> Hardware:
-    """One of so many kinds, as it measures itself."""
+    """Return one of several hardware measurements."""
     speed = random.randint(1, speeds) * random.uniform(0.95, 1.05)
     return Hardware(prefill_tokens_per_second=1000.0 * speed, decode_tokens_per_second=100.0 * speed)
 
 
 def choose(placement: Placement, scan: Scan, ask: PlacementQuery, now: float) -> str | None:
-    """Let both choose, compare them, and charge the turn."""
+    """Let both choose, compare the choices, and reserve the turn."""
     choice, expected = placement.choose(ask, now), scan.choose(ask, now)
     assert (choice.worker if choice else None) == expected
     if choice is not None:

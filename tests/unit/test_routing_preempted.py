@@ -1,4 +1,4 @@
-"""A turn that its executor gives up goes on from what was generated, wherever that is read."""
+"""A turn that its executor returns continues from its generated tokens, wherever these are read."""
 
 import msgspec
 import pytest
@@ -28,7 +28,7 @@ def preempted(dispatch: TurnDispatch, tokens: int = 5) -> TurnResult:
 
 
 def restored(requests: list[TurnRequest], dispatches: list[TurnDispatch], results: list[TurnResult]) -> TurnDispatch:
-    """What a router that read this back dispatches once another executor is heard."""
+    """Return the dispatch of a router that read this log, once another executor is heard."""
     router = Router(CONFIG)
     assert router.restore(map(ReceivedRequest.from_record, requests), dispatches, results, lambda: 0.0) == []
     (again,) = router.on_event(heartbeat(9), 0.1)

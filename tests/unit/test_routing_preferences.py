@@ -1,4 +1,4 @@
-"""Whom placement prefers: equals share, a prefix and a short wait are worth what they save."""
+"""Preferences of placement: equal executors share, and a prefix and a short wait are worth what they save."""
 
 import msgspec
 
@@ -37,7 +37,7 @@ def test_few_groups_move_when_an_executor_leaves() -> None:
 
 
 def filled(kinds: list[tuple[int, float]]) -> Placement:
-    """Executors by how many turns each holds, none in its prefill, and the seconds of a step; a token adds 0.1 ms."""
+    """Return executors by their held turns, none in prefill, and the seconds of a step; a token adds 0.1 ms."""
     placement = Placement()
     for worker, (turns, step_seconds) in enumerate(kinds):
         rates = Hardware(prefill_tokens_per_second=10_000.0, decode_tokens_per_second=1 / (step_seconds + 1e-4))

@@ -1,4 +1,4 @@
-"""What is learned of executors: how fast they are, and how long turns get."""
+"""Learned rates: the speed of executors, and the length of turns."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Leases, attempts, patience and restarts of the router's core, each in one small history."""
+"""Leases, attempts, patience and restarts of the router's core, each in a small history."""
 
 import msgpack
 import msgspec
@@ -63,7 +63,7 @@ def test_turns_of_a_dead_lone_executor_return_at_its_next_start() -> None:
 
 
 def test_seeded_turn_goes_to_an_executor_with_seeds_and_counts_no_failure() -> None:
-    """The other executor would be cheaper in all else."""
+    """The other executor would be cheaper in every other respect."""
     router = Router(CONFIG)
     cheap = Hardware(prefill_tokens_per_second=1e6, decode_tokens_per_second=1e6)
     assert router.on_event(heartbeat(0, hardware=cheap, seeded=False), 0.0) == []
@@ -91,7 +91,7 @@ def test_seeded_turn_fails_with_a_reason_if_no_executor_takes_seeds() -> None:
 
 
 def test_closed_executors_do_not_make_seeds_the_failure_reason() -> None:
-    """One that takes them is there, and parked."""
+    """An executor with seeds exists and is parked."""
     router = Router(CONFIG)
     paused = heartbeat(0, state=ExecutorState.PAUSED)
     router.on_event(paused, 0.0)
@@ -110,7 +110,7 @@ def test_running_turn_has_no_timeout() -> None:
     simulation.ask(request("g0:0", patience_seconds=5.0))
     step(simulation, "beats_of", {0}, 500)
     assert simulation.held["g0:0"].attempt == 0
-    # When its executor dies after that, it is issued again, and has its patience anew.
+    # If its executor then dies, the turn is reissued with a new patience.
     step(simulation, "beats_of", {1}, 20)
     assert simulation.held["g0:0"].worker == "w1" and not simulation.ended
 
@@ -151,7 +151,7 @@ def test_dispatch_is_not_lost_during_a_common_silence() -> None:
     simulation.beat(0)
     simulation.ask(request("g0:0"))
     simulation.now += 100.0
-    for _ in range(30):  # heartbeats from before the dispatch, that were on their way while the broker was away
+    for _ in range(30):  # heartbeats from before the dispatch, in transit during the broker outage
         simulation.beat(0, holds=b"")
         simulation.now += 0.001
     assert simulation.held["g0:0"].attempt == 0
@@ -287,7 +287,7 @@ def test_unknown_request_fields_reach_the_executor_on_every_attempt(context: int
         assert (read.attempt, read.home, read.offset) == (attempt, 3, 17)
         if not attempt or context == 20:
             assert (bytes(read.asked), read.request, read.cut) == (wire, turn_request, False)
-        else:  # what it appends is read back where it lies, and all else is as it came
+        else:  # the appended tokens are read back by reference, and everything else is unchanged
             assert msgpack.unpackb(bytes(read.asked)) == msgpack.unpackb(wire) | {"appended": b""} and read.cut
 
 

@@ -1,4 +1,4 @@
-"""Which sampling the loss can weigh: what a configuration and a prompt may ask for."""
+"""Sampling settings that the loss can evaluate, in a configuration and in a prompt."""
 
 import pytest
 

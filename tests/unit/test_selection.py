@@ -1,4 +1,4 @@
-"""Verdicts on a complete group: one outcome for each of its trajectories, and reasons that name what is wrong."""
+"""Selection of a complete group: one outcome per trajectory, and reasons that name the error."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -141,7 +141,7 @@ def test_staleness_counts_from_the_oldest_token() -> None:
 
 
 def test_policy_republished_by_a_rollback_keeps_its_age() -> None:
-    """Version 5, published again as 11."""
+    """Version 5 was republished as version 11."""
     members = [sample(index=0, version=5, reward=1.0), sample(index=1, version=3), sample(index=2, version=2)]
     group = judged(*members, version=11, abandoned=[(6, 10)])
     assert outcomes(group) == [Outcome.TRAINED, Outcome.TRAINED, Outcome.STALE]
@@ -149,7 +149,8 @@ def test_policy_republished_by_a_rollback_keeps_its_age() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.integers(1, 4)), max_size=8), st.integers(0, 3))
 def test_staleness_counts_the_optimizer_steps_of_the_policy(history: list[tuple[int, bool, int]], most: int) -> None:
-    """Steps, and going back by some of them; what is forgotten of that makes no stale sample fresh, nor the reverse."""
+    """The history has steps and rollbacks; forgotten rollbacks make no stale sample fresh, and no fresh sample
+    stale."""
     steps_of, version = {0: 0}, 0
     abandoned: list[tuple[int, int]] = []
     kept: dict[int, tuple[tuple[int, int], ...]] = {0: ()}  # in the checkpoint of each version

@@ -1,4 +1,4 @@
-"""No writer emits what a reader refuses: every record, at every bound of every field, goes through or is refused."""
+"""No writer emits a record that a reader refuses: at every bound of every field a record passes or is refused."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -35,11 +35,11 @@ from rose.schemas.wire import RECORDS, decode, encode
 from tests.golden.examples import EXAMPLES, PROMPT
 
 MOST_ELEMENTS = 3
-"""Elements of a drawn array or map: the largest records are tested by themselves."""
+"""Number of elements of a drawn array or map; the largest records have their own tests."""
 
 
 def around(least: float | None, most: float | None) -> list[int]:
-    """Numbers at, just within and just beyond two bounds."""
+    """Draw numbers at, just within and just beyond two bounds."""
     edges = [0, 1, -1, 2**53, 2**63 - 1, 2**63, 2**64, 2**70]
     for edge in (least, most):
         if edge is not None:
@@ -48,7 +48,7 @@ def around(least: float | None, most: float | None) -> list[int]:
 
 
 def drawn(kind: inspect.Type) -> st.SearchStrategy[Any]:
-    """Values of a type and values that only look like it."""
+    """Draw values of a type and values that only look like it."""
     match kind:
         case inspect.Metadata():
             return drawn(kind.type)
@@ -95,7 +95,7 @@ def drawn(kind: inspect.Type) -> st.SearchStrategy[Any]:
 
 @cache
 def fields_of(cls: type[Any]) -> Mapping[str, st.SearchStrategy[Any]]:
-    """What each field of a type is drawn from: made once, for to make it takes longer than to draw."""
+    """Return the strategy of each field of a type. The strategies are cached, because their construction is slow."""
     kind = inspect.type_info(cls)
     assert isinstance(kind, inspect.StructType)
     return {field.name: drawn(field.type) for field in kind.fields}
@@ -107,7 +107,7 @@ def structs(cls: type[Any]) -> st.SearchStrategy[Any]:
 
 
 def examples_with_one_field_drawn() -> st.SearchStrategy[Record]:
-    """A good record of which one field is anything."""
+    """Draw a valid record with one arbitrary field."""
 
     def changed(example: Record, field: str) -> st.SearchStrategy[Record]:
         return fields_of(type(example))[field].map(lambda value: msgspec.structs.replace(example, **{field: value}))
@@ -281,7 +281,7 @@ SAMPLE = next(example for example in EXAMPLES if isinstance(example, Sample))
 
 
 def nested(levels: int) -> dict[str, Any]:
-    """So many maps and lists within one another."""
+    """Return maps and lists nested to this depth."""
     found: Any = 1
     for level in range(levels - 1):
         found = [found] if level % 2 else {"n": found}
@@ -300,7 +300,7 @@ LOOSE: list[Callable[[Any], Record]] = [
 def test_nesting_limit_holds_for_reading_and_writing_at_any_stack_depth(
     holding: Callable[[Any], Record], encoding: Callable[[Record], bytes]
 ) -> None:
-    """A prompt as deep as the stack was opened, and its group could not be written a few calls further down."""
+    """A prompt as deep as the stack was once opened, and its group could not be written a few calls deeper."""
     allowed, deeper = holding(nested(MAX_NESTING)), holding(nested(MAX_NESTING + 1))
     assert encode(decode(type(allowed), encode(allowed))) == encode(allowed)
     with pytest.raises(RecordError, match="within one another"):
@@ -312,7 +312,7 @@ def test_nesting_limit_holds_for_reading_and_writing_at_any_stack_depth(
 
 @pytest.mark.parametrize("levels", [MAX_NESTING, MAX_NESTING + 1, 900])
 def test_accepted_request_can_be_dispatched_with_any_unknown_fields(levels: int) -> None:
-    """It goes on as it came; one that was as deep as the stack ended every router that read it."""
+    """The request is forwarded unchanged; a request as deep as the stack ended every router that read it."""
     fields = msgspec.msgpack.decode(encode(REQUEST)) | {"of_the_future": nested(levels - 1)}
     wire = msgspec.msgpack.encode(fields)
     if levels > MAX_NESTING:
@@ -327,7 +327,8 @@ def test_accepted_request_can_be_dispatched_with_any_unknown_fields(levels: int)
 @pytest.mark.parametrize("within", [False, True], ids=["of the request", "of what it holds"])
 @pytest.mark.parametrize("levels", [MAX_NESTING - 1, 900])
 def test_values_of_duplicate_keys_count_toward_the_nesting_limit(levels: int, within: bool) -> None:
-    """A reader keeps the last value of a key: what the ones before it hold was not seen, and ended every router."""
+    """A reader keeps the last value of a key: nested values of earlier ones were once unchecked, and ended every
+    router."""
     fields = msgspec.msgpack.decode(encode(REQUEST))
     known = b"".join(msgspec.msgpack.encode(each) for pair in fields.items() for each in pair)
     twice = b"\xa1x" + msgspec.msgpack.encode(nested(levels - 1 - within)) + b"\xa1x\x01"
@@ -350,7 +351,8 @@ ODD = {
 
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
 def test_request_of_the_known_size_is_still_checked_for_unknown_fields(odd: bytes) -> None:
-    """What is put in the place of a default was not: routers took it in, and ended when they left its tokens out."""
+    """Fields in place of a default were once unchecked: routers accepted them, and ended when they left out the
+    tokens."""
     fields = msgspec.msgpack.decode(encode(REQUEST))
     del fields["chain"]
     encoded_fields = b"".join(

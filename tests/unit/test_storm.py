@@ -1,4 +1,4 @@
-"""The storm's own cores: what a plan promises, and what counts as a stall."""
+"""The storm's own cores: the promises of a plan, and the definition of a stall."""
 
 import json
 from collections import Counter
@@ -36,7 +36,7 @@ SHAPES = st.builds(
 
 
 def of_any_plan(test: Callable[[Plan], None]) -> Callable[[int, Shape], None]:
-    """Run a test on plans; seed and shape are what a failure shows, not the plan."""
+    """Run a test on plans; a failure shows seed and shape instead of the plan."""
 
     @settings(max_examples=40)
     @given(st.integers(0, 2**32), SHAPES)
@@ -48,7 +48,7 @@ def of_any_plan(test: Callable[[Plan], None]) -> Callable[[int, Shape], None]:
 
 
 def spans(plan: Plan, role: Role, ends: tuple[Act, ...]) -> list[Interval]:
-    """From each such deed to the next one on the same worker."""
+    """Return the time from each such fault to the next on the same worker."""
     open_deeds: dict[object, PlannedFault] = {}
     found = []
     for planned_fault in plan.planned_faults:

@@ -1,4 +1,4 @@
-"""A tokenizer reads a text as the policy was trained to, whatever its file remembers of how it was used last."""
+"""A tokenizer reads a text as in training, whatever state of its last use its file has."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A trajectory is one trace, and what its records say are its spans."""
+"""A trajectory is one trace, and its records are its spans."""
 
 import socket
 import subprocess

@@ -1,4 +1,4 @@
-"""The configurations of the trainer, of weights and of executors refuse what makes no sense."""
+"""The configurations of trainer, weights and executors refuse inconsistent values."""
 
 import dataclasses
 import math
@@ -43,7 +43,7 @@ SECTIONS: dict[type, dict[str, Any]] = {
     WeightsConfig: {},
     ExecutorConfig: {"model_folder": Path("model")},
 }
-"""What each cannot do without."""
+"""Required settings of each configuration."""
 
 
 def numbers_of(section: type) -> list[str]:

@@ -1,4 +1,4 @@
-"""The exported folder is whole, and its owner's to write, however the folder which the run began with is kept."""
+"""The exported folder is complete and writable by its owner, for any permissions of the initial folder."""
 
 import os
 import stat
@@ -19,7 +19,7 @@ OWNERS = stat.S_IRUSR | stat.S_IWUSR
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[Path]:
-    """A model folder that nobody may write to."""
+    """A read-only model folder."""
     folder = tmp_path / "kept"
     tiny_policy("qwen3", folder)
     (folder / "deep").mkdir()
@@ -50,7 +50,7 @@ def test_read_only_model_can_be_exported_repeatedly(kept: Path, tensors: FolderT
         assert files == as_it_was | {"model.safetensors"}
         assert all((target / name).read_bytes() == (kept / name).read_bytes() for name in as_it_was)
         assert load_file(target / "model.safetensors")["model.norm.weight"].eq(step).all()
-        for path in (target, *found.values()):  # root, as whom tests may run, may write whatever the modes are
+        for path in (target, *found.values()):  # root, as whom tests may run, may write at any mode
             assert path.stat().st_mode & OWNERS == OWNERS, path
     assert {path.name for path in tmp_path.iterdir()} == {"kept", "exported"}
 

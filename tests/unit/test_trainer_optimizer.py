@@ -1,4 +1,4 @@
-"""The learning-rate schedule: its shape, and that a resumed run has the rates of one that was not interrupted."""
+"""The learning-rate schedule: its shape, and equal rates of a resumed and an uninterrupted run."""
 
 import copy
 from dataclasses import replace
@@ -32,7 +32,7 @@ def config_of(**change: Any) -> TrainerConfig:
 
 
 def rates_of(config: TrainerConfig, *, steps: int, after: int = 0) -> list[float]:
-    """The learning rates of some steps of a run that begins or is resumed after so many."""
+    """Return the learning rates of some steps of a run that starts or resumes after a number of steps."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.123)
     schedule = make_schedule(optimizer, config, steps=after)
     rates = []
@@ -107,7 +107,7 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def steps_of(numbers: list[int]) -> list[list[SelectedGroup]]:
-    """One group a step."""
+    """Return steps of one group each."""
     samples = sorted(make_samples(), key=lambda one: one.trajectory_id)
     rules = SelectionRules(max_staleness=100, vocabulary=40, context_tokens=64)
     return [
@@ -119,7 +119,7 @@ def steps_of(numbers: list[int]) -> list[list[SelectedGroup]]:
 
 
 def train(learner: Learner, steps: list[list[SelectedGroup]]) -> list[float]:
-    """The learning rates of these steps."""
+    """Return the learning rates of these steps."""
     return [learner.learn(copy.copy(groups), 1, undo=raises)[1].learning_rate for groups in steps]
 
 
@@ -149,7 +149,7 @@ def weights_of(learner: Learner) -> torch.Tensor:
 def test_checkpoint_restores_the_schedule_and_new_settings_apply_from_its_step_on(
     policy_folder: Path, tmp_path: Path
 ) -> None:
-    """The filtered group gives a step that is not counted."""
+    """The filtered group gives an uncounted step."""
     config = TrainerConfig(
         model_folder=policy_folder,
         run_folder=tmp_path,

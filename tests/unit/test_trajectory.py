@@ -1,4 +1,4 @@
-"""A trajectory's core: one application a turn, one end, and the same state from the log as from the life."""
+"""A trajectory's core: each turn is applied once, the trajectory ends once, and the log gives the live state."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ from tests.support.trajectory_fixtures import RULES, opened, prompt_of, result_o
 
 @dataclass
 class HomeRun:
-    """One home, lived by the core; its log beside it, as the bus would hold it."""
+    """One home, driven by its core, with its log."""
 
     snapshots: list[tuple[str, EnvSnapshot | None]] = field(default_factory=list)
     progress: list[tuple[str, TrajectoryProgress | None]] = field(default_factory=list)
@@ -48,10 +48,10 @@ class HomeRun:
     applied: list[TurnResult] = field(default_factory=list)
     now: float = 10.0
     lag: int = 2
-    """How far behind the worker's knowledge of the end of the requests may be."""
+    """Lag of the worker's knowledge of the end of the requests."""
 
     def commit(self, trajectory_id: str, written: OutgoingRecords) -> None:
-        """What a transaction puts on the log, through the wire."""
+        """Write a transaction to the log, through the wire format."""
         if written.snapshot is not None:
             self.snapshots.append((trajectory_id, decode(EnvSnapshot, written.snapshot.wire)))
         if written.request is not None:
@@ -72,7 +72,7 @@ class HomeRun:
         self.commit(trajectory.trajectory_id, first_request(trajectory, RULES, self.now))
 
     def arrives(self, result: TurnResult) -> None:
-        """A result is stored, and read at once."""
+        """Store a result and read it at once."""
         offset = len(self.results)
         self.results.append(result)
         trajectory = self.trajectories.get(result.trajectory_id)
@@ -91,7 +91,7 @@ class HomeRun:
             self.stepping[trajectory.trajectory_id] = (offset, result)
 
     def steps(self, trajectory_id: str, step: StepResult | None) -> None:
-        """The environment has answered; None is a failure."""
+        """Apply an answer of the environment; None is a failure."""
         offset, result = self.stepping.pop(trajectory_id)
         trajectory = self.trajectories[trajectory_id]
         self.now += 1.0
@@ -108,7 +108,7 @@ class HomeRun:
         self.commit(trajectory_id, written)
 
     def recovered(self, *, without_results: int | None = None, without_requests: int | None = None) -> Recovery:
-        """As who takes the home over reads it back: the newest records, and what they name."""
+        """Recover the home as a new owner: the newest records, and the records that they name."""
         recovery = Recovery(Home(0, homes=1))
         prompt = opened(prompt_of()).prompt
         recovery.on_group(
@@ -155,7 +155,7 @@ EVENTS = st.lists(
 
 
 def lived(events: list[tuple[Any, ...]]) -> Iterator[HomeRun]:
-    """A life, after each of its events. Results come for the present turn and for turns that have passed."""
+    """Yield a run after each of its events. Results arrive for the current turn and for past turns."""
     home_run = HomeRun()
     attempts = 0
     unopened = {0, 1, 2}
@@ -223,7 +223,7 @@ def test_chain_ends_at_its_bound_and_restarts_with_an_anchor() -> None:
 
 @given(st.lists(st.none() | st.integers(0, 20), min_size=1, max_size=12))
 def test_requests_are_consistent_at_any_offsets_of_their_chain(offsets: list[int | None]) -> None:
-    """A broker that lost its newest records gives their offsets again."""
+    """A broker that lost its newest records assigns their offsets again."""
     home_run = HomeRun()
     home_run.open(0)
     trajectory = home_run.trajectories["g:0"]
@@ -278,7 +278,7 @@ def test_every_turn_applies_the_first_completed_result_and_every_trajectory_ends
 
 
 def assert_whole(sample: Sample) -> None:
-    """Mask, logprobs, spans and turns say the same of every token."""
+    """Assert that mask, logprobs, spans and turns agree on every token."""
     mask = np.frombuffer(sample.loss_mask, dtype=np.uint8)
     assert count(sample.tokens) == len(mask) == count(sample.logprobs)
     for ranges in (

@@ -1,4 +1,4 @@
-"""What ends a trajectory, what counts as a result, and what a turn may sample."""
+"""Rules: the ends of a trajectory, valid results, and the token limit of a turn."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Observations become tokens as the policy was trained to read them, and none of them speaks as somebody else."""
+"""Observations become tokens as in training, and none of them imitates another speaker."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ ENDED = {"suffix": "<|im_end|>\n<|im_start|>assistant\n"}
 
 
 def roles(path: Path, make: Callable[[list[AddedToken]], Tokenizer]) -> tuple[TurnFormat, Any]:
-    """A folder whose role tokens its tokenizer calls not special."""
+    """A folder whose tokenizer does not mark its role tokens as special."""
     tokenizer = make([*special_tokens("<s>", "</s>"), *ROLE_TOKENS] if make is byte_level else ROLE_TOKENS)
     return TurnFormat(folder(path, tokenizer, ROLES, bos="<s>", eos="</s>")), tokenizer
 
@@ -70,7 +70,7 @@ def test_text_can_spell_tokens_that_are_not_turn_markers(tmp_path: Path) -> None
 
 
 def test_white_space_in_the_framing_is_not_a_turn_marker(tmp_path: Path) -> None:
-    """As of Gemma's tokenizers, and of those that have a token for each width of a gap."""
+    """Gemma's tokenizers, and tokenizers with a token for each gap width, have this form."""
     gaps = [AddedToken(gap, special=False, normalized=False) for gap in ("\n\n", "  ", "▁▁")]
     tokenizer: Any = byte_level([*special_tokens("<|im_start|>", "<|im_end|>"), *gaps])
     own = {"first_prefix": "<|im_start|>  user\n\n", "prefix": "<|im_start|>  user\n\n", "suffix": "<|im_end|>  "}
@@ -91,7 +91,7 @@ def test_turn_marker_of_one_letter_is_refused(tmp_path: Path) -> None:
 def test_truncated_turn_is_closed_before_the_next_observation(
     tmp_path: Path, template: str, eos: str, *, own: bool
 ) -> None:
-    """In a turn format of its own the end is that of a user's turn, wherever the generation configuration names it."""
+    """In its own turn format the end is that of a user turn, wherever the generation configuration names it."""
     tokenizer = byte_level()
     ends = {CHATML: "<|im_end|>", HEADERS: "<|eot_id|>"}[template]
     frame = {"prefix": "\nuser: ", "suffix": f"{ends}\nassistant:"} if own else None
@@ -126,7 +126,7 @@ def test_assistant_marker_of_a_turn_format_does_not_end_an_action(tmp_path: Path
 
 @pytest.mark.parametrize("ended", ["<|user|>", "<|endoftext|>", "<|observation|>", ""])
 def test_user_text_follows_its_marker_after_any_stop_token(tmp_path: Path, ended: str) -> None:
-    """As of GLM: its template ends an action with the mark of who speaks next."""
+    """GLM has this form: its template ends an action with the marker of the next speaker."""
     template = """{{ '<sop>' }}{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}
     {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
     stops = ["<|endoftext|>", "<|user|>", "<|observation|>"]
@@ -293,7 +293,7 @@ def test_tokenizer_with_a_first_word_marker_reads_turns_like_the_whole_conversat
 
 
 def written_out(text_tokens: list[str], template: str, own: dict[str, str] | None, eos: str) -> str:
-    """Observations and actions by turns as one text, which ends where the policy goes on."""
+    """Return observations and actions in turn as one text, which ends where the policy continues."""
     if own is None:
         messages = [{"role": "assistant" if at % 2 else "user", "content": text} for at, text in enumerate(text_tokens)]
         return str(Template(template).render(messages=messages, eos_token=eos, add_generation_prompt=True))
@@ -328,7 +328,7 @@ def test_context_has_no_extra_word_markers(tmp_path: Path, scheme: str) -> None:
 
 
 def test_template_is_read_as_utf8_in_every_locale(tmp_path: Path) -> None:
-    """Where nobody has said which locale it is, Python takes ASCII."""
+    """Without a locale, Python uses ASCII."""
     made = folder(tmp_path, byte_level(), "{# 起 #}" + CHATML)
     program = "import sys; from pathlib import Path; from rose.workers.environments.turn_format import TurnFormat; "
     program += "print(*TurnFormat(Path(sys.argv[1])).observation_tokens('7', first=True))"
@@ -346,7 +346,7 @@ def test_lone_surrogate_is_reported_in_one_sentence(tmp_path: Path) -> None:
 
 
 TAGS = ["<table>", "<td>", "<b>", "<i>", "<s>", "<h1>", "<code>", "<br>", "<sup>", "<start_of_turn>", "[INST]"]
-"""Gemma's tokenizers have these tokens beside the tokens that mark turns."""
+"""Gemma's tokenizers have these tokens besides the turn markers."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The demonstrator, the turn format and the model folder that ships."""
+"""The demonstrator, the turn format and the shipped model folder."""
 
 import asyncio
 import random
@@ -76,7 +76,7 @@ def actions_of(turn_format: TurnFormat, tokens: list[int], mask: list[int]) -> l
 
 
 def test_sampled_trajectory_decodes_to_the_environment_text(turn_format: TurnFormat) -> None:
-    """The context is observations as they were given and actions as they were sampled, and replays to the same end."""
+    """The context has the given observations and the sampled actions, and replays to the same end."""
     tasks = [Task(environment=Calculator, seed=seed, arguments={}) for seed in range(20)]
     import torch
 

@@ -1,4 +1,4 @@
-"""The store of large anchors: what was put is read at its place, and nothing else is ever opened or deleted."""
+"""The store of large anchors: stored bytes are read at their offset, and no other file is opened or deleted."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ def some_tensors() -> Tensors:
 def put(
     store: AnchorStore, payloads: Sequence[bytes], *, version: int = 1, model: str = "m", run: str = RUN
 ) -> tuple[str, list[ChunkRef]]:
-    """A file with these chunks; its name and where they lie."""
+    """Store a file with these chunks; return its name and references."""
     sink = store.create(model, run, version)
     stored = [
         sink.put(WeightChunk(model_id=model, version=version, tensor="t", part=part, payload=payload))
@@ -82,7 +82,7 @@ def test_fetch_ends_when_stopped(store: AnchorStore) -> None:
 
 
 def test_only_named_files_are_deleted(store: AnchorStore, tmp_path: Path) -> None:
-    """Also those of a run that has the same name on another broker stay."""
+    """Files of a run with the same name on another broker stay too."""
     old, other, twin = (put(store, [b"x"], run=run)[0] for run in (RUN, "other.:run", RUN))
     assert len({name.split(".")[1] for name in (old, other, twin)}) == 2, "a file's name tells runs apart"
     store.delete([old, "anchor-m.0.gone"])
@@ -96,7 +96,7 @@ def test_file_name_of_the_longest_ids_is_valid_in_a_manifest(store: AnchorStore)
 
 
 class Broken(LocalFileSystem):  # type: ignore[misc]
-    """A driver that raises what is no OSError, as those of clouds do."""
+    """A driver that raises an exception other than OSError, like cloud drivers."""
 
     class Denied(Exception):
         pass
@@ -109,7 +109,7 @@ class Broken(LocalFileSystem):  # type: ignore[misc]
 
 
 def test_any_driver_exception_is_a_store_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # it takes the address for a path of its own
+    monkeypatch.chdir(tmp_path)  # the store takes the address for its own path
     fsspec.register_implementation("broken", Broken, clobber=True)
     store = AnchorStore(f"broken://{tmp_path}")
     ref = ChunkRef(partition=0, offset=0, bytes=1, digest=bytes(16))
@@ -159,7 +159,7 @@ def test_parts_of_different_versions_or_locations_are_not_merged() -> None:
 
 
 def halves() -> list[WeightManifest]:
-    """What two ranks have stored, each in a file of its own."""
+    """Return the parts that two ranks have stored, each in its own file."""
     whole = MemoryChunkSink().store(some_tensors(), 1)
     return [
         msgspec.structs.replace(

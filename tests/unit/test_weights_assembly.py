@@ -1,4 +1,4 @@
-"""Versions in host memory: exact over any chain, whole or not there, and no more fetched than is wanted."""
+"""Versions in host memory: exact over any chain, complete or absent, without unneeded fetches."""
 
 from collections.abc import Callable, Iterator
 
@@ -47,7 +47,7 @@ def places(manifest: WeightManifest) -> list[tuple[int, int]]:
 def test_versions_are_exact_over_any_chain_of_anchors_and_deltas(
     shapes: dict[str, tuple[int, ...]], dtype: str, seed: int, data: st.DataObject
 ) -> None:
-    """Also where a publisher cuts in another way than for the version before."""
+    """A publisher may slice a version differently from the version before."""
     random = np.random.default_rng(seed)
     sink, assembly = MemoryChunkSink(), Assembly(None, None)
     tensors = random_tensors(shapes, TORCH_DTYPES[dtype], random)
@@ -96,7 +96,7 @@ def test_tensors_of_an_earlier_version_are_never_overwritten(
 @pytest.mark.parametrize("dtype", sorted(TORCH_DTYPES))
 @pytest.mark.parametrize("anchor", [True, False])
 def test_version_with_a_non_finite_value_is_refused(dtype: str, value: float, *, anchor: bool) -> None:
-    """Whoever published it: an engine that computed with it would have what is no number in its cache."""
+    """The publisher does not matter: an engine with such a version would have NaN in its cache."""
     random = np.random.default_rng(4)
     sink, assembly = MemoryChunkSink(), Assembly(None, None)
     tensors = random_tensors({"a": (8, 8), "b": (5,)}, TORCH_DTYPES[dtype], random)
@@ -122,7 +122,7 @@ def test_duplicate_or_reordered_chunks_change_nothing(repeat: int) -> None:
 
 
 class VersionFixture:
-    """Version 1, and a version 2 of many chunks that is an anchor or builds on 1; a receiver that has version 1."""
+    """Version 1, and a version 2 of many chunks that is an anchor or a delta on 1; a receiver that has version 1."""
 
     def __init__(self, *, anchor: bool) -> None:
         random = np.random.default_rng(9)
@@ -137,7 +137,7 @@ class VersionFixture:
         self.assembly.add(one, self.sink.fetch)
 
     def payload(self, number: int, payload: bytes, *, announced: bool) -> WeightManifest:
-        """One chunk with another payload; if `told` the manifest says so."""
+        """Replace the payload of one chunk. With `announced` the manifest matches it."""
         place = places(self.manifest)[number]
         self.sink.chunks[place] = msgspec.structs.replace(self.sink.chunks[place], payload=payload)
         if not announced:
@@ -183,7 +183,7 @@ def swapped_chunks(fixture: VersionFixture) -> WeightManifest:
 
 
 def swapped_references(fixture: VersionFixture) -> WeightManifest:
-    """Every chunk is what its reference says, and they are in the wrong order."""
+    """Swap references: every chunk matches its reference, in the wrong order."""
     first, second, *rest = fixture.manifest.slices[0].chunks
     return with_slice(fixture.manifest, 0, chunks=(second, first, *rest))
 
@@ -218,7 +218,7 @@ def dense_of_the_wrong_size(fixture: VersionFixture) -> WeightManifest:
 
 
 def other_words(fixture: VersionFixture) -> WeightManifest:
-    """All is as it says, but not what the slice was said to become."""
+    """Encode other words: the payload is valid, and the slice differs from its announced words."""
     return with_slice(fixture.manifest, 0, digest=bytes(16))
 
 
@@ -245,7 +245,7 @@ REFUSED: list[tuple[Callable[[VersionFixture], WeightManifest], set[Refusal]]] =
     (last_slice_is_other_words, {Refusal.WRONG_RESULT}),
 ]
 OF_DELTAS = {wrong_base_version, other_base}
-"""What an anchor does not look at."""
+"""Faults that an anchor does not check."""
 
 
 def assert_as_it_was(fixture: VersionFixture, before: Assembled, digests: dict[tuple[str, Box], bytes]) -> None:
@@ -285,7 +285,7 @@ def test_refused_version_leaves_the_finished_tensors_unchanged(
 def test_version_with_missing_chunks_leaves_the_finished_tensors_unchanged(
     anchor: bool, share: float, says: bool
 ) -> None:
-    """Whether the fetch says so or just ends."""
+    """The fetch reports the missing chunk, or just ends."""
     fixture = VersionFixture(anchor=anchor)
     before, digests = fixture.assembly.done, dict(fixture.assembly.done.digests)
 
@@ -302,7 +302,7 @@ def test_version_with_missing_chunks_leaves_the_finished_tensors_unchanged(
 
 
 class LinkDown(Exception):
-    """What a fetch may raise."""
+    """An exception of a fetch."""
 
 
 @pytest.mark.parametrize("anchor", [False, True])

@@ -1,4 +1,4 @@
-"""A manifest or chunk that says anything else than the model and its publisher is refused."""
+"""A manifest or chunk that contradicts the model or its publisher is refused."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -100,7 +100,7 @@ def test_published_version_is_accepted(
 def test_every_incomplete_tiling_is_refused(
     shapes: dict[str, tuple[int, ...]], parts: int, data: st.DataObject
 ) -> None:
-    """A slice moved, resized, left out, or put in twice; the manifest is whole in every other respect."""
+    """A slice is moved, resized, left out or duplicated; the manifest is valid in every other respect."""
     manifest = two_versions(shapes, parts)[1]
     number = data.draw(st.integers(0, len(manifest.slices) - 1))
     piece = manifest.slices[number]
@@ -137,7 +137,7 @@ def test_overlap_does_not_compensate_for_a_gap(parts: int, change: dict[str, obj
 
 
 def two_versions(shapes: Mapping[str, tuple[int, ...]], parts: int = 1) -> tuple[WeightManifest, WeightManifest]:
-    """An anchor and a delta in which every element changed."""
+    """Return an anchor and a delta in which every element changed."""
     random = np.random.default_rng(3)
     sink = MemoryChunkSink()
     base: Tensors = random_tensors(shapes, torch.float32, random)
@@ -178,7 +178,7 @@ def manifest_with(**change: object) -> Change:
 
 
 def without_first_tensor(manifest: WeightManifest) -> WeightManifest:
-    """It is left out with its slices, and the others move up."""
+    """Remove the first tensor with its slices; the others move up."""
     slices = tuple(
         msgspec.structs.replace(piece, tensor=piece.tensor - 1) for piece in manifest.slices if piece.tensor > 0
     )
@@ -242,7 +242,7 @@ def with_digest(manifest: WeightManifest, digest: bytes) -> WeightManifest:
 
 
 def test_payload_is_no_longer_than_its_slice_allows() -> None:
-    """That of an anchor is dense; that of a delta is no longer; without one, nothing changed."""
+    """The payload of an anchor is dense, that of a delta is no longer, and a missing payload means no change."""
     shapes = {"a": (4, 8)}
     anchor, delta = two_versions(shapes)
     dense_bytes = 1 + 16 * 4
@@ -344,7 +344,7 @@ def test_chunk_unlike_its_manifest_is_refused(change: dict[str, object], refusal
     ],
 )
 def test_version_unfit_for_the_engine_is_refused_before_any_fetch(wire: str, engine: str | None, held: bool) -> None:
-    """`auto` is what the engine alone can tell."""
+    """Only the engine can resolve `auto`."""
     manifest = MemoryChunkSink().store({"a": torch.zeros(4, dtype=TORCH_DTYPES[wire])}, 1)
     if held:
         check_manifest(manifest, {"a": (4,)}, engine_dtype=engine)

@@ -1,4 +1,4 @@
-"""Where chunks of the log are put: over all partitions, as far as a manifest can say where they begin."""
+"""Placement of chunks on the log: over all partitions, as far as a manifest can name their start."""
 
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""The weight codec: bit-exact for any bits, never larger than dense, and nothing but CodecError for any bytes."""
+"""The weight codec: bit-exact for any bits, never larger than dense, and only CodecError for any bytes."""
 
 import secrets
 import tracemalloc
@@ -21,17 +21,17 @@ Words = NDArray[Any]
 DTYPES = sorted(FORMATS)
 
 FIXED_BYTES = 4 * (STEPS + 256 * STEP_BITS) + 64 * 1024
-"""What decoding takes whatever the size: adaptive bits and tables."""
+"""Memory that decoding takes at any size: adaptive bits and tables."""
 
 DECODE_BYTES_AN_ELEMENT = 12
-"""The new words and the places of heavy elements."""
+"""Memory for the new words and the positions of heavy elements."""
 
 FUZZED = 24_000
 FUZZ_ROUND = 200
 
 
 def special_words(dtype: str) -> list[int]:
-    """Zeros, subnormals, ones, largest numbers, infinities and NaNs of either sign."""
+    """Return zeros, subnormals, ones, largest numbers, infinities and NaNs of both signs."""
     form = FORMATS[dtype]
     infinity = form.exponent_mask << form.mantissa_bits
     one = (form.exponent_mask >> 1) << form.mantissa_bits
@@ -50,7 +50,7 @@ def old_words(kind: str, dtype: str, size: int, random: np.random.Generator) -> 
     mantissas = noise & form.word((1 << form.mantissa_bits) - 1)
     if kind == "one exponent":
         return mantissas | form.word((form.exponent_mask >> 1) << form.mantissa_bits)
-    if kind == "stripes":  # what the codec samples to learn about exponents is not what the slice is like
+    if kind == "stripes":  # the sample from which the codec learns exponents does not represent the slice
         exponents: Words = (np.arange(size) % codec.SAMPLING + 3) << form.mantissa_bits
         striped: Words = mantissas | exponents.astype(form.word)
         return striped
@@ -154,7 +154,7 @@ def test_every_float_class_can_change_to_every_other(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("changed", [slice(0, 3000), slice(-3000, None), slice(400_000, 400_001)])
 def test_long_unchanged_range_is_exact_and_nearly_free(dtype: str, changed: slice) -> None:
-    """All weights have one exponent, and the changes lie together: what follows them codes to zero bytes alone."""
+    """All weights have one exponent, and the changes are adjacent: the rest is coded to zero bytes."""
     old = old_words("one exponent", dtype, 1_000_000, np.random.default_rng(1))
     for more in (0, 100_000):
         new = old.copy()
@@ -234,7 +234,7 @@ def true_payload(random: np.random.Generator) -> tuple[Words, bytes, str]:
 
 
 def malformed(payload: bytes, other: bytes, random: np.random.Generator) -> Iterator[bytes]:
-    """Without end: what a log, an attacker or a bug may make of a payload."""
+    """Yield endless damaged payloads, as a log, an attacker or a bug may produce."""
     head = codec._HEAD.size
     while True:
         way = random.integers(8)
@@ -250,11 +250,11 @@ def malformed(payload: bytes, other: bytes, random: np.random.Generator) -> Iter
             yield bytes(flipped)
         elif way == 3:
             yield other[: head + int(random.integers(60))] + payload[length:]
-        elif way == 4:  # any count of events, any exponents
+        elif way == 4:  # any number of events, any exponents
             counts = [0, 1, 3000, 2**16, 2**31, 2**32 - 1, int(random.integers(3000))]
             first, more = int(random.integers(256)), int(random.integers(256))
             yield codec._HEAD.pack(codec.DELTA, int(random.choice(counts)), first, more) + payload[head:]
-        elif way == 5:  # valid codes, and noise or one byte again and again as the coder's bytes
+        elif way == 5:  # valid codes, and noise or one repeated byte as the coder's bytes
             more = int(random.integers(256))
             codes = random.choice(np.array([0, 1, 60, hazard.LIGHT_CODES - 1, 255], dtype=np.uint8), more + 1)
             stream = random.bytes(200) if random.random() < 0.5 else bytes([int(random.choice([0, 1, 254, 255]))]) * 200
@@ -307,7 +307,7 @@ def test_decoding_of_any_bytes_is_bounded_and_leaves_the_base_words_unchanged() 
 @pytest.mark.parametrize("code", [1, 60, hazard.LIGHT_CODES - 1, hazard.HEAVY_CODE])
 @pytest.mark.parametrize("byte", [0x00, 0x01, 0x7F, 0xFF])
 def test_decoding_of_a_million_declared_events_ends_soon(code: int, byte: int) -> None:
-    """With work in proportion to words times events this would take hours."""
+    """With work proportional to words times events this would take hours."""
     old = np.full(1_000_000, 0x3F80, dtype=np.uint16)
     for events in (1, len(old) // 2, len(old)):
         payload = codec._HEAD.pack(codec.DELTA, events, 0x7F, 0) + bytes([code]) + bytes([byte]) * 100_000

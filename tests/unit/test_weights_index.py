@@ -1,4 +1,4 @@
-"""A manifest says the same, whether its slices are in its record or in an index."""
+"""A manifest has the same content with its slices in its record or in an index."""
 
 from collections.abc import Callable
 
@@ -36,7 +36,7 @@ def small() -> WeightManifest:
 
 
 def large(slices: int) -> WeightManifest:
-    """As of a model of experts: many tensors, a slice each."""
+    """Return the manifest of an expert model: many tensors with one slice each."""
     tensors = tuple(
         TensorSpec(name=f"model.layers.{n // 384}.mlp.experts.{n % 384}.down_proj.weight", shape=(1,), dtype="bfloat16")
         for n in range(slices)
@@ -99,13 +99,13 @@ def test_model_of_many_experts_fits_a_record() -> None:
 
 
 def test_model_of_a_trillion_parameters_fits_an_index() -> None:
-    """A trillion parameters have 69,120 tensors of experts."""
+    """A trillion parameters have 69,120 expert tensors."""
     manifest, topic = large(69_120), MemoryChunkSink()
     assert contents_of(read_index(write_index(manifest, topic), topic.fetch)) == contents_of(manifest)
 
 
 def test_file_names_count_toward_the_record_size() -> None:
-    """Of as many ranks as there may be, each with a file: they leave no room for what would fit alone."""
+    """The largest number of ranks, each with a file, leaves no room for slices that would fit alone."""
     topic, alone = MemoryChunkSink(), large(2_500)
     manifest = msgspec.structs.replace(alone, files=("anchor-" + "f" * 190,) * 4096)
     assert not write_index(alone, topic).index
@@ -114,13 +114,13 @@ def test_file_names_count_toward_the_record_size() -> None:
 
 
 def with_first(manifest: WeightManifest, **change: object) -> WeightManifest:
-    """Another first slice."""
+    """Return the manifest with another first slice."""
     changed = msgspec.structs.replace(manifest.slices[0], **change)
     return msgspec.structs.replace(manifest, slices=(changed, *manifest.slices[1:]))
 
 
 def with_tensors(manifest: WeightManifest, times: int, **change: object) -> WeightManifest:
-    """The first tensor, changed, so many times."""
+    """Return the manifest with the changed first tensor, repeated."""
     changed = msgspec.structs.replace(manifest.tensors[0], **change)
     return msgspec.structs.replace(manifest, tensors=(changed,) * times)
 

@@ -1,4 +1,4 @@
-"""Slices tile every tensor, and a tensor survives being cut into them."""
+"""Slices tile every tensor, and a tensor can be rebuilt from its slices."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,7 +130,7 @@ def test_unsupported_element_type_is_an_error() -> None:
     ],
 )
 def test_tensor_is_rounded_only_to_a_coarser_element_type(own: str, engine: str | None, travels: str) -> None:
-    """What an engine holds exactly travels as it is: in half the bytes, if it has half the bits."""
+    """Values that an engine holds exactly are published in its type: in half the bytes if it has half the bits."""
     tensor = torch.linspace(-1, 1, 9).to(TORCH_DTYPES[own])
     wired = to_wire_dtype(tensor, None if engine is None else TORCH_DTYPES[engine])
     assert wired.dtype == TORCH_DTYPES[travels]

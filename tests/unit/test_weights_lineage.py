@@ -1,4 +1,4 @@
-"""Which version is taken next: whatever is on the log, the best that can be proven, and a break costs one anchor."""
+"""The choice of the next version: for any log the best provable version, and a broken version costs one anchor."""
 
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ def manifest(version: int, base: int | None = None, *, epoch: int = 0) -> Weight
 
 
 def lineage_of(*links: tuple[int, int | None], held: int | None = None) -> Lineage:
-    """Of (version, base version), at offsets 0, 1, ..."""
+    """Return a lineage of (version, base version), at offsets 0, 1, ..."""
     lineage = Lineage(held=None if held is None else (0, held))
     for offset, link in enumerate(links):
         lineage.on_manifest(manifest(*link), offset)
@@ -31,9 +31,9 @@ def versions(path: Path | None) -> list[int] | None:
 
 
 def follow(lineage: Lineage, broken: dict[int, Refusal], *, upon_held_only: bool = False) -> list[list[int]]:
-    """Try what the lineage says until there is nothing left; the versions of each path that was tried.
+    """Follow the lineage to its end; return the versions of each tried path.
 
-    `broken`: versions that are refused, and how; with `upon_held_only` not from an anchor.
+    `broken` maps refused versions to their refusals; with `upon_held_only` they are refused only without an anchor.
     """
     tried = []
     while (path := lineage.next_path()) is not None:
@@ -109,7 +109,8 @@ def test_later_epoch_is_newer_at_any_number_and_has_its_own_chain() -> None:
     ],
 )
 def test_broken_delta_costs_at_most_one_anchor_until_the_next(refusal: Refusal, expected: list[list[int]]) -> None:
-    """None where no other way to it can be better; one where what is held may be to blame, and not one at a version."""
+    """The cost is zero if no other path can be better, and one if the held version may be corrupt, and not one per
+    version."""
     lineage = lineage_of((0, None), (1, 0), (2, 1), held=2)
     tried = []
     for offset, version in enumerate(range(3, 9), start=10):
@@ -197,16 +198,16 @@ def test_remembered_failure_holds_no_memory_of_the_attempt() -> None:
 
 @dataclass
 class LineageSimulation:
-    """A log of manifests that are believed, each whole or broken in some way, and a receiver that follows it."""
+    """A log of trusted manifests, each valid or broken in some way, and a receiver that follows it."""
 
     lineage: Lineage = field(default_factory=Lineage)
     faults: dict[int, Refusal] = field(default_factory=dict)
-    """By offset."""
+    """Refusals by offset."""
     all: list[Placed] = field(default_factory=list)
     anchors_in_vain: int = 0
     tried: set[tuple[int, ...]] = field(default_factory=set)
     forgotten: set[int] = field(default_factory=set)
-    """Offsets of what the receiver had forgotten before something newer was written."""
+    """Offsets that the receiver had forgotten before a newer manifest was written."""
 
     def write(self, manifest: WeightManifest, fault: Refusal | None) -> None:
         offset = len(self.all)
@@ -245,7 +246,7 @@ class LineageSimulation:
             self.lineage.on_refused(path, failed, VersionRefused(self.faults[failed.offset], "broken"))
 
     def best(self) -> Order | None:
-        """The newest version to which a whole path leads from an anchor on."""
+        """Return the newest version with a valid path from an anchor."""
         whole: set[Order] = set()
         for placed in sorted(self.all, key=lambda placed: placed.order):
             base = placed.manifest.base_version
@@ -263,7 +264,7 @@ LINKS = st.tuples(
     st.integers(0, 1),
     st.one_of(st.none(), st.none(), st.sampled_from([Refusal.MISSING_CHUNK, Refusal.WRONG_BASE])),
 )
-"""A version, how far below it its base is, its epoch, and how it is broken, if it is."""
+"""A version, the distance to its base, its epoch, and its fault, if any."""
 
 
 @given(st.lists(LINKS, max_size=25), st.lists(st.booleans(), max_size=25))
@@ -285,7 +286,7 @@ def test_best_provable_version_is_held_for_any_log(
 
 @given(st.integers(1, 30), st.integers(1, 6), st.sampled_from(sorted(BASE_REFUSALS | {Refusal.MISSING_CHUNK}, key=str)))
 def test_one_broken_version_costs_at_most_one_anchor(at: int, anchor_every: int, fault: Refusal) -> None:
-    """Whoever follows version by version: besides the anchors that are due, one more at most."""
+    """The receiver follows version by version: besides the due anchors, it fetches at most one more."""
     simulation = LineageSimulation()
     for version in range(40):
         base = None if version % anchor_every == 0 else version - 1

@@ -1,4 +1,4 @@
-"""What a receiver says of versions that it does not take, and in which order; no broker is asked."""
+"""Reports of a receiver about refused versions, and their order; no broker is queried."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -15,7 +15,7 @@ from rose.workers.weights.trust import make_trust
 from tests.support.weights_fixtures import bare
 
 NO_READER = cast(Reader, None)
-"""Of chunks: what is refused for its words is not fetched."""
+"""A missing chunk reader: a version that is refused for its values is not fetched."""
 
 
 def test_refused_versions_come_with_the_reason_of_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What may be deleted: nothing that a version from a run's last anchor but one on can need, whoever says otherwise."""
+"""Deletion: no version from a run's second last anchor on loses a chunk, under any forgery."""
 
 from itertools import count
 
@@ -48,7 +48,7 @@ def end(offset: int, key: str) -> Envelope:
 
 
 def compacted(log: list[Envelope]) -> list[Envelope]:
-    """Of each key the newest, and no tombstone."""
+    """Return the newest record of each key, without tombstones."""
     newest = {each.key: each for each in log}
     return [each for each in log if newest[each.key] is each and each.record is not None]
 
@@ -99,7 +99,7 @@ def test_unneeded_files_are_deleted_once() -> None:
 
 
 def test_manifest_is_deleted_after_its_files() -> None:
-    """Without the store they cannot be deleted, and nothing else knows of them."""
+    """Files cannot be deleted without the store, and only the manifest knows them."""
     found = [honest(offset, each) for offset, each in enumerate(CHAIN)]
     gone = what_is_released(TRUST, found, stored=False)
     assert (gone.before, gone.files, gone.keys) == ({0: 20}, [], ["m/:run/1"])
@@ -111,7 +111,7 @@ def test_manifest_is_deleted_after_its_files() -> None:
 
 @given(st.lists(st.sampled_from(["starts", "steps", "deletes", "compacts"]), max_size=40))
 def test_every_stored_file_is_named_by_a_manifest_until_deleted(history: list[str]) -> None:
-    """However often a trainer starts at one version, is killed before it deletes, and the log is compacted."""
+    """A trainer may start often at one version, be killed before its deletions, and the log may be compacted."""
     log: list[Envelope] = []
     anchors: list[str] = []
     store: set[str] = set()
@@ -143,7 +143,7 @@ def test_every_stored_file_is_named_by_a_manifest_until_deleted(history: list[st
 
 @pytest.mark.parametrize(("key", "ended"), [("m/:run/0", ["m/:run/0", "m/:run/1"]), (f"m/{OTHER}/0", ["m/:run/1"])])
 def test_manifest_is_tombstoned_under_its_own_key_only(key: str, ended: list[str]) -> None:
-    """Earlier keys had no file; and whoever may write can put what is signed under any key."""
+    """Earlier keys had no file, and any writer can put a signed manifest under any key."""
     first, *rest = (honest(offset, each) for offset, each in enumerate(CHAIN))
     gone = what_is_released(TRUST, [msgspec.structs.replace(first, key=key), *rest])
     assert (gone.files, gone.keys) == (["anchor-a"], ended)
@@ -156,7 +156,7 @@ def test_key_of_a_needed_manifest_is_never_tombstoned() -> None:
 
 @pytest.mark.parametrize("version", [5, 2**50])
 def test_forged_anchors_delete_no_honest_version(version: int) -> None:
-    """Two of them, which say that only what comes behind them is needed."""
+    """Two forged anchors claim that only later chunks are needed."""
     found = [honest(offset, each) for offset, each in enumerate(CHAIN[:2])]
     forged_manifests = [forged(5 + n, manifest(version + n, None, (0, 10**6), (1, 10**6))) for n in range(2)]
     gone = what_is_released(TRUST, [*found, *forged_manifests])
@@ -164,7 +164,7 @@ def test_forged_anchors_delete_no_honest_version(version: int) -> None:
 
 
 def test_nothing_is_deleted_for_a_run_without_versions() -> None:
-    """What lies there may be on its way: chunks come before their manifest."""
+    """The chunks may be of a version in publication: chunks precede their manifest."""
     foreign_manifest = honest(9, manifest(0, None, (1, 50), run=OTHER))
     assert what_is_released(TRUST, [*(honest(n, each) for n, each in enumerate(CHAIN)), foreign_manifest]).before == {
         0: 20
@@ -172,7 +172,7 @@ def test_nothing_is_deleted_for_a_run_without_versions() -> None:
 
 
 def test_chunks_of_other_runs_are_retained_until_their_manifests_are_tombstoned() -> None:
-    """Of the same key or another, of this model or another, however long they are silent."""
+    """The runs have the same key or another, this model or another, and any length of silence."""
     theirs = manifest(0, None, (0, 3), run=OTHER, files=("anchor-d",))
     unknown = msgspec.structs.replace(manifest(0, None, (0, 2)), model_id="n")
     other_key = manifest(1, None, (0, 1), run=OTHER)

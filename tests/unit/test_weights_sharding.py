@@ -1,4 +1,4 @@
-"""Publishers and receivers of any layout: what an engine's rank wants it gets, bit for bit, and not everything else."""
+"""Publishers and receivers of any layout: an engine rank receives its shard bit for bit, and not the rest."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def decoder(*, layers: int, heads: int, key_value_heads: int, vocabulary: int, tied: bool) -> Shapes:
-    """The tensors of a small decoder of the Llama family."""
+    """Return the tensors of a small decoder of the Llama family."""
     hidden, inner = heads * HEAD, 24
     shapes: Shapes = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
     for layer in range(layers):
@@ -39,7 +39,7 @@ def decoder(*, layers: int, heads: int, key_value_heads: int, vocabulary: int, t
 
 
 def ranks_of(size: int, stages: int, *, layers: int, key_value_heads: int, tied: bool) -> list[ShardRank]:
-    """Every worker of an engine."""
+    """Return every worker of an engine."""
     return [
         ShardRank(
             tensor_parallel_rank=rank,
@@ -93,7 +93,7 @@ def test_every_rank_gets_its_shard_from_publishers_of_any_layout(
     tied: bool,
     seed: int,
 ) -> None:
-    """An anchor, then a delta."""
+    """The versions are an anchor and a delta."""
     random = np.random.default_rng(seed)
     shapes = decoder(layers=2, heads=8, key_value_heads=key_value_heads, vocabulary=vocabulary, tied=tied)
     first = random_tensors(shapes, torch.bfloat16, random)

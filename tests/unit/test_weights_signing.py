@@ -1,4 +1,4 @@
-"""Key files: a private key and its own public one, and files that are none are one sentence."""
+"""Key files: a private key and its public key; invalid files are reported in one sentence."""
 
 import stat
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The copy of a policy that is published: what no engine could serve is refused before anything travels."""
+"""The published copy of a policy: values that no engine could serve are refused before publication."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Whose manifests are believed: the bytes as they travel, signed by the key's owner, for this run and model."""
+"""Trust in manifests: the bytes on the wire, signed by the trusted key, for this run and model."""
 
 import msgspec
 import pytest
@@ -26,7 +26,7 @@ SIGNED = sign_manifest(manifest(7), KEY)
 def as_read(
     written: SignedManifest, *, wire: bytes | None = None, signature: bytes | None = None, offset: int = 0
 ) -> Envelope:
-    """As a reader hands it out; with other bytes or another signature than were written."""
+    """Return the manifest as a reader returns it, optionally with other bytes or another signature."""
     wire = written.encoded.wire if wire is None else wire
     headers = tuple(headers_of(written.encoded.record)) + tuple(written.headers.items())
     if signature is not None:
@@ -79,7 +79,7 @@ def test_manifest_of_another_model_or_invalid_manifest_is_ignored() -> None:
 
 
 def test_later_added_field_breaks_no_signature() -> None:
-    """A newer trainer signs what it writes; an older receiver ignores the field and checks the bytes."""
+    """A newer trainer signs its bytes; an older receiver ignores the field and checks the bytes."""
     fields = msgspec.msgpack.decode(SIGNED.encoded.wire)
     wire = msgspec.msgpack.encode({**fields, "field_from_the_future": [1, 2]})
     newer = SignedManifest(EncodedRecord(SIGNED.encoded.record, wire), {SIGNATURE_HEADER: KEY.sign(wire)})
@@ -90,7 +90,7 @@ def test_later_added_field_breaks_no_signature() -> None:
 def test_manifest_with_one_flipped_bit_is_refused(bit: int) -> None:
     wire = bytearray(SIGNED.encoded.wire)
     wire[bit // 8] ^= 1 << bit % 8
-    # Whatever it decodes to, if it does: the signature is over the bytes.
+    # The decoded value does not matter: the signature is over the bytes.
     raw = RawMessage(b"", bytes(wire), tuple(SIGNED.headers.items()))
     assert TRUST.verify(Envelope(manifest(7), MANIFESTS, 0, 0, "", 0.0, raw)) is UntrustedReason.FORGED
 

@@ -1,4 +1,4 @@
-"""Numbers of versions: never used for two policies, and an epoch for who goes back."""
+"""Version numbers: never used for two policies, and a new epoch after a rollback."""
 
 import pytest
 from hypothesis import given

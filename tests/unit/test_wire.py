@@ -1,4 +1,4 @@
-"""The wire form: what goes in comes out, and nothing else gets in."""
+"""The wire format: records round-trip, and invalid bytes are refused."""
 
 import contextlib
 import math
