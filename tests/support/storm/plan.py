@@ -63,9 +63,9 @@ class Part(Enum):
     ALL = ""
     CORE = "VLLM::Engin"
     """Its end also ends the server."""
-    KEEPER = "keeper"
+    WATCHDOG = "watchdog"
     """After its end the server serves without lending and is stopped."""
-    BESIDE = "beside"
+    SIDECAR = "beside"
     """The watchdog restarts it."""
 
 
@@ -175,16 +175,16 @@ LATER: tuple[tuple[Act, Role], ...] = (
 
 LENDER_STAYS: tuple[tuple[Act, Part], ...] = (
     (Act.FREEZE, Part.CORE),
-    (Act.KILL, Part.BESIDE),
+    (Act.KILL, Part.SIDECAR),
     (Act.FREEZE, Part.ALL),
-    (Act.FREEZE, Part.BESIDE),
-    (Act.FREEZE, Part.KEEPER),
+    (Act.FREEZE, Part.SIDECAR),
+    (Act.FREEZE, Part.WATCHDOG),
 )
 LENDER_ENDS: tuple[tuple[Act, Part], ...] = (
     (Act.KILL, Part.ALL),
     (Act.KILL, Part.CORE),
     (Act.LEAVE, Part.ALL),
-    (Act.KILL, Part.KEEPER),
+    (Act.KILL, Part.WATCHDOG),
 )
 """With lenders, one of each of these, in turn, and a temporary park are added to each round."""
 PARKED_SECONDS = (2.0, 10.0)
@@ -237,10 +237,10 @@ class _Cast:
         if act is Act.PARK:
             yield PlannedFault(at + self._dice.uniform(*PARKED_SECONDS), Act.WAKE, worker)
             return
-        if part is Part.BESIDE and act is Act.KILL:
+        if part is Part.SIDECAR and act is Act.KILL:
             victim.there_from = at + SETTLED_SECONDS[Role.EXECUTOR]
             return
-        if part is Part.KEEPER and act is Act.KILL:
+        if part is Part.WATCHDOG and act is Act.KILL:
             at += self._dice.uniform(*AWAY_SECONDS)
             yield PlannedFault(at, Act.LEAVE, worker)
         if act is Act.FREEZE:
