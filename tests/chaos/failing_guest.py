@@ -30,7 +30,7 @@ def _out_of_memory() -> None:
     raise MemoryError
 
 
-def _untold() -> None:
+def _unprintable() -> None:
     raise UnprintableError
 
 
@@ -42,7 +42,7 @@ def _of_nobody() -> None:
     assert not "a guest that fails"
 
 
-KINDS: tuple[Callable[[], None], ...] = (_out_of_memory, _untold, _of_torch, _of_nobody)
+KINDS: tuple[Callable[[], None], ...] = (_out_of_memory, _unprintable, _of_torch, _of_nobody)
 
 
 class Failing(Scheduler):  # type: ignore[misc]

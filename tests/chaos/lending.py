@@ -116,7 +116,7 @@ GUEST = re.compile(r"rose: guest_(built|dropped|suspended)")
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class CoreResources:
     """Resources of the engine core at one time."""
 
     threads: int
@@ -283,11 +283,11 @@ class Run:
         """Return how often the server log contains the text."""
         return self.log("lender").read_text(errors="replace").count(text)
 
-    def left(self) -> Left:
+    def left(self) -> CoreResources:
         """Return the resources of the engine core now."""
         children = psutil.Process(self.processes["lender"].pid).children(recursive=True)
         core = next(child for child in children if child.name().startswith("VLLM::Engin"))
-        return Left(core.num_threads(), core.num_fds(), core.memory_info().rss)
+        return CoreResources(core.num_threads(), core.num_fds(), core.memory_info().rss)
 
     def serving_troubles(self) -> Iterator[str]:
         """Yield lines of the server log that report a serving error."""

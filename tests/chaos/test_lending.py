@@ -21,7 +21,7 @@ from rose.topics.reader import Reader
 from rose.topics.records import EndOfPartition, Envelope
 from rose.topics.settings import BusSettings
 from rose.workers.loadgen.request_log import read_request_log
-from tests.chaos.lending import LENDER_NAME, Left, Run
+from tests.chaos.lending import LENDER_NAME, CoreResources, Run
 from tests.support.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, start
 
 TRAFFIC_SECONDS = 600.0
@@ -69,11 +69,11 @@ def test_faults_of_run_and_guest_do_not_reach_users_of_a_lending_server(run: Run
         run.wake()
         run.park()
         left.append(run.left())
-    troubles = list(run.serving_troubles())
+    errors = list(run.serving_troubles())
     status = run.leave()
     tell(run, began, left)
 
-    assert troubles == []
+    assert errors == []
     since = list(run.serving_troubles())  # a stopping vLLM may report the engine that it ends as dead
     assert [line for line in since if OURS.search(line)] == []
     waits = read_request_log(run.folder / "faults")
@@ -94,7 +94,7 @@ def test_faults_of_run_and_guest_do_not_reach_users_of_a_lending_server(run: Run
         assert (audit.lost, audit.doubled, audit.unasked) == ((), (), ())
 
 
-def tell(run: Run, began: float, left: list[Left]) -> None:
+def tell(run: Run, began: float, left: list[CoreResources]) -> None:
     waits = read_request_log(run.folder / "faults")
     first = sorted(each.first_token_seconds for each in waits if each.first_token_seconds is not None)
     lines = [

@@ -84,7 +84,7 @@ def test_every_command_line_and_setting_is_known_to_rose(name: str, tmp_path: Pa
     lines = [one for one in containers(found) if one["name"] != "rose"]
     assert lines
     for one in lines:
-        values_by_name = {each["name"]: said_by(each) for each in one["env"]}
+        values_by_name = {each["name"]: value_of(each) for each in one["env"]}
         arguments = [word.replace("$(ORDINAL)", "3") for word in one["args"]]
         arguments = [tmp_path.as_posix() if word == "/etc/rose/kafka/client.properties" else word for word in arguments]
         config = configured(arguments, values_by_name, toml, tmp_path)
@@ -138,7 +138,7 @@ def test_terminating_lender_stops_lending_first_and_its_next_start_lends(tmp_pat
     assert (folder / f"{POD}.stop").read_text() == "its guest hung\n"
 
 
-def said_by(variable: Resource) -> str:
+def value_of(variable: Resource) -> str:
     """Return the value of a variable in the fourth pod."""
     path = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
     named = {"metadata.name": POD, "metadata.labels['apps.kubernetes.io/pod-index']": "3"}
@@ -255,7 +255,7 @@ def test_patch_turns_a_vllm_deployment_into_a_lender_and_keeps_its_flags(tmp_pat
     line = one["command"][3:] + one["args"]
     command, given = parsed(line)
     assert command == "lend" and given["flags"] == ["--port", "8000", "--max-num-seqs", "256"]
-    config = configured(line, {each["name"]: said_by(each) for each in one["env"]}, "", tmp_path)
+    config = configured(line, {each["name"]: value_of(each) for each in one["env"]}, "", tmp_path)
     assert (config.settings.executor.name, config.settings.executor.slot) == (POD, None)
     stop_file = config.settings.lender.stop_file
     assert stop_file and outlives_its_container(stop_file.parent, one), "it is there, when a guest has hung"

@@ -110,7 +110,7 @@ def test_role_with_niceness_runs_at_that_nice_value_within_and_between_sessions(
     supervisor.stop()
 
 
-class Played:
+class ScriptedProcess:
     """A process that ends when asked, and notes what it was asked."""
 
     def __init__(self, name: str, notes: list[str]) -> None:
@@ -127,7 +127,7 @@ class Played:
 
 def test_dependent_role_is_stopped_before_the_roles_that_it_uses(tmp_path: Path) -> None:
     notes: list[str] = []
-    fork_server: Any = SimpleNamespace(start=lambda arguments, *, name, **_: Played(name, notes))
+    fork_server: Any = SimpleNamespace(start=lambda arguments, *, name, **_: ScriptedProcess(name, notes))
     roles = [Role("server", ()), Role("users", (), leaves_first=True), Role("router", ())]
     supervisor = Supervisor(roles, tmp_path, fork_server)
     supervisor.start()

@@ -100,7 +100,7 @@ def test_logprobs_are_those_of_transformers_before_and_after_swaps(engine_fixtur
         assert engine_fixture.check(seed) < TOLERANCE
 
 
-class Drawn:
+class SampledTrajectory:
     """A trajectory that is sampled turn by turn."""
 
     def __init__(self, tokens: list[int]) -> None:
@@ -131,7 +131,7 @@ def test_on_policy_importance_ratio_of_engine_and_trainer_is_1(
     """
     engine_fixture.swap()
     rng, log_ratios = random.Random(4), list[float]()
-    drawn = [Drawn(contexts_of(rng, rng.randint(5, 40))) for _ in range(12)]
+    drawn = [SampledTrajectory(contexts_of(rng, rng.randint(5, 40))) for _ in range(12)]
     for temperature in temperatures:
         samplings = [
             Sampling(temperature=temperature, max_tokens=rng.randint(2, 30), seed=n) for n in range(len(drawn))
@@ -172,7 +172,7 @@ MOST_ELEMENTS = 3000
 """Element limit of a piece: fewer than the embedding and most layers have."""
 
 
-class Elements(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ElementCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts read and written elements, except views: by torch, and of packed layers."""
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ def test_staging_piece_writes_a_bounded_number_of_elements(
     pieces = engine_fixture.engine.stage(tensors.items())
     touched = []
     while True:
-        with Elements() as elements, monkeypatch.context() as counting:
+        with ElementCounter() as elements, monkeypatch.context() as counting:
             counting.setattr(layer_utils, "dispatch_cpu_unquantized_gemm", elements.pack)
             done = next(pieces, True)
         touched.append(elements.seen)

@@ -217,9 +217,9 @@ def test_executor_continues_after_a_freeze_and_a_broker_outage(
     own_broker: Broker, broker_kind: str, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     settings = own_broker.settings()
-    troubles = {"frozen": freeze, "engine-frozen": freeze_engine}
+    faults = {"frozen": freeze, "engine-frozen": freeze_engine}
     if broker_kind != EMBEDDED:  # a restarted embedded broker accepts no records of producers that it knew before
-        troubles["cut-off"] = cut_off
+        faults["cut-off"] = cut_off
     create_topics(settings, Partitions(home=2, slots=2, samples=1, chunks=2))
     executor = start(fork_server, settings, tmp_path)
     try:
@@ -227,7 +227,7 @@ def test_executor_continues_after_a_freeze_and_a_broker_outage(
         router.publish(new_policy(0, tied=True), 0)
         router.until(lambda: router.serves(0))
         incarnation = router.heartbeats[-1].incarnation
-        for name, trouble in troubles.items():
+        for name, trouble in faults.items():
             key = router.dispatch(f"{name}-before", [3, 4, 5], max_tokens=200, stop=())
             router.until(lambda: router.lists(key))  # noqa: B023
             began = time.time()

@@ -20,7 +20,7 @@ from rose.workers.trainer.export import export_policy
 from rose.workers.trainer.policy import load_policy, token_logprobs
 from rose.workers.weights.folder_names import FolderTensors
 from rose.workers.weights.model_folder import WHOLE
-from tests.support.model_families import CONTEXT, Turn, played, sent, tiny_policy, train
+from tests.support.model_families import CONTEXT, Turn, run_turns, sent, tiny_policy, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -107,7 +107,7 @@ def test_family_is_trained_published_served_exported_and_restarted(kind: str, tm
     first, later = (FolderTensors(model, folder) for model in (before, after))
     first.check_values()
     train(after)
-    old, new = played(folder, sent(folder, [first, later]))
+    old, new = run_turns(folder, sent(folder, [first, later]))
     assert off(before, old) < TOLERANCE
     assert off(after, new) < TOLERANCE
     assert off(before, new) > 100 * TOLERANCE, "the two policies are not alike"
@@ -125,14 +125,14 @@ def test_unservable_family_is_refused_in_one_sentence_at_the_start(kind: str, tm
     with pytest.raises(UsageError, match=REFUSED[kind]) as caught:
         tensors = FolderTensors(load_policy(tmp_path), tmp_path)
         tensors.check_values()
-        played(tmp_path, dict(tensors))
+        run_turns(tmp_path, dict(tensors))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
 def refused(folder: Path) -> str:
     """Assert that an engine refuses the folder in one sentence."""
     with pytest.raises(UsageError) as caught:
-        played(folder, load_file(folder / WHOLE))
+        run_turns(folder, load_file(folder / WHOLE))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
     return str(caught.value)
 
@@ -158,7 +158,7 @@ def test_engine_loads_a_folder_by_its_model_type(kind: str, named: str, same: bo
     config = json.loads((tmp_path / "config.json").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [f"{named}ForCausalLM"]}))
     if same:
-        turn, _ = played(tmp_path, load_file(tmp_path / WHOLE))
+        turn, _ = run_turns(tmp_path, load_file(tmp_path / WHOLE))
         assert off(load_policy(tmp_path), turn) < TOLERANCE
     else:
         assert "names the class LlamaForCausalLM and the type qwen2" in refused(tmp_path)

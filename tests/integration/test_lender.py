@@ -34,7 +34,7 @@ from rose.workers.executor.ipc.weight_buffers import write_tensors
 from rose.workers.executor.vllm.engine import Engine
 from rose.workers.lender.vllm.guest_build import build_engine
 from tests.support.guest_runs import PROMPTS, TURNS, run_guest, run_standalone, same, traffic, wake_and_park
-from tests.support.lender_server_fixtures import MODEL, VOCABULARY, Answer, PlayedSidecar, Server, lending_server
+from tests.support.lender_server_fixtures import MODEL, VOCABULARY, Answer, ScriptedSidecar, Server, lending_server
 from tests.support.waiting import WAIT_SECONDS, until
 
 MEASURED_SECONDS = 3.0
@@ -59,8 +59,8 @@ def alone(server: Server) -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
-def sidecar(server: Server, alone: list[Answer]) -> PlayedSidecar:
-    return PlayedSidecar(server.config)
+def sidecar(server: Server, alone: list[Answer]) -> ScriptedSidecar:
+    return ScriptedSidecar(server.config)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def standalone(server: Server) -> Iterator[Engine]:
 
 
 def test_serving_output_is_unchanged_while_a_guest_is_built_and_runs(
-    server: Server, alone: list[Answer], sidecar: PlayedSidecar
+    server: Server, alone: list[Answer], sidecar: ScriptedSidecar
 ) -> None:
     with traffic(server) as answers:
         run_guest(sidecar)
@@ -112,21 +112,21 @@ def test_process_globals_are_unchanged_in_every_serving_step(server: Server, alo
 
 
 def test_guest_computes_the_same_as_a_dedicated_engine(
-    server: Server, sidecar: PlayedSidecar, standalone: Engine
+    server: Server, sidecar: ScriptedSidecar, standalone: Engine
 ) -> None:
     with traffic(server):
         made = run_guest(sidecar)
     assert made == run_standalone(standalone)
 
 
-def test_turn_impossible_for_the_engine_is_refused(sidecar: PlayedSidecar) -> None:
+def test_turn_impossible_for_the_engine_is_refused(sidecar: ScriptedSidecar) -> None:
     sidecar.forget()
     sidecar.take("unknown token", [VOCABULARY + 1], Sampling(max_tokens=2))
     assert "vocabulary" in sidecar.wait_for_reports(TurnRejected)[0].reason
 
 
 def test_version_is_staged_in_pieces_and_activated_between_two_steps(
-    server: Server, alone: list[Answer], sidecar: PlayedSidecar, standalone: Engine
+    server: Server, alone: list[Answer], sidecar: ScriptedSidecar, standalone: Engine
 ) -> None:
     torch.manual_seed(5)
     version = {
@@ -149,7 +149,7 @@ def test_version_is_staged_in_pieces_and_activated_between_two_steps(
     assert same(answers, alone)
 
 
-def test_idle_guest_sends_heartbeats_and_takes_no_time(server: Server, sidecar: PlayedSidecar) -> None:
+def test_idle_guest_sends_heartbeats_and_takes_no_time(server: Server, sidecar: ScriptedSidecar) -> None:
     assert sidecar.silent_for() < 1.0
     core, began = server.core, time.monotonic()
     before = core.cpu_times()
@@ -161,11 +161,11 @@ def test_idle_guest_sends_heartbeats_and_takes_no_time(server: Server, sidecar: 
     assert sidecar.silent_for() < 1.0
 
 
-def test_restarted_sidecar_reconnects_to_its_guest(server: Server, sidecar: PlayedSidecar) -> None:
+def test_restarted_sidecar_reconnects_to_its_guest(server: Server, sidecar: ScriptedSidecar) -> None:
     for number in range(20):
         sidecar.take(f"left {number}", PROMPTS[0], Sampling(max_tokens=200), 1)
     sidecar.end.close()
-    other = PlayedSidecar(server.config)
+    other = ScriptedSidecar(server.config)
     sidecar.end, sidecar.commands, sidecar.reports, sidecar.received = (
         other.end,
         other.commands,
@@ -180,7 +180,7 @@ def test_restarted_sidecar_reconnects_to_its_guest(server: Server, sidecar: Play
 
 
 def test_failed_guest_is_dropped_reported_and_rebuilt(
-    server: Server, alone: list[Answer], sidecar: PlayedSidecar
+    server: Server, alone: list[Answer], sidecar: ScriptedSidecar
 ) -> None:
     threads = server.core.num_threads()
     with traffic(server) as answers:
@@ -196,7 +196,7 @@ def test_failed_guest_is_dropped_reported_and_rebuilt(
     assert server.log.read_text().count("guest_dropped") == 3
 
 
-def test_ten_wakes_and_parks_leak_no_thread_and_no_memory(server: Server, sidecar: PlayedSidecar) -> None:
+def test_ten_wakes_and_parks_leak_no_thread_and_no_memory(server: Server, sidecar: ScriptedSidecar) -> None:
     core = server.core
     for _ in range(2):
         wake_and_park(sidecar)
@@ -209,7 +209,7 @@ def test_ten_wakes_and_parks_leak_no_thread_and_no_memory(server: Server, sideca
     assert grown < server.config.kv_cache_bytes, "less than one guest's cache"
 
 
-def test_turn_interrupted_by_a_park_returns_its_sampled_tokens(sidecar: PlayedSidecar, standalone: Engine) -> None:
+def test_turn_interrupted_by_a_park_returns_its_sampled_tokens(sidecar: ScriptedSidecar, standalone: Engine) -> None:
     """A rebuilt guest has the version of the folder."""
     standalone.swap(2, load_file(MODEL / "model.safetensors").items())
     sampling = Sampling(max_tokens=230, temperature=0.0)
@@ -235,7 +235,7 @@ def run_alone(engine: Engine, context: list[int], sampling: Sampling) -> list[in
 
 
 def test_never_idle_server_reports_that_and_returns_aborted_turns(
-    server: Server, alone: list[Answer], sidecar: PlayedSidecar
+    server: Server, alone: list[Answer], sidecar: ScriptedSidecar
 ) -> None:
     sidecar.send(Resume())
     sidecar.awake()
@@ -261,12 +261,12 @@ def test_never_idle_server_reports_that_and_returns_aborted_turns(
     sidecar.awake()
 
 
-def test_server_log_has_no_error_of_the_server(server: Server, sidecar: PlayedSidecar) -> None:
+def test_server_log_has_no_error_of_the_server(server: Server, sidecar: ScriptedSidecar) -> None:
     errors = [line for line in server.log.read_text().splitlines() if "ERROR" in line or "Traceback" in line]
     assert all("guest_dropped" in line for line in errors), errors
 
 
-def test_guest_with_turns_does_not_delay_a_server_exit(server: Server, sidecar: PlayedSidecar) -> None:
+def test_guest_with_turns_does_not_delay_a_server_exit(server: Server, sidecar: ScriptedSidecar) -> None:
     """The last test. vLLM's own exit and its log lines vary with and without a guest."""
     for number in range(8):
         sidecar.take(f"last {number}", PROMPTS[0], Sampling(max_tokens=200))

@@ -27,7 +27,7 @@ from rose.workers.executor.ipc.messages import (
 from rose.workers.executor.ipc.weight_buffers import write_tensors
 from rose.workers.lender.admission import Promise
 from rose.workers.lender.config import MemoryConfig
-from tests.support.lender_server_fixtures import MODEL, VOCABULARY, Answer, PlayedSidecar, Server, lending_server
+from tests.support.lender_server_fixtures import MODEL, VOCABULARY, Answer, ScriptedSidecar, Server, lending_server
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -74,8 +74,8 @@ def alone(server: Server) -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
-def sidecar(server: Server, alone: list[Answer]) -> PlayedSidecar:
-    sidecar = PlayedSidecar(server.config)
+def sidecar(server: Server, alone: list[Answer]) -> ScriptedSidecar:
+    sidecar = ScriptedSidecar(server.config)
     sidecar.awake()
     return sidecar
 
@@ -99,11 +99,11 @@ def burst(server: Server, requests: int, first: int = 100, tokens: int = 64) -> 
     return answers
 
 
-def lent(sidecar: PlayedSidecar) -> list[LendingStats]:
+def lent(sidecar: ScriptedSidecar) -> list[LendingStats]:
     return [tick.lending for tick in sidecar.wait_for_reports(EngineStatus) if tick.lending is not None]
 
 
-def grown(sidecar: PlayedSidecar) -> int:
+def grown(sidecar: ScriptedSidecar) -> int:
     """Return the budget once a test can use it."""
     sidecar.awake()
     until(lambda: bool(stats := lent(sidecar)) and stats[-1].budget_bytes > GUEST_BYTES // 2)
@@ -112,7 +112,7 @@ def grown(sidecar: PlayedSidecar) -> int:
     return lent(sidecar)[-1].budget_bytes
 
 
-def next_version(sidecar: PlayedSidecar, version: int) -> None:
+def next_version(sidecar: ScriptedSidecar, version: int) -> None:
     torch.manual_seed(version)
     tensors = load_file(MODEL / "model.safetensors")
     sidecar.forget()
@@ -130,7 +130,7 @@ class Turn:
     most: int
 
 
-def fill(sidecar: PlayedSidecar, version: int, name: str) -> list[Turn]:
+def fill(sidecar: ScriptedSidecar, version: int, name: str) -> list[Turn]:
     """Give the guest turns until its memory is full, and let the turns run for a while."""
     turns = [Turn(f"{name} {number}", prompt(1000 + number, CONTEXT), SAMPLED) for number in range(TURNS)]
     begin(sidecar, turns, version)
@@ -138,7 +138,7 @@ def fill(sidecar: PlayedSidecar, version: int, name: str) -> list[Turn]:
     return turns
 
 
-def begin(sidecar: PlayedSidecar, turns: Sequence[Turn], version: int) -> None:
+def begin(sidecar: ScriptedSidecar, turns: Sequence[Turn], version: int) -> None:
     sidecar.forget()
     for turn in turns:
         sampling = Sampling(max_tokens=turn.most, temperature=1.0, seed=1)
@@ -149,7 +149,7 @@ def rss(server: Server) -> float:
     return float(server.core.memory_info().rss / 2**20)
 
 
-def test_guest_grows_into_memory_left_by_serving(server: Server, sidecar: PlayedSidecar) -> None:
+def test_guest_grows_into_memory_left_by_serving(server: Server, sidecar: ScriptedSidecar) -> None:
     budget = grown(sidecar)
     assert 0.9 * GUEST_BYTES < budget < GUEST_BYTES
     tick = sidecar.wait_for_reports(EngineStatus)[-1]
@@ -157,7 +157,7 @@ def test_guest_grows_into_memory_left_by_serving(server: Server, sidecar: Played
 
 
 def test_cut_turns_return_completely_and_continue_from_their_prefix(
-    server: Server, alone: list[Answer], sidecar: PlayedSidecar
+    server: Server, alone: list[Answer], sidecar: ScriptedSidecar
 ) -> None:
     budget = grown(sidecar)
     turns = fill(sidecar, -1, "cut")
@@ -189,7 +189,7 @@ def test_cut_turns_return_completely_and_continue_from_their_prefix(
     tell(f"{len(given_up)} of {TURNS} turns were cut; resumed, they found {found} of {reusable} tokens", cuts)
 
 
-def test_freeze_ends_with_the_next_version(server: Server, sidecar: PlayedSidecar) -> None:
+def test_freeze_ends_with_the_next_version(server: Server, sidecar: ScriptedSidecar) -> None:
     assert lent(sidecar)[-1].frozen
     next_version(sidecar, 1)
     until(lambda: not lent(sidecar)[-1].frozen)
@@ -197,7 +197,7 @@ def test_freeze_ends_with_the_next_version(server: Server, sidecar: PlayedSideca
 
 
 def test_lent_memory_returns_to_the_system_without_a_borrower(
-    server: Server, alone: list[Answer], sidecar: PlayedSidecar
+    server: Server, alone: list[Answer], sidecar: ScriptedSidecar
 ) -> None:
     fill(sidecar, 1, "left")
     before = rss(server)
@@ -205,7 +205,7 @@ def test_lent_memory_returns_to_the_system_without_a_borrower(
     until(lambda: rss(server) < before - 8)
     tell(f"resident: {before:.0f} MiB with a guest at work, {rss(server):.0f} MiB after", [])
     assert [server.complete(prompt(number)).text for number in range(3)] == [answer.text for answer in alone]
-    other = PlayedSidecar(server.config)
+    other = ScriptedSidecar(server.config)
     sidecar.end, sidecar.commands, sidecar.reports, sidecar.received = (
         other.end,
         other.commands,
@@ -215,7 +215,7 @@ def test_lent_memory_returns_to_the_system_without_a_borrower(
     assert grown(sidecar) > GUEST_BYTES // 2
 
 
-def test_serving_gets_all_lent_memory_at_once(server: Server, sidecar: PlayedSidecar) -> None:
+def test_serving_gets_all_lent_memory_at_once(server: Server, sidecar: ScriptedSidecar) -> None:
     fill(sidecar, 1, "all")
     filled = rss(server)
     answers: list[Answer] = []
@@ -233,13 +233,13 @@ def test_serving_gets_all_lent_memory_at_once(server: Server, sidecar: PlayedSid
     tell(f"resident: {filled:.0f} MiB before the burst, {rss(server):.0f} after it", lent(sidecar))
 
 
-def test_turn_that_can_never_fit_returns_at_once(sidecar: PlayedSidecar) -> None:
+def test_turn_that_can_never_fit_returns_at_once(sidecar: ScriptedSidecar) -> None:
     begin(sidecar, [Turn("too late", prompt(7, 40), 10)], 1)
     done = sidecar.done(1)["too late"]
     assert (done.turn.finish_reason, done.reason, done.turn.sampled.tokens) == (ABORTED, "cut", b"")
 
 
-def test_server_log_has_no_error(server: Server, sidecar: PlayedSidecar) -> None:
+def test_server_log_has_no_error(server: Server, sidecar: ScriptedSidecar) -> None:
     errors = [line for line in server.log.read_text().splitlines() if "ERROR" in line or "Traceback" in line]
     assert not errors
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.guest_runs import PROMPTS, wake_and_park
-from tests.support.lender_server_fixtures import PlayedSidecar, lending_server
+from tests.support.lender_server_fixtures import ScriptedSidecar, lending_server
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 def test_parked_guest_wakes_on_every_command(tmp_path: Path) -> None:
     with lending_server(tmp_path, "--distributed-executor-backend", "mp") as server:
         answer = server.complete(PROMPTS[0]).text
-        sidecar = PlayedSidecar(server.config)
+        sidecar = ScriptedSidecar(server.config)
         sidecar.awake()
         wake_and_park(sidecar)
         threads, descriptors = server.core.num_threads(), server.core.num_fds()

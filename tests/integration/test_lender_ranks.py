@@ -31,7 +31,7 @@ from rose.workers.executor.vllm.engine import Engine
 from rose.workers.lender.vllm.guest_build import build_engine
 from rose.workers.weights.layout import VOCABULARY_PADDING, ShardRank, shard_of
 from tests.support.guest_runs import PROMPTS, TURNS, run_guest, run_standalone, same, traffic, wake_and_park
-from tests.support.lender_server_fixtures import MODEL, ON_RANKS, RANKS, Answer, PlayedSidecar, Server, lending_server
+from tests.support.lender_server_fixtures import MODEL, ON_RANKS, RANKS, Answer, ScriptedSidecar, Server, lending_server
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -57,8 +57,8 @@ def alone(server: Server) -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
-def sidecar(server: Server, alone: list[Answer]) -> PlayedSidecar:
-    return PlayedSidecar(server.config)
+def sidecar(server: Server, alone: list[Answer]) -> ScriptedSidecar:
+    return ScriptedSidecar(server.config)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def fault(server: Server, kind: str) -> Path:
 
 
 def test_serving_output_is_unchanged_while_a_guest_is_built_and_runs_on_its_ranks(
-    server: Server, alone: list[Answer], sidecar: PlayedSidecar, one_rank: Engine
+    server: Server, alone: list[Answer], sidecar: ScriptedSidecar, one_rank: Engine
 ) -> None:
     with traffic(server) as answers:
         made = run_guest(sidecar)
@@ -106,7 +106,7 @@ def test_serving_output_is_unchanged_while_a_guest_is_built_and_runs_on_its_rank
     assert_close(made, run_standalone(one_rank))
 
 
-def test_each_rank_holds_its_shard_of_the_guest(server: Server, sidecar: PlayedSidecar, one_rank: Engine) -> None:
+def test_each_rank_holds_its_shard_of_the_guest(server: Server, sidecar: ScriptedSidecar, one_rank: Engine) -> None:
     counts = re.findall(r"guest_parameters_loaded rank_parameters=([\d,]+)", server.log.read_text())
     held = [int(count) for count in counts[-1].split(",")]
     config = json.loads((MODEL / "config.json").read_text())
@@ -127,7 +127,7 @@ def test_each_rank_holds_its_shard_of_the_guest(server: Server, sidecar: PlayedS
 
 
 def test_version_is_activated_on_no_rank_before_all_have_staged_it(
-    server: Server, alone: list[Answer], sidecar: PlayedSidecar, one_rank: Engine, version: dict[str, torch.Tensor]
+    server: Server, alone: list[Answer], sidecar: ScriptedSidecar, one_rank: Engine, version: dict[str, torch.Tensor]
 ) -> None:
     layout = write_tensors(sidecar.end.channel.weight_buffers[1], version)
     old = run_standalone(one_rank)
@@ -155,7 +155,7 @@ def test_version_is_activated_on_no_rank_before_all_have_staged_it(
 
 
 def test_turn_over_a_swap_continues_under_the_new_version_on_every_rank(
-    sidecar: PlayedSidecar, one_rank: Engine, version: dict[str, torch.Tensor]
+    sidecar: ScriptedSidecar, one_rank: Engine, version: dict[str, torch.Tensor]
 ) -> None:
     layout = write_tensors(sidecar.end.channel.weight_buffers[0], load_file(MODEL / "model.safetensors"))
     sidecar.forget()
@@ -171,7 +171,7 @@ def test_turn_over_a_swap_continues_under_the_new_version_on_every_rank(
 
 
 def test_rank_failure_within_a_step_is_reported_and_the_guest_dropped_on_all(
-    server: Server, alone: list[Answer], sidecar: PlayedSidecar, one_rank: Engine
+    server: Server, alone: list[Answer], sidecar: ScriptedSidecar, one_rank: Engine
 ) -> None:
     sidecar.awake()  # the thread of the guest build is not a leaked thread
     threads = [worker.num_threads() for worker in server.workers]
@@ -199,7 +199,7 @@ def held_bytes(process: int) -> int:
     return 1024 * sum(int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap"))
 
 
-def test_ten_wakes_and_parks_leak_no_thread_and_no_memory_in_a_rank(server: Server, sidecar: PlayedSidecar) -> None:
+def test_ten_wakes_and_parks_leak_no_thread_and_no_memory_in_a_rank(server: Server, sidecar: ScriptedSidecar) -> None:
     workers = server.workers
     for _ in range(2):
         wake_and_park(sidecar)
@@ -214,7 +214,7 @@ def test_ten_wakes_and_parks_leak_no_thread_and_no_memory_in_a_rank(server: Serv
     sidecar.awake()
 
 
-def test_guest_is_invisible_to_serving_in_its_workers(server: Server, sidecar: PlayedSidecar) -> None:
+def test_guest_is_invisible_to_serving_in_its_workers(server: Server, sidecar: ScriptedSidecar) -> None:
     """The notes cover the first to the last serving step, with builds, steps, swaps and faults of the guest between."""
     for number in range(RANKS):
         lines = Path(f"{server.notes}.{number}").read_text().splitlines()
@@ -224,7 +224,7 @@ def test_guest_is_invisible_to_serving_in_its_workers(server: Server, sidecar: P
         assert [note["changed"] for note in notes if note["changed"]] == []
 
 
-def test_guest_does_not_rebind_the_memory_of_a_rank(server: Server, sidecar: PlayedSidecar) -> None:
+def test_guest_does_not_rebind_the_memory_of_a_rank(server: Server, sidecar: ScriptedSidecar) -> None:
     """Linux waits there for a thread on each CPU: a guest build took up to two minutes beside spinning ranks."""
     bound = server.log.read_text().count("NUMA binding")
     if not bound:
@@ -232,6 +232,6 @@ def test_guest_does_not_rebind_the_memory_of_a_rank(server: Server, sidecar: Pla
     assert bound == RANKS
 
 
-def test_server_log_has_no_error_of_the_server(server: Server, sidecar: PlayedSidecar) -> None:
+def test_server_log_has_no_error_of_the_server(server: Server, sidecar: ScriptedSidecar) -> None:
     errors = [line for line in server.log.read_text().splitlines() if "ERROR" in line or "Traceback" in line]
     assert all("guest_dropped" in line for line in errors), errors

@@ -9,7 +9,7 @@ import pytest
 from rose.schemas.prompts import Sampling
 from rose.workers.executor.ipc.messages import EngineStatus
 from rose.workers.lender.admission import Promise
-from tests.support.lender_server_fixtures import Answer, PlayedSidecar, Server, lending_server
+from tests.support.lender_server_fixtures import Answer, ScriptedSidecar, Server, lending_server
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -56,7 +56,7 @@ def test_never_idle_server_wakes_its_guest_only_if_the_dial_allows(server: Serve
         for client in clients:
             client.start()
         server.complete(PROMPTS[0], ANSWER_TOKENS)
-        sidecar = PlayedSidecar(server.config)
+        sidecar = ScriptedSidecar(server.config)
         if server.config.promise.dial > 0:
             sidecar.awake()
             sidecar.take("first", PROMPTS[0], Sampling(max_tokens=20, seed=1))
@@ -75,7 +75,7 @@ def test_never_idle_server_wakes_its_guest_only_if_the_dial_allows(server: Serve
 def test_guest_computes_beside_serving_only_if_the_dial_allows(server: Server) -> None:
     """The answers of serving are unchanged, token for token."""
     alone = answers(server)
-    sidecar = PlayedSidecar(server.config)
+    sidecar = ScriptedSidecar(server.config)
     sidecar.awake()
     sidecar.take("warm", PROMPTS[0], Sampling(max_tokens=50, seed=1))
     sidecar.done(1)

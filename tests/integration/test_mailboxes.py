@@ -25,7 +25,7 @@ from tests.support.brokers import AnyBroker, flags, kafka_first
 from tests.support.roles import rose
 from tests.support.router_process_fixtures import router_process
 from tests.support.routing_fixtures import request
-from tests.support.scripted_engine import Played, played
+from tests.support.scripted_engine import ScriptedExecutorProcess, scripted_process
 
 pytestmark = pytest.mark.slow
 
@@ -106,9 +106,9 @@ def sender(settings: BusSettings) -> Iterator[RequestSender]:
 
 
 @pytest.fixture
-def start(settings: BusSettings, tmp_path: Path) -> Iterator[Callable[[str], Played]]:
+def start(settings: BusSettings, tmp_path: Path) -> Iterator[Callable[[str], ScriptedExecutorProcess]]:
     with ExitStack() as running:
-        yield lambda name: running.enter_context(played(settings, tmp_path, name))
+        yield lambda name: running.enter_context(scripted_process(settings, tmp_path, name))
 
 
 def attempts(settings: BusSettings) -> dict[str, list[TurnDispatch]]:
@@ -122,7 +122,7 @@ def attempts(settings: BusSettings) -> dict[str, list[TurnDispatch]]:
 
 @kafka_first
 def test_only_turns_of_leaving_executors_move_in_a_shared_inbox(
-    settings: BusSettings, sender: RequestSender, start: Callable[[str], Played]
+    settings: BusSettings, sender: RequestSender, start: Callable[[str], ScriptedExecutorProcess]
 ) -> None:
     left: list[Start] = []
     with router_process(settings):
@@ -167,7 +167,7 @@ def lost(settings: BusSettings) -> list[list[TurnDispatch]]:
 
 
 def test_executor_with_a_taken_name_replaces_the_other_which_ends_with_a_message(
-    settings: BusSettings, sender: RequestSender, start: Callable[[str], Played]
+    settings: BusSettings, sender: RequestSender, start: Callable[[str], ScriptedExecutorProcess]
 ) -> None:
     with router_process(settings):
         first, other = start("twin"), start("other")
@@ -186,7 +186,7 @@ def test_executor_with_a_taken_name_replaces_the_other_which_ends_with_a_message
 
 @kafka_first
 def test_drained_executor_leaves_no_turn_and_restarts_drained_until_undrained(
-    settings: BusSettings, sender: RequestSender, start: Callable[[str], Played]
+    settings: BusSettings, sender: RequestSender, start: Callable[[str], ScriptedExecutorProcess]
 ) -> None:
     with router_process(settings), ThreadPoolExecutor(1) as operator:
         other, first = start("other"), start("leaves")

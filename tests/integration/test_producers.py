@@ -31,7 +31,7 @@ GROUPS = {"kcat-1", "kcat-2", "java-1", "java-2", "java-3"}
 SECONDS = 120.0
 
 
-def said_by(command: list[str], settings: BusSettings, folder: Path) -> str:
+def output_of(command: list[str], settings: BusSettings, folder: Path) -> str:
     """Return the output of a snippet that exits with status 0."""
     surroundings = {**os.environ, "BOOTSTRAP": settings.bootstrap, "NAMESPACE": settings.namespace}
     done = subprocess.run(command, cwd=folder, env=surroundings, capture_output=True, text=True, timeout=SECONDS)
@@ -50,8 +50,8 @@ def submit(settings: BusSettings, folder: Path) -> None:
     """Run the snippets that write prompts. Skip the test if kcat, Java or Kafka's client is missing."""
     kinds.home_of(kinds.KAFKA)
     (folder / "Submit.java").write_text(SUBMIT)
-    said_by(shell(KCAT), settings, folder)
-    assert said_by(shell(JAVA), settings, folder).count("stored at") == 3
+    output_of(shell(KCAT), settings, folder)
+    assert output_of(shell(JAVA), settings, folder).count("stored at") == 3
 
 
 @pytest.mark.long
@@ -85,9 +85,9 @@ def test_external_prompts_are_run_refused_and_reported_by_outcome(
         executors.pump_until(lambda: len(dead_letters(settings)) == 1, what="a dead letter")
     executors.pump()
     executors.close()
-    dead = said_by(shell(DEAD_LETTERS), settings, tmp_path)
+    dead = output_of(shell(DEAD_LETTERS), settings, tmp_path)
     assert '"kcat-3"' in dead and "rose-letter-reason=not a prompt/3" in dead and "rose-letter-key=kcat-3" in dead
-    lines = [line.split() for line in said_by([sys.executable, "-c", READ], settings, tmp_path).splitlines()]
+    lines = [line.split() for line in output_of([sys.executable, "-c", READ], settings, tmp_path).splitlines()]
     samples = {line[0]: line[1:] for line in lines if len(line) == 4}
     outcomes = {line[0]: line[1] for line in lines if len(line) == 2}
     assert samples.keys() == outcomes.keys() == {f"{group}:{index}" for group in GROUPS for index in range(2)}

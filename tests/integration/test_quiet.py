@@ -135,5 +135,5 @@ def test_run_continues_after_a_quiet_week(tmp_path: Path, namespace: str) -> Non
     assert "infra_failed" not in {end for ends in log.outcomes.values() for end in ends}
     assert log.samples == Counter(requested)
     assert set(log.requests.values()) == {1}, "no turn was asked for twice"
-    assert not log.letters
+    assert not log.dead_letters
     assert audit.clean and audit.settled == len(requested)

@@ -24,7 +24,7 @@ from tests.integration.test_control import control_process
 from tests.support.brokers import AnyBroker, kafka_first
 from tests.support.router_process_fixtures import router_process
 from tests.support.routing_fixtures import request
-from tests.support.scripted_engine import Played, played
+from tests.support.scripted_engine import ScriptedExecutorProcess, scripted_process
 
 pytestmark = pytest.mark.slow
 
@@ -103,9 +103,9 @@ def sender(settings: BusSettings) -> Iterator[RequestSender]:
 
 
 @pytest.fixture
-def start(settings: BusSettings, tmp_path: Path) -> Iterator[Callable[[str, int], Played]]:
+def start(settings: BusSettings, tmp_path: Path) -> Iterator[Callable[[str, int], ScriptedExecutorProcess]]:
     with ExitStack() as running:
-        yield lambda name, slot: running.enter_context(played(settings, tmp_path, name, slot=slot))
+        yield lambda name, slot: running.enter_context(scripted_process(settings, tmp_path, name, slot=slot))
 
 
 def sent(settings: BusSettings) -> dict[str, list[TurnDispatch]]:
@@ -126,7 +126,7 @@ def nothing_lost(sender: RequestSender, settings: BusSettings) -> None:
 
 @kafka_first
 def test_executor_moves_to_the_loaded_cell_and_restarts_there(
-    settings: BusSettings, sender: RequestSender, start: Callable[[str, int], Played], tmp_path: Path
+    settings: BusSettings, sender: RequestSender, start: Callable[[str, int], ScriptedExecutorProcess], tmp_path: Path
 ) -> None:
     with router_process(settings), control_process(settings, tmp_path / "control.log", dwell_seconds=5.0):
         both = {name: start(name, slot) for name, slot in (("one", 0), ("two", 2))}

@@ -132,12 +132,12 @@ def test_departed_router_owns_no_cell_despite_late_assignments(
     subscriptions: list[tuple[IdleConsumer, dict[str, Any]]] = []
     monkeypatch.setattr(IdleConsumer, "subscribe", lambda self, _, **answers: subscriptions.append((self, answers)))
     settings = replace(bus.settings, embedded=True)
-    seats = RouterMembership(settings, "router-0")
+    membership = RouterMembership(settings, "router-0")
     ((former, answers),) = subscriptions
     cell = TopicPartition(settings.topic(HEARTBEATS), 0)
     answers["on_assign"](former, [cell])
-    assert [ownership.cell for ownership in seats.owned] == [0]
-    seats.rejoin()
+    assert [ownership.cell for ownership in membership.owned] == [0]
+    membership.rejoin()
     answers["on_assign"](former, [cell])
-    assert not seats.owned
-    seats.close()
+    assert not membership.owned
+    membership.close()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from rose.schemas.prompts import Sampling
 from rose.workers.executor.ipc.messages import Resume, Suspend
 from rose.workers.executor.vllm.engine import Engine
-from tests.support.lender_server_fixtures import VOCABULARY, Answer, PlayedSidecar, Server
+from tests.support.lender_server_fixtures import VOCABULARY, Answer, ScriptedSidecar, Server
 
 PROMPTS = [[3 + (7 * prompt + place) % (VOCABULARY - 3) for place in range(10 + prompt)] for prompt in range(6)]
 SHORT = ([3, 4, 5], Sampling(max_tokens=4, temperature=0.0))
@@ -26,7 +26,7 @@ def traffic(server: Server, pause_seconds: float = 0.05) -> Iterator[list[tuple[
     """Send serving requests in sequence during the block. Collect the prompt and the answer of each."""
     answers: list[tuple[int, Answer]] = []
     stop = threading.Event()
-    troubles: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def ask() -> None:
         number = 0
@@ -35,7 +35,7 @@ def traffic(server: Server, pause_seconds: float = 0.05) -> Iterator[list[tuple[
                 answers.append((number % len(PROMPTS), server.complete(PROMPTS[number % len(PROMPTS)])))
                 number += 1
         except BaseException as trouble:
-            troubles.append(trouble)
+            errors.append(trouble)
             raise
 
     client = threading.Thread(target=ask)
@@ -45,14 +45,14 @@ def traffic(server: Server, pause_seconds: float = 0.05) -> Iterator[list[tuple[
     finally:
         stop.set()
         client.join()
-    assert not troubles
+    assert not errors
 
 
 def same(answers: Sequence[tuple[int, Answer]], alone: Sequence[Answer]) -> bool:
     return all(answer.text == alone[prompt].text for prompt, answer in answers)
 
 
-def run_guest(sidecar: PlayedSidecar, version: int = -1) -> list[tuple[bytes, bytes]]:
+def run_guest(sidecar: ScriptedSidecar, version: int = -1) -> list[tuple[bytes, bytes]]:
     """Run TURNS in sequence; return tokens and logprobs."""
     made = []
     sidecar.awake()
@@ -75,7 +75,7 @@ def run_standalone(engine: Engine) -> list[tuple[bytes, bytes]]:
     return made
 
 
-def wake_and_park(sidecar: PlayedSidecar) -> None:
+def wake_and_park(sidecar: ScriptedSidecar) -> None:
     sidecar.send(Resume())
     sidecar.awake()
     sidecar.send(Suspend())

@@ -45,7 +45,7 @@ class LenderSimulation:
 
 
 @dataclass(slots=True)
-class Held:
+class HeldRequest:
     """A request in the server."""
 
     arrived: float
@@ -55,7 +55,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SimulationResult:
     """Result of a run."""
 
     occupancy: float
@@ -66,20 +66,20 @@ class Seen:
     served: int
 
 
-def run(simulation: LenderSimulation, dial: float | None, seed: int) -> Seen:
+def run(simulation: LenderSimulation, dial: float | None, seed: int) -> SimulationResult:
     """Serve the load beside a guest under this dial; with None serve without a guest."""
     promise = Promise(ttft_seconds=0.5, tpot_seconds=0.03, yield_seconds=0.02, dial=dial or 0.0)
     admission = Admission(promise, serving_step_tokens=STEP_TOKENS)
     coming, noise = deque(simulation.arrivals(seed)), random.Random(seed + 1)
-    waiting: deque[Held] = deque()
-    running: list[Held] = []
+    waiting: deque[HeldRequest] = deque()
+    running: list[HeldRequest] = []
     now = stays = longest = 0.0
     guest_tokens = served = 0
     while coming or waiting or running:
         if not running and not waiting and dial is None:
             now = max(now, coming[0][0])
         while coming and coming[0][0] <= now:
-            waiting.append(Held(*coming.popleft()))
+            waiting.append(HeldRequest(*coming.popleft()))
             admission.on_arrival(simulation.prompt, now)
         if running or waiting:
             decoding = len(running)
@@ -114,4 +114,4 @@ def run(simulation: LenderSimulation, dial: float | None, seed: int) -> Seen:
             guest_tokens += tokens
             admission.guest.observe(tokens, seconds)
             admission.on_guest_run(held=moment.held, seconds=seconds)
-    return Seen(stays / now, guest_tokens, longest, served)
+    return SimulationResult(stays / now, guest_tokens, longest, served)

@@ -130,7 +130,7 @@ class Answer:
     """Seconds after the request, for each piece of the text."""
 
 
-class PlayedSidecar:
+class ScriptedSidecar:
     """A scripted sidecar: connects, sends commands, reads reports."""
 
     def __init__(self, config: LendConfig) -> None:

@@ -138,12 +138,12 @@ def set_policy() -> None:
     asyncio.set_event_loop_policy(WithoutWatcher())
 
 
-class Late(Exception):
+class TookTooLong(Exception):
     """Raised for code that took too long."""
 
 
 def too_late(*_: object) -> None:
-    raise Late("it took too long")
+    raise TookTooLong("it took too long")
 
 
 def bound_by_a_signal() -> None:
@@ -151,7 +151,7 @@ def bound_by_a_signal() -> None:
     before = signal.signal(signal.SIGALRM, too_late)
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     try:
-        with suppress(Late):
+        with suppress(TookTooLong):
             while True:
                 sum(range(9))
     finally:

@@ -116,7 +116,7 @@ def sent(folder: Path, versions: Sequence[FolderTensors]) -> dict[str, Tensor]:
     return assembly.done.tensors
 
 
-def played(folder: Path, version: dict[str, Tensor]) -> tuple[Turn, Turn]:
+def run_turns(folder: Path, version: dict[str, Tensor]) -> tuple[Turn, Turn]:
     """Run a turn with the weights of the folder and a turn with the weights of the version.
 
     The turns run in another process, because vLLM changes the transformers classes that it uses. Raises UsageError.

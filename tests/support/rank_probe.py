@@ -27,7 +27,7 @@ class RankProbe:
     worker."""
 
 
-class _Notes:
+class StepNotes:
     """One notes file per rank. A note is the process state before a serving step, written when the state changes."""
 
     def __init__(self, worker: Any) -> None:
@@ -44,14 +44,14 @@ class _Notes:
         self._file.write(json.dumps({"building": building, "changed": changed}) + "\n")
 
 
-_notes: list[_Notes] = []
+_notes: list[StepNotes] = []
 _execute, _all_reduce, _writing = CPUWorker.execute_model, GroupCoordinator.all_reduce, weights.write_version
 
 
 def _execute_noted(worker: Any, scheduled: Any) -> Any:
     """Note the state before each step of the first worker of the process, which is the serving worker."""
     if not _notes:
-        _notes.append(_Notes(worker))
+        _notes.append(StepNotes(worker))
     if _notes[0].worker is worker:
         _notes[0].step()
     return _execute(worker, scheduled)

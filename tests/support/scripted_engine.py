@@ -207,7 +207,7 @@ class Answering(Engine):
         self.reports.send(turn_finished(taken.name, [3, 4], version=taken.version, finished_at=time.time()))
 
 
-def played_executor(settings: BusSettings, config: ExecutorConfig, message_file: Path) -> None:
+def run_scripted_executor(settings: BusSettings, config: ExecutorConfig, message_file: Path) -> None:
     """Program of an executor process. It runs until SIGTERM, or until another executor starts under its name, and
     writes its last message to the file."""
     stop, channel = threading.Event(), ChannelFds.create()
@@ -233,7 +233,7 @@ def played_executor(settings: BusSettings, config: ExecutorConfig, message_file:
 
 
 @dataclass
-class Played:
+class ScriptedExecutorProcess:
     """A process with a scripted executor."""
 
     process: ForkServerProcess
@@ -252,17 +252,19 @@ class Played:
 
 
 @contextmanager
-def played(settings: BusSettings, folder: Path, name: str, *, slot: int | None = None) -> Iterator[Played]:
+def scripted_process(
+    settings: BusSettings, folder: Path, name: str, *, slot: int | None = None
+) -> Iterator[ScriptedExecutorProcess]:
     """Run a process with an executor of this name. A process that still runs at the end is killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     config = ExecutorConfig(model_folder=Path(), name=name, slot=slot, max_turns=4)
     message_file = folder / f"{name}-{len(list(folder.iterdir()))}"
     message_file.touch()
-    process = context.Process(target=played_executor, args=(settings, config, message_file))
+    process = context.Process(target=run_scripted_executor, args=(settings, config, message_file))
     process.start()
     try:
-        yield Played(process, message_file)
+        yield ScriptedExecutorProcess(process, message_file)
     finally:
         process.kill()
         process.join()

@@ -29,7 +29,7 @@ OPERATIONS = {operation.name: operation for operation in Operation}
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class AuditedRight:
     """A right that a user exercised or was refused."""
 
     user: str
@@ -68,16 +68,16 @@ class Users:
         options = ("--bootstrap-server", settings.bootstrap, "--namespace", self.namespace)
         return (*options, "--command-config", str(file))
 
-    def seen(self) -> Iterator[Seen]:
+    def seen(self) -> Iterator[AuditedRight]:
         """Return the audited rights of the users of this namespace."""
         for match in _SAID.finditer(self.node.broker.log.read_text(errors="replace")):
             if match["user"].startswith(self.namespace):
                 verdict, kind = match["verdict"] == "Allowed", KINDS[match["kind"]]
-                yield Seen(match["user"], verdict, match["operation"], kind, match["name"], match["request"])
+                yield AuditedRight(match["user"], verdict, match["operation"], kind, match["name"], match["request"])
 
     def unused(self) -> dict[str, set[str]]:
         """Return the unexercised rights of each role."""
-        used: dict[str, set[Seen]] = {}
+        used: dict[str, set[AuditedRight]] = {}
         for seen in self.seen():
             used.setdefault(seen.user, set()).add(seen)
         return {
@@ -93,7 +93,7 @@ class Users:
         }
 
 
-def _uses(seen: Seen, acl: Acl) -> bool:
+def _uses(seen: AuditedRight, acl: Acl) -> bool:
     named = seen.name.startswith(acl.name) if acl.prefixed else seen.name == acl.name
     return seen.allowed and OPERATIONS.get(seen.operation) is acl.operation and seen.resource is acl.resource and named
 

@@ -41,7 +41,7 @@ class LogMessages(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-class StartedAgain:
+class RestartedBroker:
     """A broker that lists a topic of one partition whose leader does not know the topic yet."""
 
     def __init__(self, answers_at: float) -> None:
@@ -57,7 +57,7 @@ class StartedAgain:
 
 
 def test_listed_topic_is_not_missing_while_its_leader_does_not_know_it() -> None:
-    broker = StartedAgain(answers_at=PROPAGATION_SECONDS + 0.5)
+    broker = RestartedBroker(answers_at=PROPAGATION_SECONDS + 0.5)
     assert watermarks_of(broker, TopicPartition("there", 0)) == (3, 7)
     with pytest.raises(TopicMissing):
         watermarks_of(broker, TopicPartition("there", 1))
@@ -433,7 +433,7 @@ def test_unreachable_advertised_listeners_are_named_in_the_error(
         nobody.bind(("127.0.0.1", 0))  # bound and not listening
         places = [nobody.getsockname(), *([there.getsockname()] if answers else [])]
 
-        class Elsewhere:
+        class UnreachableBrokers:
             def __init__(self, *_: Any, **__: Any) -> None:
                 pass
 
@@ -441,7 +441,7 @@ def test_unreachable_advertised_listeners_are_named_in_the_error(
                 nodes = {number: SimpleNamespace(host=host, port=port) for number, (host, port) in enumerate(places)}
                 return SimpleNamespace(brokers=nodes)
 
-        monkeypatch.setattr(admin, "AdminClient", Elsewhere)
+        monkeypatch.setattr(admin, "AdminClient", UnreachableBrokers)
         if answers:
             admin.connect(NOBODY)
             return

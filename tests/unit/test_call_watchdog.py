@@ -135,7 +135,7 @@ def test_call_that_returns_after_a_long_broker_outage_is_not_aborted() -> None:
     assert away.calls >= 100
 
 
-class Slow:
+class SlowCoordinator:
     """A coordinator that answers during the given check. After half of the checks, the checks query the broker."""
 
     def __init__(self, looks: int) -> None:
@@ -155,7 +155,7 @@ class Slow:
 
 
 def test_call_that_returns_during_the_last_check_is_not_aborted() -> None:
-    slow = Slow(looks=2)
+    slow = SlowCoordinator(looks=2)
     run_guarded(slow.call, CallWatchdog(slow.reach, check_seconds=0.2, seconds=1.0))
     assert not slow.left
 

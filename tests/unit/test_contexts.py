@@ -186,7 +186,7 @@ def test_unreadable_home_does_not_block_other_homes(monkeypatch: pytest.MonkeyPa
     """The rest is read once the leader of the home is back."""
     away = {0}
 
-    class Log:
+    class EmptyLog:
         """A log without requests, in which some homes are unreachable."""
 
         def __init__(self, _reader: object, offsets: dict[Place, list[int]], **_: object) -> None:
@@ -198,7 +198,7 @@ def test_unreadable_home_does_not_block_other_homes(monkeypatch: pytest.MonkeyPa
             return iter(())
 
     monkeypatch.setattr("rose.workers.executor.contexts.Reader", Mock())
-    monkeypatch.setattr("rose.workers.executor.contexts.RecordFetch", Log)
+    monkeypatch.setattr("rose.workers.executor.contexts.RecordFetch", EmptyLog)
     monkeypatch.setattr("rose.workers.executor.contexts.RETRY_SECONDS", 0.01)
     contexts = ContextStore(BusSettings("nowhere"), "executor")
     answered: list[int] = []

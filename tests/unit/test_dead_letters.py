@@ -24,47 +24,52 @@ Copy = tuple[Topic, int, bool]
 COPIES = st.lists(st.tuples(st.sampled_from([PROMPTS, SAMPLES]), st.integers(-1, 4), st.booleans()), max_size=20)
 
 
-class Value(bytes):
+class CountedBytes(bytes):
     """Bytes whose instances in memory are counted."""
 
     held = 0
 
     def __init__(self, _: bytes) -> None:
-        Value.held += 1
+        CountedBytes.held += 1
 
     def __del__(self) -> None:
-        Value.held -= 1
+        CountedBytes.held -= 1
 
 
-class Dead:
+class DeadLetterTopics:
     """The dead-letter topics, and the largest number of their values in memory during a read."""
 
     def __init__(self, copies: list[Copy]) -> None:
-        self.lying: dict[str, list[RawMessage]] = {PROMPTS.dead_letters: [], SAMPLES.dead_letters: []}
+        self.stored: dict[str, list[RawMessage]] = {PROMPTS.dead_letters: [], SAMPLES.dead_letters: []}
         self.add(copies)
         self.most_held = self.read = 0
-        self.before = Value.held
+        self.before = CountedBytes.held
 
     def add(self, copies: list[Copy]) -> None:
         for topic, offset, sent_back in copies:
             where = () if offset < 0 else ((PARTITION, b"0"), (OFFSET, b"%d" % offset))
             headers = ((REASON, b"no prompt"), (KEY, b"k" * 5000), *where, *[(SENT_BACK, b"")] * sent_back)
-            self.lying[topic.dead_letters].append(RawMessage(None, b"v", headers))
+            self.stored[topic.dead_letters].append(RawMessage(None, b"v", headers))
 
     def messages(
         self, settings: BusSettings, begins: Mapping[tuple[str, int], int], **_: object
     ) -> Iterator[tuple[tuple[str, int], int, RawMessage, float]]:
         for place, begin in begins.items():
-            for offset in range(max(0, begin), len(self.lying[place[0]])):
+            for offset in range(max(0, begin), len(self.stored[place[0]])):
                 self.read += 1
-                yield place, offset, self.lying[place[0]][offset]._replace(value=Value(b"v" * 100)), float(offset)
-                self.most_held = max(self.most_held, Value.held - self.before)
+                yield (
+                    place,
+                    offset,
+                    self.stored[place[0]][offset]._replace(value=CountedBytes(b"v" * 100)),
+                    float(offset),
+                )
+                self.most_held = max(self.most_held, CountedBytes.held - self.before)
 
 
 @given(COPIES, COPIES)
 def test_dead_letters_are_listed_without_their_values_in_memory(before: list[Copy], after: list[Copy]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        dead = Dead(before)
+        dead = DeadLetterTopics(before)
         patch.setattr(rose.topics.dead_letters, "read_messages", dead.messages)
         here = DeadLetterIndex(SETTINGS, PROMPTS, SAMPLES)
         here.read()
@@ -86,7 +91,7 @@ def test_dead_letters_are_listed_without_their_values_in_memory(before: list[Cop
 
 
 def test_only_selected_dead_letters_are_held_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    dead = Dead([(PROMPTS, offset, False) for offset in range(50)])
+    dead = DeadLetterTopics([(PROMPTS, offset, False) for offset in range(50)])
     monkeypatch.setattr(rose.topics.dead_letters, "read_messages", dead.messages)
     [dead_letter] = read_dead_letters(SETTINGS, PROMPTS, selects=lambda dead_letter: dead_letter.offset == 7)
     assert (dead_letter.offset, dead_letter.raw.value) == (7, b"v" * 100) and dead.most_held <= 3

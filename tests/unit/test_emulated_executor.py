@@ -49,7 +49,7 @@ def turn(name: str = "g:0", *, attempt: int = 0, partial: Part | None = None) ->
     return dispatched(turn_request, incarnation=INCARNATION, attempt=attempt, begun=partial)
 
 
-class Played:
+class ExecutorWithBooks:
     """An executor and its books, derived only from its output."""
 
     def __init__(self, executor: FleetExecutor) -> None:
@@ -123,33 +123,33 @@ EVENTS = st.lists(
 def test_every_turn_is_answered_once_and_none_is_held_behind_a_closed_gate(
     events: list[tuple[str, float]], lends: bool
 ) -> None:
-    played = Played(lender() if lends else dedicated())
+    books = ExecutorWithBooks(lender() if lends else dedicated())
     turn_request: list[TurnKey] = []
     for kind, value in events:
         if kind == "turn":
             attempt = sum(key.trajectory_id == f"g:{value}" for key in turn_request)
             dispatch = turn(f"g:{value}", attempt=attempt)
             turn_request.append(dispatch.key)
-            played.dispatch(dispatch)
+            books.dispatch(dispatch)
         elif kind == "users" and lends:
-            played.serve(int(value > 0), int(value))
+            books.serve(int(value > 0), int(value))
         elif kind == "grant" and lends:
-            played.grant(lend=bool(value))
+            books.grant(lend=bool(value))
         elif kind == "time":
-            played.go_on(value)
-        if played.beat is not None and played.beat.state is ExecutorState.PAUSED:
-            assert not played.executor.holds
-        assert played.executor.holds <= RATES.max_turns
-        answered = {answer.key for answer in played.answers}
-        assert len(turn_request) - len(answered) == played.executor.holds
-    played.go_on(BEAT_SECONDS + 0.1)
-    assert played.beat is not None
-    held = {held_hash(key).to_bytes(8, "little") for key in set(turn_request) - played.answered_at_beat}
-    assert {played.beat.holds[at : at + 8] for at in range(0, len(played.beat.holds), 8)} == held
-    played.on_output(list(played.executor.stop(played.now)))
-    assert sorted(answer.key for answer in played.answers) == sorted(turn_request)
-    assert played.beat.state is ExecutorState.STOPPING
-    assert all(answer.part.validation_error is None for answer in played.answers if answer.tokens)
+            books.go_on(value)
+        if books.beat is not None and books.beat.state is ExecutorState.PAUSED:
+            assert not books.executor.holds
+        assert books.executor.holds <= RATES.max_turns
+        answered = {answer.key for answer in books.answers}
+        assert len(turn_request) - len(answered) == books.executor.holds
+    books.go_on(BEAT_SECONDS + 0.1)
+    assert books.beat is not None
+    held = {held_hash(key).to_bytes(8, "little") for key in set(turn_request) - books.answered_at_beat}
+    assert {books.beat.holds[at : at + 8] for at in range(0, len(books.beat.holds), 8)} == held
+    books.on_output(list(books.executor.stop(books.now)))
+    assert sorted(answer.key for answer in books.answers) == sorted(turn_request)
+    assert books.beat.state is ExecutorState.STOPPING
+    assert all(answer.part.validation_error is None for answer in books.answers if answer.tokens)
 
 
 @given(st.lists(st.floats(0.05, 2.0), max_size=6))
@@ -157,12 +157,12 @@ def test_turn_in_parts_equals_an_uninterrupted_turn(times: list[float]) -> None:
     whole, _ = sampled_of("g:0", 0, SAMPLING, LENGTHS)
     partial: Part | None = None
     for attempt, seconds in enumerate([*times, 60.0]):
-        played = Played(dedicated())
-        played.go_on(0.05)
-        played.dispatch(turn(attempt=attempt, partial=partial))
-        played.go_on(seconds)
-        played.on_output(list(played.executor.stop(played.now)))
-        [answer] = played.answers
+        books = ExecutorWithBooks(dedicated())
+        books.go_on(0.05)
+        books.dispatch(turn(attempt=attempt, partial=partial))
+        books.go_on(seconds)
+        books.on_output(list(books.executor.stop(books.now)))
+        [answer] = books.answers
         if answer.outcome is TurnOutcome.COMPLETED:
             assert (answer.tokens, answer.finish_reason) == (whole, "stop")
             assert answer.spans == (VersionSpan(0, count(whole), 0),)
@@ -190,76 +190,76 @@ def test_turn_time_follows_the_rates_and_a_cached_prefix_shortens_the_turn() -> 
 
 
 def test_lender_lends_from_its_grant_until_its_lease_expires() -> None:
-    played = Played(lender())
-    played.go_on(1.0)
-    assert played.beat is not None and played.beat.state is ExecutorState.PAUSED and played.beat.by_grant
-    played.grant()
-    played.go_on(0.3)
-    assert "being built" in played.beat.paused_reason
-    played.go_on(0.4)
-    assert played.beat.state is ExecutorState.READY and played.beat.token_budget == RATES.kv_tokens
-    played.dispatch(turn())
-    played.serve(1, 100)  # the users compute nothing meanwhile
-    played.go_on(4.0)
-    played.serve(0, 0)
-    played.go_on(0.9)
-    assert not played.answers
-    played.go_on(0.6)
-    assert [answer.outcome for answer in played.answers] == [TurnOutcome.COMPLETED]
-    assert "ran out" in played.beat.paused_reason
-    assert played.what() == [What.GRANTED, What.FREE, What.FIRST, What.SHUT]
+    books = ExecutorWithBooks(lender())
+    books.go_on(1.0)
+    assert books.beat is not None and books.beat.state is ExecutorState.PAUSED and books.beat.by_grant
+    books.grant()
+    books.go_on(0.3)
+    assert "being built" in books.beat.paused_reason
+    books.go_on(0.4)
+    assert books.beat.state is ExecutorState.READY and books.beat.token_budget == RATES.kv_tokens
+    books.dispatch(turn())
+    books.serve(1, 100)  # the users compute nothing meanwhile
+    books.go_on(4.0)
+    books.serve(0, 0)
+    books.go_on(0.9)
+    assert not books.answers
+    books.go_on(0.6)
+    assert [answer.outcome for answer in books.answers] == [TurnOutcome.COMPLETED]
+    assert "ran out" in books.beat.paused_reason
+    assert books.what() == [What.GRANTED, What.FREE, What.FIRST, What.SHUT]
 
 
 def test_user_memory_demand_preempts_turns_at_once_and_the_rest_if_it_lasts() -> None:
-    played = Played(lender(wake_seconds=0.0))
-    played.grant()
-    played.go_on(0.2)
+    books = ExecutorWithBooks(lender(wake_seconds=0.0))
+    books.grant()
+    books.go_on(0.2)
     for number in range(2):
-        played.dispatch(turn(f"g:{number}"))
-    played.go_on(0.5)
-    played.serve(9, 36_000)
-    played.go_on(0.05)
-    assert {answer.outcome for answer in played.answers} == {TurnOutcome.PREEMPTED} and not played.executor.holds
-    assert played.notes[-2].what is What.OFF and played.notes[-2].since == played.users.at
+        books.dispatch(turn(f"g:{number}"))
+    books.go_on(0.5)
+    books.serve(9, 36_000)
+    books.go_on(0.05)
+    assert {answer.outcome for answer in books.answers} == {TurnOutcome.PREEMPTED} and not books.executor.holds
+    assert books.notes[-2].what is What.OFF and books.notes[-2].since == books.users.at
 
-    played.serve(0, 0)
-    played.go_on(3.0)
-    played.dispatch(turn("g:2"))
-    played.serve(1, 100)
-    played.grant()
-    played.go_on(MAX_BLOCKED_SECONDS - 0.2)
-    assert played.executor.holds == 1
-    played.go_on(0.4)
-    assert played.executor.holds == 0 and played.answers[-1].reason.startswith("serving left it no moment")
+    books.serve(0, 0)
+    books.go_on(3.0)
+    books.dispatch(turn("g:2"))
+    books.serve(1, 100)
+    books.grant()
+    books.go_on(MAX_BLOCKED_SECONDS - 0.2)
+    assert books.executor.holds == 1
+    books.go_on(0.4)
+    assert books.executor.holds == 0 and books.answers[-1].reason.startswith("serving left it no moment")
 
 
 def test_room_depends_on_users_and_not_on_held_turns() -> None:
-    played = Played(lender(wake_seconds=0.0))
-    played.grant()
-    played.go_on(0.2)
+    books = ExecutorWithBooks(lender(wake_seconds=0.0))
+    books.grant()
+    books.go_on(0.2)
     for number in range(RATES.max_turns):
-        played.dispatch(turn(f"g:{number}"))
-    played.go_on(4.0)
-    assert not played.executor.holds
-    assert played.what() == [What.GRANTED, What.FREE, What.FIRST]
+        books.dispatch(turn(f"g:{number}"))
+    books.go_on(4.0)
+    assert not books.executor.holds
+    assert books.what() == [What.GRANTED, What.FREE, What.FIRST]
 
     held = [turn(f"g:{number}") for number in range(8, 8 + RATES.max_turns)]
     for each in held:
-        played.dispatch(each)
-    played.serve(1, 22_000)
-    played.go_on(0.05)
-    played.grant()
-    played.serve(0, 0)
-    played.go_on(4.0)
-    assert played.what().count(What.SHUT) == 0 and not played.executor.holds
+        books.dispatch(each)
+    books.serve(1, 22_000)
+    books.go_on(0.05)
+    books.grant()
+    books.serve(0, 0)
+    books.go_on(4.0)
+    assert books.what().count(What.SHUT) == 0 and not books.executor.holds
 
-    played.serve(9, 36_000)
-    played.go_on(0.05)
-    played.grant()
-    played.serve(0, 0)
-    played.go_on(4 * SERVING.quiet_seconds)
-    played.dispatch(turn("g:7"))
-    assert [(note.what, note.reason) for note in played.notes[3:] if note.what is not What.GRANTED] == [
+    books.serve(9, 36_000)
+    books.go_on(0.05)
+    books.grant()
+    books.serve(0, 0)
+    books.go_on(4 * SERVING.quiet_seconds)
+    books.dispatch(turn("g:7"))
+    assert [(note.what, note.reason) for note in books.notes[3:] if note.what is not What.GRANTED] == [
         (What.SHUT, USERS),
         (What.FREE, USERS),
         (What.FIRST, USERS),
@@ -267,29 +267,29 @@ def test_room_depends_on_users_and_not_on_held_turns() -> None:
 
 
 def test_executor_refuses_and_counts_turns_beyond_every_past_offer() -> None:
-    played = Played(dedicated())
-    played.go_on(0.1)
+    books = ExecutorWithBooks(dedicated())
+    books.go_on(0.1)
     for number in range(RATES.max_turns + 1):
-        played.dispatch(turn(f"g:{number}"))
-    assert [answer.refusal for answer in played.answers] == [Refusal.ROOM]
-    assert played.what() == [What.OVERFILLED]
+        books.dispatch(turn(f"g:{number}"))
+    assert [answer.refusal for answer in books.answers] == [Refusal.ROOM]
+    assert books.what() == [What.OVERFILLED]
 
 
 def test_turn_within_a_recent_offer_is_not_a_fault() -> None:
-    played = Played(lender(wake_seconds=0.0))
-    played.grant()
-    played.go_on(0.2)
-    played.serve(9, 36_000)
-    played.go_on(0.05)
-    assert played.beat is not None and played.beat.token_budget < RATES.kv_tokens
-    played.dispatch(turn())
-    assert [answer.refusal for answer in played.answers] == [Refusal.ROOM]
-    assert What.OVERFILLED not in played.what()
+    books = ExecutorWithBooks(lender(wake_seconds=0.0))
+    books.grant()
+    books.go_on(0.2)
+    books.serve(9, 36_000)
+    books.go_on(0.05)
+    assert books.beat is not None and books.beat.token_budget < RATES.kv_tokens
+    books.dispatch(turn())
+    assert [answer.refusal for answer in books.answers] == [Refusal.ROOM]
+    assert What.OVERFILLED not in books.what()
 
 
 def test_dispatch_is_answered_only_by_its_own_incarnation() -> None:
-    played = Played(dedicated())
-    played.go_on(0.1)
-    played.dispatch(msgspec.structs.replace(turn(), incarnation=INCARNATION - 1))
-    played.go_on(3.0)
-    assert not played.answers and not played.executor.holds
+    books = ExecutorWithBooks(dedicated())
+    books.go_on(0.1)
+    books.dispatch(msgspec.structs.replace(turn(), incarnation=INCARNATION - 1))
+    books.go_on(3.0)
+    assert not books.answers and not books.executor.holds

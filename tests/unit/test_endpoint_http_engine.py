@@ -62,7 +62,9 @@ class Scripted:
             raise EngineBroken("another")
 
 
-def played(api: Any, check: Callable[[HttpEngine], None] = lambda _: None) -> list[TurnFinished | TurnRejected]:
+def results_of_turns(
+    api: Any, check: Callable[[HttpEngine], None] = lambda _: None
+) -> list[TurnFinished | TurnRejected]:
     """Run turns in sequence and return their results; `check` gets the engine afterwards."""
 
     async def play(channel: ChannelFds) -> None:
@@ -95,7 +97,7 @@ def test_tokens_of_one_chunk_give_no_decode_rate() -> None:
     def unmoved(engine: HttpEngine) -> None:
         assert engine._rates.decode(1) == pytest.approx(100.0)
 
-    [answer] = played(Scripted("length", pieces=(8,)), unmoved)
+    [answer] = results_of_turns(Scripted("length", pieces=(8,)), unmoved)
     assert isinstance(answer, TurnFinished) and answer.turn.finish_reason == "length"
 
 
@@ -104,27 +106,27 @@ def test_tokens_in_the_first_chunk_count_in_no_decode_time(monkeypatch: pytest.M
     monkeypatch.setattr(TokenRates, "on_decoded", lambda _, seconds, __: learned.append(seconds))
     clock = iter(range(100))
     monkeypatch.setattr(room, "time", SimpleNamespace(time=lambda: float(next(clock)), monotonic=lambda: 0.0))
-    played(Scripted("length", pieces=(4, 4)))
+    results_of_turns(Scripted("length", pieces=(4, 4)))
     assert learned == [1 / 4], "one second for the four that followed"
 
 
 def test_partial_turn_is_returned_and_an_empty_turn_refused_unless_no_room() -> None:
     failed, no_room = TurnLost("error", failed=True), TurnLost("full", failed=False)
-    [partial] = played(Scripted(failed))
+    [partial] = results_of_turns(Scripted(failed))
     assert isinstance(partial, TurnFinished) and (partial.turn.finish_reason, partial.reason, sampled(partial)) == (
         ABORTED,
         "error",
         2,
     )
-    [silent] = played(Scripted("abort"))
+    [silent] = results_of_turns(Scripted("abort"))
     assert isinstance(silent, TurnFinished) and "abort" in silent.reason and sampled(silent) == 2
-    [paused] = played(Scripted("abort", pieces=()))
+    [paused] = results_of_turns(Scripted("abort", pieces=()))
     assert isinstance(paused, TurnFinished), "whoever pauses the server has its requests end so"
-    [nothing] = played(Scripted(failed, pieces=()))
+    [nothing] = results_of_turns(Scripted(failed, pieces=()))
     assert isinstance(nothing, TurnRejected) and nothing.reason == "error"
-    [full] = played(Scripted(no_room, pieces=()))
+    [full] = results_of_turns(Scripted(no_room, pieces=()))
     assert isinstance(full, TurnFinished) and (full.turn.finish_reason, sampled(full)) == (ABORTED, 0)
-    [unfit] = played(Scripted(EngineRefusal("too long"), pieces=()))
+    [unfit] = results_of_turns(Scripted(EngineRefusal("too long"), pieces=()))
     assert isinstance(unfit, TurnRejected) and unfit.reason == "too long"
 
 
@@ -132,7 +134,7 @@ def test_partial_turn_is_returned_and_an_empty_turn_refused_unless_no_room() -> 
 def test_only_the_turn_with_impossible_logprobs_is_refused(logprob: float) -> None:
     api = Scripted("length", "length")
     api.logprobs = [-1.0, logprob]
-    one, other = played(api)
+    one, other = results_of_turns(api)
     assert isinstance(one, TurnRejected) and f"a logprob of {logprob:g}" in one.reason
     assert isinstance(other, TurnFinished) and sampled(other) == 2
 
@@ -145,10 +147,13 @@ def test_broken_turn_ends_the_endpoint_only_if_the_server_was_replaced() -> None
         assert isinstance(engine._broken.exception(), EngineBroken) and list(engine._running) == ["turn-0"]
 
     api = Scripted(TurnLost("error", failed=True), "length")
-    assert [type(answer) for answer in played(api, goes_on)] == [TurnFinished, TurnFinished] and api.looks == 1
+    assert [type(answer) for answer in results_of_turns(api, goes_on)] == [
+        TurnFinished,
+        TurnFinished,
+    ] and api.looks == 1
     api = Scripted(TurnLost("error", failed=True))
     api.there = False
-    assert played(api, is_over) == [], "who plays gives it back, with all others"
+    assert results_of_turns(api, is_over) == [], "who plays gives it back, with all others"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +169,7 @@ def test_broken_turn_ends_the_endpoint_only_if_the_server_was_replaced() -> None
 )
 def test_missing_room_and_constant_failure_count_as_late(ends: list[str], late: int) -> None:
     """Otherwise a faster failing endpoint would attract more turns."""
-    troubles = {
+    faults = {
         "failed": TurnLost("error", failed=True),
         "no room": TurnLost("full", failed=False),
         "refused": EngineRefusal("unfit"),
@@ -174,7 +179,7 @@ def test_missing_room_and_constant_failure_count_as_late(ends: list[str], late: 
         window = engine._window(others_late=False)
         assert sum(seconds == float("inf") for seconds in window.ttft) == late
 
-    played(Scripted(*(troubles.get(end, end) for end in ends)), counts)
+    results_of_turns(Scripted(*(faults.get(end, end) for end in ends)), counts)
 
 
 @pytest.mark.parametrize("status", [200, 204, 302, *FATAL_STATUSES, 400, 409, 413, 422, *BUSY_STATUSES, 500, 501, 502])

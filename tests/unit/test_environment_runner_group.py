@@ -11,7 +11,7 @@ LIMITS = RunnerLimits(max_live=8, timeout_seconds=60.0, max_context_tokens=1024)
 
 
 @dataclass(eq=False)
-class Played:
+class ScriptedProcess:
     """A passive process."""
 
     killable: bool = True
@@ -48,13 +48,13 @@ class RunnerGroupFixture:
 
     def __init__(self, *names: str) -> None:
         self.numbers = count()
-        self.made: list[Played] = []
+        self.made: list[ScriptedProcess] = []
         self.lane = RunnerGroup("counter", self.place, LIMITS)
         self.jobs = {name: act(name, "go") for name in names}
         self.lane.start([InFlight(job) for job in self.jobs.values()])
 
     def place(self) -> RunnerSlot:
-        self.made.append(Played())
+        self.made.append(ScriptedProcess())
         return RunnerSlot(next(self.numbers), self.made[-1])
 
     def holds(self, name: str) -> RunnerSlot:
@@ -64,7 +64,7 @@ class RunnerGroupFixture:
     def ends(self, name: str, *, runs: Job | None = None) -> JobResults:
         """End the process of this job, in the code of this job."""
         process = self.holds(name).runner
-        assert isinstance(process, Played)
+        assert isinstance(process, ScriptedProcess)
         process.runs, process.exit_reason = runs, " was ended by SIGKILL"
         return self.lane.check(0.0) + self.lane.check(0.0)
 

@@ -33,7 +33,7 @@ TAKE_SECONDS = 0.01
 """Least seconds to accept the context of a turn."""
 
 
-class PlayedEngine:
+class ScriptedEngine:
     version, devices = 0, 1
 
     def __init__(self) -> None:
@@ -75,8 +75,8 @@ class PlayedEngine:
 
 
 @pytest.fixture
-def engine() -> PlayedEngine:
-    return PlayedEngine()
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def channel() -> ChannelFds:
 
 
 @pytest.fixture
-def host(engine: PlayedEngine, channel: ChannelFds) -> EngineLoop:
+def host(engine: ScriptedEngine, channel: ChannelFds) -> EngineLoop:
     played: Any = engine
     return EngineLoop(
         played, channel, MessageSender(RingBuffer(channel.reports)), StepCost(**INITIAL_COST), status_seconds=0.1
@@ -99,7 +99,7 @@ def dispatch(channel: ChannelFds, turns: int) -> None:
 
 
 def test_burst_of_turns_is_accepted_over_several_guest_ticks(
-    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
+    host: EngineLoop, engine: ScriptedEngine, channel: ChannelFds
 ) -> None:
     dispatch(channel, 12)
     before = 0
@@ -113,7 +113,7 @@ def test_burst_of_turns_is_accepted_over_several_guest_ticks(
 
 
 def test_turn_for_an_earlier_guest_goes_back_untouched_without_a_failure(
-    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
+    host: EngineLoop, engine: ScriptedEngine, channel: ChannelFds
 ) -> None:
     """The executor stopped while the earlier guest was parked and the next was built, which serves no version yet."""
     engine.version = -1
@@ -126,7 +126,7 @@ def test_turn_for_an_earlier_guest_goes_back_untouched_without_a_failure(
 
 
 def test_burst_of_turns_is_accepted_at_once_by_a_dedicated_executor(
-    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
+    host: EngineLoop, engine: ScriptedEngine, channel: ChannelFds
 ) -> None:
     dispatch(channel, 4)
     host.tick()
@@ -134,7 +134,7 @@ def test_burst_of_turns_is_accepted_at_once_by_a_dedicated_executor(
 
 
 def test_turns_are_charged_for_every_device_of_their_steps(
-    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
+    host: EngineLoop, engine: ScriptedEngine, channel: ChannelFds
 ) -> None:
     engine.devices = 2
     dispatch(channel, 2)
@@ -152,7 +152,7 @@ def test_turns_are_charged_for_every_device_of_their_steps(
 
 
 def test_next_work_is_interruptible_with_a_pending_command_and_then_atomic(
-    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
+    host: EngineLoop, engine: ScriptedEngine, channel: ChannelFds
 ) -> None:
     """Commands are handled without admission: without a permit neither a staging piece nor a step runs beside them."""
     engine.pieces = [0.0] * 2
@@ -168,7 +168,7 @@ def test_next_work_is_interruptible_with_a_pending_command_and_then_atomic(
 
 
 def test_slow_staging_piece_does_not_raise_the_price_of_later_pieces(
-    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
+    host: EngineLoop, engine: ScriptedEngine, channel: ChannelFds
 ) -> None:
     engine.pieces = [*[0.0] * 20, SLOW_SECONDS, *[0.0] * 60]
     MessageSender(RingBuffer(channel.commands)).send(StageWeights(1, 0, ()))
@@ -181,7 +181,7 @@ def test_slow_staging_piece_does_not_raise_the_price_of_later_pieces(
 
 
 def test_aborted_turns_are_reported_once_the_reader_returns(
-    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
+    host: EngineLoop, engine: ScriptedEngine, channel: ChannelFds
 ) -> None:
     dispatch(channel, 2)
     host.tick()
@@ -207,7 +207,7 @@ def test_aborted_turns_are_reported_once_the_reader_returns(
 
 
 def test_paused_step_sends_heartbeats_and_finishes_for_an_aborted_turn(
-    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds, monkeypatch: pytest.MonkeyPatch
+    host: EngineLoop, engine: ScriptedEngine, channel: ChannelFds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A turn that arrives meanwhile waits for the end of the step, and ends nothing."""
     dispatch(channel, 1)
@@ -242,7 +242,7 @@ def test_paused_step_sends_heartbeats_and_finishes_for_an_aborted_turn(
 
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_hold_time_of_a_paused_step_counts_from_its_last_chance_to_resume(
-    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+    host: EngineLoop, engine: ScriptedEngine, channel: ChannelFds, monkeypatch: pytest.MonkeyPatch, goes_on: bool
 ) -> None:
     """Otherwise a guest that computes now and then would lose its turns, and a guest that never does would get more."""
     reports = RingBuffer(channel.reports)

@@ -14,7 +14,7 @@ BASE, TOKEN = 0.004, 0.0002
 """Seconds of a step, and of each token in it; the very first step takes ten times as long."""
 
 
-class PlayedEngine:
+class ScriptedEngine:
     version, longest_tokens = -1, 1024
 
     def __init__(self) -> None:
@@ -35,8 +35,8 @@ class PlayedEngine:
 
 
 @pytest.fixture
-def engine() -> PlayedEngine:
-    return PlayedEngine()
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
 
 
 def profiled(engine: Any, room_tokens: int, yield_seconds: float = 1.0) -> StepCost:
@@ -48,14 +48,14 @@ def profiled(engine: Any, room_tokens: int, yield_seconds: float = 1.0) -> StepC
     return cost
 
 
-def test_first_turn_has_a_measured_price(engine: PlayedEngine) -> None:
+def test_first_turn_has_a_measured_price(engine: ScriptedEngine) -> None:
     cost = profiled(engine, 1000)
     assert max(engine.steps) == MAX_PROFILE_TOKENS and engine.left == 0
     for tokens in (1, 8, 64, 128):
         assert cost.seconds(tokens) == pytest.approx(BASE + TOKEN * tokens, rel=0.05)
 
 
-def test_no_profiling_step_exceeds_its_bound(engine: PlayedEngine) -> None:
+def test_no_profiling_step_exceeds_its_bound(engine: ScriptedEngine) -> None:
     profiled(engine, 1000, yield_seconds=0.01)
     assert all(BASE + TOKEN * tokens <= 0.01 for tokens in engine.steps)
 
@@ -69,7 +69,7 @@ def test_all_profiling_steps_fit_the_memory_with_a_token_to_spare(room_tokens: i
 
 
 def test_profiling_without_memory_ends_at_once() -> None:
-    engine: Any = PlayedEngine()
+    engine: Any = ScriptedEngine()
     assert not profiled(engine, 2).has_observed and engine.steps == []
 
 

@@ -71,7 +71,7 @@ class BusyGuest:
         self.dropped.append(error)
 
 
-class Layered(BusyGuest):
+class LayeredGuest(BusyGuest):
     """A guest step with layers, between which it yields. It catches every exception."""
 
     has_room = True
@@ -215,7 +215,7 @@ def layered(
     steps: int = 2,
     has_room: bool = True,
     stands_for: int = 10**6,
-) -> Layered:
+) -> LayeredGuest:
     """Return a guest beside a core that serves each request, which arrives before these layers, in this many steps."""
 
     def during_layer(layer: int) -> None:
@@ -233,7 +233,7 @@ def layered(
             core.scheduler.running.clear()
         return True
 
-    guest = Layered(turns._yield_to_serving, during_layer)
+    guest = LayeredGuest(turns._yield_to_serving, during_layer)
     guest.has_room, guest.stands_for = has_room, stands_for
     turns._guest = guest  # type: ignore[assignment]
     turns.step(serve)
@@ -288,7 +288,9 @@ def test_serving_error_within_a_guest_step_is_raised_to_serving(core: Any, turns
             raise RuntimeError("its own")
         return False
 
-    guest = Layered(turns._yield_to_serving, lambda layer: core.input_queue.put(request("a")) if layer == 1 else None)
+    guest = LayeredGuest(
+        turns._yield_to_serving, lambda layer: core.input_queue.put(request("a")) if layer == 1 else None
+    )
     turns._guest = guest  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="its own"):
         turns.step(fails)
@@ -298,7 +300,7 @@ def test_serving_error_within_a_guest_step_is_raised_to_serving(core: Any, turns
 def test_unexpected_serving_state_within_a_step_ends_only_lending(core: Any, turns: StepInterleaver) -> None:
     done: list[str] = []
     core.scheduler.get_request_counts = lambda: (0, 0)
-    guest = Layered(
+    guest = LayeredGuest(
         turns._yield_to_serving, lambda layer: core.input_queue.put(object()) if layer == 1 else done.append("layer")
     )
     turns._guest = guest  # type: ignore[assignment]
@@ -314,7 +316,9 @@ def test_serving_error_keeps_its_cause(core: Any, turns: StepInterleaver) -> Non
             raise RuntimeError("its own") from OSError("why")
         return False
 
-    guest = Layered(turns._yield_to_serving, lambda layer: core.input_queue.put(request("a")) if layer == 1 else None)
+    guest = LayeredGuest(
+        turns._yield_to_serving, lambda layer: core.input_queue.put(request("a")) if layer == 1 else None
+    )
     turns._guest = guest  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="its own") as raised:
         turns.step(fails)
@@ -376,7 +380,7 @@ def test_step_planned_in_idle_time_continues_piecewise_beside_serving(
         if layer == 1:
             core.input_queue.put(request("never ends"))
 
-    guest = Layered(turns._yield_to_serving, during_layer)
+    guest = LayeredGuest(turns._yield_to_serving, during_layer)
     guest.next_work, guest.stands_for = NextWork(WorkKind.STEP, 0.02), 200
     turns._guest = guest  # type: ignore[assignment]
     turns.step(serve)

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from rose.workers.lender.admission import STRICT
-from tests.support.lender_fixtures import LenderSimulation, Seen, run
+from tests.support.lender_fixtures import LenderSimulation, SimulationResult, run
 
 LIGHT = LenderSimulation()
 HEAVY = LenderSimulation(prompt=8, token=0.0006)
@@ -21,7 +21,7 @@ SEEDS = pytest.mark.parametrize("seed", [1, 2])
 
 
 @cache
-def seen(simulation: LenderSimulation, dial: float | None, seed: int) -> Seen:
+def seen(simulation: LenderSimulation, dial: float | None, seed: int) -> SimulationResult:
     return run(simulation, dial, seed)
 
 

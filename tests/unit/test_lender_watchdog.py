@@ -178,13 +178,13 @@ def test_halted_rank_time_does_not_count_as_guest_hang(tmp_path: Path, monkeypat
     """The engine core waits for the rank, in the guest's turn."""
     looks: list[bool] = []
 
-    class Noted(HangDetector):
+    class NotingHangDetector(HangDetector):
         def on_poll(self, since: int, *, halted: bool, now: float) -> bool:
             if since:
                 looks.append(halted)
             return super().on_poll(since, halted=halted, now=now)
 
-    monkeypatch.setattr(watchdogs, "HangDetector", Noted)
+    monkeypatch.setattr(watchdogs, "HangDetector", NotingHangDetector)
     ranks = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
     ranks[1].send_signal(signal.SIGSTOP)
     with kept(tmp_path, SidecarStarter("exec sleep 600").begin):

@@ -17,7 +17,7 @@ from tests.support.routing_fixtures import heartbeat
 
 
 def test_index_keeps_nothing_of_executors_that_leave_between_searches() -> None:
-    placement, random, before = Placement(), Random(0), seats_alive()
+    placement, random, before = Placement(), Random(0), live_candidates()
     for number, speed in ((0, 1e4), (500, 2e4)):
         near = Hardware(prefill_tokens_per_second=100 * speed, decode_tokens_per_second=speed)
         placement.offer(heartbeat(number, hardware=near), is_open=True, lag_versions=0)
@@ -33,7 +33,7 @@ def test_index_keeps_nothing_of_executors_that_leave_between_searches() -> None:
         for _ in range(placement.candidates[beat.worker].held_turns):
             placement.release(beat.worker, 1, 1.0)
         placement.remove(beat.worker)
-    assert seats_alive() - before <= 2 * MIN_HEAP_ENTRIES, "of 500"
+    assert live_candidates() - before <= 2 * MIN_HEAP_ENTRIES, "of 500"
 
 
 def test_executor_with_room_again_is_found_again() -> None:
@@ -157,7 +157,7 @@ def counting() -> Iterator[list[int]]:
         sys.settrace(before)
 
 
-def seats_alive() -> int:
+def live_candidates() -> int:
     """Return the number of candidates in this process."""
     gc.collect()
     return sum(isinstance(each, Candidate) for each in gc.get_objects())

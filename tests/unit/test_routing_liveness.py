@@ -208,15 +208,15 @@ def test_stopping_executor_is_gone_at_once() -> None:
 def test_executor_too_far_behind_is_stale_until_caught_up() -> None:
     liveness = Liveness(max_lag_versions=1)
     liveness.on_heartbeat(heartbeat(0), 0.0)
-    standings = []
+    statuses = []
     for version in (1, 2):
         liveness.on_heartbeat(heartbeat(1, policy_version=version), 0.0)
-        standings.append(liveness.executors["w0"].status)
+        statuses.append(liveness.executors["w0"].status)
     for shown in (1, 2):
         liveness.on_heartbeat(heartbeat(0, policy_version=shown), 0.1)
-        standings.append(liveness.executors["w0"].status)
+        statuses.append(liveness.executors["w0"].status)
     # A lag of one version keeps an executor LIVE and does not make one LIVE.
-    assert standings == [ExecutorStatus.LIVE, ExecutorStatus.STALE, ExecutorStatus.STALE, ExecutorStatus.LIVE]
+    assert statuses == [ExecutorStatus.LIVE, ExecutorStatus.STALE, ExecutorStatus.STALE, ExecutorStatus.LIVE]
 
 
 def test_turn_completed_elsewhere_fills_room_of_an_unlisted_dispatch() -> None:

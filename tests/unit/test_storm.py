@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.storm.lines import Sort
+from tests.support.storm.lines import LineKind
 from tests.support.storm.log_checks import MARK, Log, of_turns
 from tests.support.storm.plan import ROUND, Act, Part, Plan, PlannedFault, Role, cell_of, draw, first_of
 from tests.support.storm.shape import Shape, leaving
@@ -130,9 +130,9 @@ def test_line_marks_are_unique_and_repeats_name_a_valid_group(plan: Plan) -> Non
     for line in plan.lines:
         assert set(MARK.findall(line.value)) == {line.mark.encode()}
         assert b"\n" not in line.value and b"\t" not in line.value
-        if line.sort is Sort.REPEATED:
+        if line.sort is LineKind.REPEATED:
             assert line.group_id in plan.groups
-        if line.sort is not Sort.BAD:
+        if line.sort is not LineKind.BAD:
             assert json.loads(line.value)["group_id"] == line.group_id
     assert plan.blocked and plan.blocked < plan.trajectories
 

@@ -6,7 +6,7 @@ Keeps true: a worker is stopped only while all others are healthy, like in a Sta
 import random
 from collections.abc import Sequence
 
-from tests.support.storm.lines import Lines, Sort
+from tests.support.storm.lines import LineKind, Lines
 from tests.support.storm.plan import Act, Plan, PlannedFault, Role, Worker
 from tests.support.storm.shape import Shape
 
@@ -24,6 +24,6 @@ def rolling(seed: int, shape: Shape, first: Sequence[Worker], order: Sequence[Wo
     """Return the plan: the workers of `first` run, and those of `order` are replaced one by one."""
     planned_faults = [PlannedFault(0.0, act, worker) for worker in order for act in (Act.LEAVE, Act.START)]
     dice = random.Random(f"rolling {seed}")
-    good = (line for line in Lines(dice, shape).drawn() if line.sort is Sort.GOOD)
+    good = (line for line in Lines(dice, shape).drawn() if line.sort is LineKind.GOOD)
     lines = sorted(good, key=lambda line: line.at)
     return Plan(seed, shape, tuple(first), tuple(planned_faults), tuple(lines), in_turn=True)

@@ -16,7 +16,7 @@ BLOCKING = "storm_environments:Blocking"
 """The environment of trajectories that must end as failures of the infrastructure."""
 
 
-class Sort(Enum):
+class LineKind(Enum):
     """Expected fate of a line."""
 
     GOOD = "good"
@@ -31,7 +31,7 @@ class Line:
     """One record that kcat produces to the prompts."""
 
     at: float
-    sort: Sort
+    sort: LineKind
     mark: str
     """A unique part of the value that survives every transformation."""
     value: bytes
@@ -69,14 +69,14 @@ class Lines:
         environment = BLOCKING if blocking else "calculator"
         value = self._prompt(mark, group_id, size, environment)
         key = group_id if dice.random() < 0.7 else None
-        return Line(at, Sort.GOOD, mark, value, key, group_id, size, blocking)
+        return Line(at, LineKind.GOOD, mark, value, key, group_id, size, blocking)
 
     def _repeated(self, line: Line) -> Line:
         mark = self._mark()
         key = self._dice.choice((line.group_id, None, f"another-{mark}"))
         at = min(line.at + self._dice.uniform(0.1, self._shape.seconds), self._shape.seconds)
         value = line.value.replace(line.mark.encode(), mark.encode())
-        return Line(at, Sort.REPEATED, mark, value, key, line.group_id, line.group_size, line.blocking)
+        return Line(at, LineKind.REPEATED, mark, value, key, line.group_id, line.group_size, line.blocking)
 
     def _bad(self, number: int) -> Line:
         mark = self._mark()
@@ -84,7 +84,7 @@ class Lines:
         value = spoil(self._prompt(mark, f"bad-{number}", 2, "calculator"), mark)
         at = self._dice.uniform(0.0, self._shape.seconds)
         key = self._dice.choice((None, f"bad-{number}", "k" * 127))
-        return Line(at, Sort.BAD, mark, value, key, refused=spoil in _REFUSED)
+        return Line(at, LineKind.BAD, mark, value, key, refused=spoil in _REFUSED)
 
     def _prompt(self, mark: str, group_id: str, size: int, environment: str) -> bytes:
         prompt: dict[str, object] = {

@@ -19,7 +19,7 @@ from rose.pipeline.accounting.audit import audit_log
 from rose.topics.catalog import COMPLETED, DISPATCHED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES
 from rose.topics.dead_letter_headers import OFFSET, PARTITION, TOPIC
 from rose.topics.settings import BusSettings
-from tests.support.storm.lines import Sort
+from tests.support.storm.lines import LineKind
 from tests.support.storm.plan import Plan, Role
 
 WAIT_SECONDS = 60.0
@@ -30,7 +30,7 @@ MARK = re.compile(rb"mark-\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LoggedRecord:
     """One committed record."""
 
     topic: str
@@ -82,13 +82,15 @@ def begin(consumer: Consumer, topics: list[str]) -> set[tuple[str, int]]:
     return places
 
 
-def found_in(message: Any) -> Found:
+def found_in(message: Any) -> LoggedRecord:
     headers = {name: value for name, value in message.headers() or () if isinstance(value, bytes)}
     at = message.timestamp()[1] / 1000
-    return Found(message.topic(), message.partition(), message.offset(), at, message.key(), message.value(), headers)
+    return LoggedRecord(
+        message.topic(), message.partition(), message.offset(), at, message.key(), message.value(), headers
+    )
 
 
-def read_all(settings: BusSettings, topics: list[str]) -> Iterator[Found]:
+def read_all(settings: BusSettings, topics: list[str]) -> Iterator[LoggedRecord]:
     """Yield every committed record of these topics up to their current end. Raises TimeoutError."""
     consumer = consumer_of(settings)
     try:
@@ -137,7 +139,7 @@ class Log:
     """Outcomes of every trajectory."""
     lines: dict[tuple[str, int, int], str] = field(default_factory=dict)
     """The mark of every prompt, by topic, partition and offset."""
-    letters: list[tuple[tuple[str, int, int], str]] = field(default_factory=list)
+    dead_letters: list[tuple[tuple[str, int, int], str]] = field(default_factory=list)
     """For every dead-lettered prompt: the location that it names, and its mark."""
     other_letters: Counter[str] = field(default_factory=Counter)
     """Dead letters of other topics."""
@@ -212,13 +214,13 @@ def read_log(settings: BusSettings, *, blocked: Container[str] = ()) -> Log:
         Role.ENVIRONMENT: max((at - answered_at[turn] for turn, at in applied_at.items() if at), default=0.0),
     }
     log.dispatches = Counter({turn: len(numbers) for turn, numbers in attempts.items()})
-    letters = [f"{name(topic)}.dlq" for topic in topics]
-    for found in read_all(settings, letters):
-        if found.topic != letters[0]:
+    dead_letters = [f"{name(topic)}.dlq" for topic in topics]
+    for found in read_all(settings, dead_letters):
+        if found.topic != dead_letters[0]:
             log.other_letters[found.topic] += 1
             continue
         place = (found.headers[TOPIC].decode(), int(found.headers[PARTITION]), int(found.headers[OFFSET]))
-        log.letters.append((place, found.mark))
+        log.dead_letters.append((place, found.mark))
     return log
 
 
@@ -258,24 +260,24 @@ def of_turns(log: Log) -> Iterator[str]:
 
 
 def _of_letters(plan: Plan, log: Log) -> Iterator[str]:
-    many = Counter(mark for _, mark in log.letters)
+    many = Counter(mark for _, mark in log.dead_letters)
     for line in plan.lines:
         if line.mark not in log.produced_at:
             yield f"kcat did not bring {line.mark} to the log"
-        elif line.sort is Sort.BAD and many[line.mark] != 1:
+        elif line.sort is LineKind.BAD and many[line.mark] != 1:
             yield f"bad line {line.mark} is a dead letter {many[line.mark]} times: {line.value[:80]!r}"
     groups: dict[str, list[str]] = defaultdict(list)
     for line in plan.lines:
-        if line.sort is not Sort.BAD:
+        if line.sort is not LineKind.BAD:
             groups[line.group_id].append(line.mark)
     for group_id, marks in groups.items():
         dead_letters = [many[mark] for mark in marks]
         if sorted(dead_letters) != [0, *[1] * (len(marks) - 1)]:
             yield f"of {len(marks)} prompts of {group_id} one opens; they are dead letters {dead_letters} times"
-    for place, times in Counter(place for place, _ in log.letters).items():
+    for place, times in Counter(place for place, _ in log.dead_letters).items():
         if times > 1:
             yield f"what lies at {place} is a dead letter {times} times"
-    for place, mark in log.letters:
+    for place, mark in log.dead_letters:
         if log.lines.get(place) != mark:
             yield f"the dead letter of {mark or 'nobody'} names {place}, where {log.lines.get(place, 'nothing')} lies"
     for topic, times in log.other_letters.items():
@@ -294,6 +296,6 @@ def _of_others(plan: Plan, log: Log, settings: BusSettings) -> Iterator[str]:
     if outcomes != Counter({trajectory: len(ends) for trajectory, ends in log.outcomes.items()}):
         yield f"kcat counts {sum(outcomes.values())} outcomes of {len(outcomes)} trajectories, and that is not the log"
     dead = f"{settings.namespace}{PROMPTS.dead_letters}"
-    letters = Counter(mark_of(value) for _, value in read_by_kcat(settings, dead))
-    if letters != Counter(mark for _, mark in log.letters):
-        yield f"kcat counts {sum(letters.values())} dead prompts, and that is not the log"
+    dead_letters = Counter(mark_of(value) for _, value in read_by_kcat(settings, dead))
+    if dead_letters != Counter(mark for _, mark in log.dead_letters):
+        yield f"kcat counts {sum(dead_letters.values())} dead prompts, and that is not the log"

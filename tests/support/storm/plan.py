@@ -17,7 +17,7 @@ from itertools import cycle, islice
 from typing import TypeAlias
 
 from rose.schemas.partitioning import inbox_slot
-from tests.support.storm.lines import Line, Lines, Sort
+from tests.support.storm.lines import Line, LineKind, Lines
 from tests.support.storm.shape import Shape
 
 
@@ -101,7 +101,7 @@ class Plan:
     @property
     def groups(self) -> dict[str, int]:
         """Return every requested group and its size."""
-        return {line.group_id: line.group_size for line in self.lines if line.sort is Sort.GOOD}
+        return {line.group_id: line.group_size for line in self.lines if line.sort is LineKind.GOOD}
 
     @property
     def refused(self) -> int:
@@ -201,7 +201,7 @@ LEAVERS: tuple[Role, ...] = (
 
 
 @dataclass(slots=True, eq=False)
-class _Known:
+class _WorkerState:
     worker: Worker
     well_from: float
     """Time from which the worker can replace another."""
@@ -209,7 +209,7 @@ class _Known:
     """Time from which a fault can hit the worker."""
 
 
-class _Cast:
+class _RunningWorkers:
     """The running workers over the course of the plan."""
 
     def __init__(self, shape: Shape, dice: random.Random) -> None:
@@ -217,12 +217,12 @@ class _Cast:
         self._dice = dice
         self._next = dict.fromkeys(Role, 0)
         self._known = [
-            _Known(self._new(role, number % shape.cells if role is Role.EXECUTOR else 0), 0.0, 0.0)
+            _WorkerState(self._new(role, number % shape.cells if role is Role.EXECUTOR else 0), 0.0, 0.0)
             for role, many in first_of(shape).items()
             for number in range(many)
         ]
-        self._known += [_Known(Worker(Role.LENDER, number), 0.0, 0.0) for number in range(shape.lenders)]
-        self._known += [_Known(Worker(Role.NODE, number), 0.0, 0.0) for number in range(shape.nodes)]
+        self._known += [_WorkerState(Worker(Role.LENDER, number), 0.0, 0.0) for number in range(shape.lenders)]
+        self._known += [_WorkerState(Worker(Role.NODE, number), 0.0, 0.0) for number in range(shape.nodes)]
         self.first = tuple(known.worker for known in self._known if known.worker.role is not Role.NODE)
 
     def planned_faults(self, at: float, act: Act, role: Role, part: Part) -> Iterator[PlannedFault]:
@@ -254,15 +254,15 @@ class _Cast:
         at += self._dice.uniform(*(NODE_AWAY_SECONDS if role is Role.NODE else AWAY_SECONDS))
         replacement = self._replacement(worker)
         there_from = at + SETTLED_SECONDS[role] if role is Role.LENDER else at
-        self._known.append(_Known(replacement, at + SETTLED_SECONDS[role], there_from))
+        self._known.append(_WorkerState(replacement, at + SETTLED_SECONDS[role], there_from))
         yield PlannedFault(at, Act.START, replacement)
 
     def _join(self, at: float, role: Role) -> PlannedFault:
         worker = self._new(role)
-        self._known.append(_Known(worker, at + SETTLED_SECONDS[role], at))
+        self._known.append(_WorkerState(worker, at + SETTLED_SECONDS[role], at))
         return PlannedFault(at, Act.START, worker, joins=True)
 
-    def _victim(self, at: float, role: Role) -> _Known | None:
+    def _victim(self, at: float, role: Role) -> _WorkerState | None:
         there = [known for known in self._known if known.worker.role is role and known.there_from <= at]
         alone = role in (Role.TRAINER, Role.CONTROL, Role.LENDER)
         able = [
@@ -317,7 +317,7 @@ def _faults(shape: Shape, turn: int) -> list[_Fault]:
 def draw(seed: int, shape: Shape) -> Plan:
     """Return the plan of this seed."""
     dice = random.Random(f"storm {seed}")
-    cast = _Cast(shape, dice)
+    cast = _RunningWorkers(shape, dice)
     planned_faults: list[PlannedFault] = []
     for number in range(shape.rounds):
         deck = _leaves(shape) if shape.leaves else _faults(shape, seed + number)

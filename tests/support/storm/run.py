@@ -25,7 +25,7 @@ from rose.topics.settings import BusSettings
 from tests.support.brokers import flags
 from tests.support.kafka_cluster import Cluster
 from tests.support.lender_server_fixtures import SERVING
-from tests.support.storm.lines import Line, Sort
+from tests.support.storm.lines import Line, LineKind
 from tests.support.storm.log_checks import Log, breaches, read_all, read_log
 from tests.support.storm.plan import SLOTS, Act, Plan, PlannedFault, Role, Worker
 from tests.support.storm.roles import Roles
@@ -123,7 +123,7 @@ class Report:
     """Number of attempts beyond the first."""
     dropped: int = 0
     """Number of results that were not applied."""
-    letters: int = 0
+    dead_letters: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     stall: Stall | None = None
     """The longest stall."""
@@ -148,8 +148,8 @@ class Report:
         lines = [
             f"storm {self.seed} on {self.broker}: {self.seconds:.0f} s, {self.trajectories} trajectories, "
             f"{self.turns} turns, {sum(self.faults.values())} faults",
-            f"faults: {_told(self.faults)}; ended by themselves: {_told(self.crashes)}",
-            f"outcomes: {_told(self.outcomes)}; {self.letters} dead letters",
+            f"faults: {_counts_text(self.faults)}; ended by themselves: {_counts_text(self.crashes)}",
+            f"outcomes: {_counts_text(self.outcomes)}; {self.dead_letters} dead letters",
             f"{self.repeated} turns repeated, {self.dropped} results dropped, longest stall {self.stall_seconds:.1f} s",
             "longest waits: " + ", ".join(f"{role.value} {seconds:.1f} s" for role, seconds in self.waits.items()),
             *self.crash_words,
@@ -160,7 +160,7 @@ class Report:
         return "\n  ".join(lines)
 
 
-def _told(counts: Counter[str]) -> str:
+def _counts_text(counts: Counter[str]) -> str:
     return ", ".join(f"{many} {name}" for name, many in sorted(counts.items())) or "none"
 
 
@@ -221,7 +221,7 @@ def _conclude(report: Report, plan: Plan, roles: Roles, settings: BusSettings) -
     report.turns = log.turns
     report.repeated = sum(log.dispatches.values()) - len(log.dispatches)
     report.dropped = log.results - log.turns
-    report.letters = len(log.letters)
+    report.dead_letters = len(log.dead_letters)
     report.attempts_at_fault, report.waits = log.faults, log.waits
     report.outcomes = Counter(end for ends in log.outcomes.values() for end in ends)
     ended = max((each.at for each in roles.happenings), default=0.0)
@@ -244,7 +244,7 @@ def work_left(plan: Plan, log: Log, *, until: float) -> list[Interval]:
     """Return the times in which a requested group had not ended."""
     requested: dict[str, list[float]] = defaultdict(list)
     for line in plan.lines:
-        if line.sort is not Sort.BAD and line.mark in log.produced_at:
+        if line.sort is not LineKind.BAD and line.mark in log.produced_at:
             requested[line.group_id].append(log.produced_at[line.mark])
     groups = plan.groups
     return [
@@ -349,7 +349,7 @@ class _Storm:
 
     def _all_dead(self) -> bool:
         """Whether every invalid line is dead-lettered."""
-        dead = {line.mark for line in self._plan.lines if line.sort is Sort.BAD}
+        dead = {line.mark for line in self._plan.lines if line.sort is LineKind.BAD}
         dlq_topic = f"{self._settings.namespace}{PROMPTS.dead_letters}"
         return dead <= {found.mark for found in read_all(self._settings, [dlq_topic])}
 
