@@ -148,8 +148,8 @@ def failure_of(folder: Path, action: str) -> str:
 @pytest.mark.parametrize(
     ("action", "line", "function"),
     [
-        ("key", "# the line that is told", "answer_of"),
-        ("group", "# the line that is told", "answer_of"),
+        ("key", "# the reported line", "answer_of"),
+        ("group", "# the reported line", "answer_of"),
         ("assert", 'assert action == "other"', "meddle"),
         ("json", 'json.loads("{")', "meddle"),
     ],

@@ -32,6 +32,6 @@ def test_run_does_not_stall_while_every_node_is_restarted_twice(tmp_path: Path) 
     with start_nodes(tmp_path / "broker") as broker:
         report = blow(tmp_path / "roles", rolling(SEED, shape, workers, [*NODES, *NODES]), broker)
     print(report)
-    assert not report.breaches and not report.dead_letters, str(report)
+    assert not report.breaches and not report.letters, str(report)
     assert report.crashes.keys() <= {"trainer"}, "it may be amid a commit, and is started again"
     assert report.faults == {"leave node": 2 * len(NODES)}

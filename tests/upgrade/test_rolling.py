@@ -61,7 +61,7 @@ def sites(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def clean(report: Report) -> None:
     print(report)
-    assert not report.breaches and not report.crashes and not report.dead_letters, str(report)
+    assert not report.breaches and not report.crashes and not report.letters, str(report)
     assert report.left.keys() == {0}, report.left
 
 

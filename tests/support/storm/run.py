@@ -123,7 +123,7 @@ class Report:
     """Number of attempts beyond the first."""
     dropped: int = 0
     """Number of results that were not applied."""
-    dead_letters: int = 0
+    letters: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     stall: Stall | None = None
     """The longest stall."""
@@ -149,7 +149,7 @@ class Report:
             f"storm {self.seed} on {self.broker}: {self.seconds:.0f} s, {self.trajectories} trajectories, "
             f"{self.turns} turns, {sum(self.faults.values())} faults",
             f"faults: {_counts_text(self.faults)}; ended by themselves: {_counts_text(self.crashes)}",
-            f"outcomes: {_counts_text(self.outcomes)}; {self.dead_letters} dead letters",
+            f"outcomes: {_counts_text(self.outcomes)}; {self.letters} dead letters",
             f"{self.repeated} turns repeated, {self.dropped} results dropped, longest stall {self.stall_seconds:.1f} s",
             "longest waits: " + ", ".join(f"{role.value} {seconds:.1f} s" for role, seconds in self.waits.items()),
             *self.crash_words,
@@ -221,7 +221,7 @@ def _conclude(report: Report, plan: Plan, roles: Roles, settings: BusSettings) -
     report.turns = log.turns
     report.repeated = sum(log.dispatches.values()) - len(log.dispatches)
     report.dropped = log.results - log.turns
-    report.dead_letters = len(log.dead_letters)
+    report.letters = len(log.dead_letters)
     report.attempts_at_fault, report.waits = log.faults, log.waits
     report.outcomes = Counter(end for ends in log.outcomes.values() for end in ends)
     ended = max((each.at for each in roles.happenings), default=0.0)
